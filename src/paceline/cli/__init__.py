@@ -1,0 +1,4 @@
+"""The `paceline` command.
+
+May use: everything below. Start reading at `main.py`.
+"""
