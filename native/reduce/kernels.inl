@@ -1,0 +1,321 @@
+// The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD.
+// Only plain loops and no library templates, so that no function compiled for a newer machine can be linked in elsewhere.
+
+namespace paceline::PACELINE_SIMD {
+namespace {
+
+struct Half {
+    std::uint16_t bits;
+};
+struct BFloat {
+    std::uint16_t bits;
+};
+struct Bool {
+    std::uint8_t value;
+};
+template <class Real>
+struct Complex {
+    Real re, im;
+};
+
+inline float as_float(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+inline std::uint32_t as_bits(float value) { return __builtin_bit_cast(std::uint32_t, value); }
+
+// What a type is accumulated in, and how it is loaded and stored.
+template <class T>
+struct Number {
+    using Acc = T;
+    static T load(T value) { return value; }
+    static T store(T value) { return value; }
+};
+template <>
+struct Number<BFloat> {
+    using Acc = float;
+    static float load(BFloat value) { return as_float(static_cast<std::uint32_t>(value.bits) << 16); }
+    static BFloat store(float value) {
+        const std::uint32_t bits = as_bits(value);
+        const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        return {static_cast<std::uint16_t>(nan ? 0x7fc0u : rounded)};
+    }
+};
+template <>
+struct Number<Half> {
+    using Acc = float;
+    static float load(Half value) {
+        // The exponent is moved by a multiplication, which also normalises subnormals; inf and nan are patched after.
+        const std::uint32_t magnitude = static_cast<std::uint32_t>(value.bits & 0x7fffu) << 13;
+        const std::uint32_t scaled = as_bits(as_float(magnitude) * as_float(0x77800000u));
+        const std::uint32_t special = magnitude | 0x7f800000u;
+        const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000u) << 16;
+        return as_float((magnitude >= 0x0f800000u ? special : scaled) | sign);
+    }
+    static Half store(float value) {
+        const std::uint32_t bits = as_bits(value);
+        const std::uint32_t sign = (bits >> 16) & 0x8000u;
+        const std::uint32_t magnitude = bits & 0x7fffffffu;
+        // Subnormal results: adding 0.5 aligns the mantissa so that the hardware rounds to nearest even.
+        const std::uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
+        const std::uint32_t odd = (magnitude >> 13) & 1u;
+        const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
+        const std::uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+        const std::uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+        return {static_cast<std::uint16_t>(sign | (magnitude >= 0x477ff000u ? special : finite))};
+    }
+};
+
+// Unsigned arithmetic for integers: overflow wraps, as in PyTorch.
+template <class T>
+struct Wrapping {
+    using Type = T;
+};
+template <>
+struct Wrapping<std::int8_t> {
+    using Type = std::uint8_t;
+};
+template <>
+struct Wrapping<std::int16_t> {
+    using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::uint16_t> {
+    using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::int32_t> {
+    using Type = std::uint32_t;
+};
+template <>
+struct Wrapping<std::int64_t> {
+    using Type = std::uint64_t;
+};
+
+struct Sum {
+    template <class T>
+    static T apply(T a, T b) {
+        using W = typename Wrapping<T>::Type;
+        return static_cast<T>(static_cast<W>(a) + static_cast<W>(b));
+    }
+    template <class R>
+    static Complex<R> apply(Complex<R> a, Complex<R> b) {
+        return {a.re + b.re, a.im + b.im};
+    }
+    static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value | b.value) != 0)}; }
+};
+struct Product {
+    template <class T>
+    static T apply(T a, T b) {
+        using W = typename Wrapping<T>::Type;
+        return static_cast<T>(static_cast<W>(a) * static_cast<W>(b));
+    }
+    template <class R>
+    static Complex<R> apply(Complex<R> a, Complex<R> b) {
+        return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    }
+    static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value != 0) & (b.value != 0))}; }
+};
+// A nan on either side stays a nan, as in torch.minimum and torch.maximum.
+struct Min {
+    template <class T>
+    static T apply(T a, T b) {
+        return (a < b || a != a) ? a : b;
+    }
+    static Bool apply(Bool a, Bool b) { return Product::apply(a, b); }
+};
+struct Max {
+    template <class T>
+    static T apply(T a, T b) {
+        return (a > b || a != a) ? a : b;
+    }
+    static Bool apply(Bool a, Bool b) { return Sum::apply(a, b); }
+};
+struct BitAnd {
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a & b);
+    }
+    static Bool apply(Bool a, Bool b) { return Product::apply(a, b); }
+};
+struct BitOr {
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a | b);
+    }
+    static Bool apply(Bool a, Bool b) { return Sum::apply(a, b); }
+};
+struct BitXor {
+    template <class T>
+    static T apply(T a, T b) {
+        return static_cast<T>(a ^ b);
+    }
+    static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value != 0) != (b.value != 0))}; }
+};
+
+template <class T>
+struct Keep {
+    static T finish(T value, int) { return value; }
+};
+template <class T>
+struct Divide {
+    static T finish(T value, int n) { return value / static_cast<T>(n); }
+};
+template <class R>
+struct Divide<Complex<R>> {
+    static Complex<R> finish(Complex<R> value, int n) {
+        return {value.re / static_cast<R>(n), value.im / static_cast<R>(n)};
+    }
+};
+
+constexpr std::size_t kTile = 1024;  // elements; the deepest tree's tiles stay within the first-level caches
+
+template <class T, class Op>
+struct Tree {
+    using N = Number<T>;
+    using Acc = typename N::Acc;
+
+    // dst = sources[low] op ... op sources[high - 1], over one tile.
+    static void combine(const T* const* sources, int low, int high, std::size_t at, std::size_t count, Acc* dst) {
+        const T* first = sources[low] + at;
+        if (high - low == 1) {
+            for (std::size_t i = 0; i < count; ++i) dst[i] = N::load(first[i]);
+            return;
+        }
+        if (high - low == 2) {
+            const T* second = sources[low + 1] + at;
+#pragma GCC ivdep
+            for (std::size_t i = 0; i < count; ++i) dst[i] = Op::apply(N::load(first[i]), N::load(second[i]));
+            return;
+        }
+        int half = 1;
+        while (half * 2 < high - low) half *= 2;
+        Acc other[kTile];
+        combine(sources, low, low + half, at, count, dst);
+        combine(sources, low + half, high, at, count, other);
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < count; ++i) dst[i] = Op::apply(dst[i], other[i]);
+    }
+
+    template <class Finish>
+    static void reduce(void* out_bytes, const void* const* source_bytes, int n, std::size_t count) {
+        T* out = static_cast<T*>(out_bytes);
+        const T* const* sources = reinterpret_cast<const T* const*>(source_bytes);
+        if (n == 2) {
+            const T* a = sources[0];
+            const T* b = sources[1];
+#pragma GCC ivdep
+            for (std::size_t i = 0; i < count; ++i)
+                out[i] = N::store(Finish::finish(Op::apply(N::load(a[i]), N::load(b[i])), 2));
+            return;
+        }
+        for (std::size_t at = 0; at < count; at += kTile) {
+            const std::size_t length = count - at < kTile ? count - at : kTile;
+            Acc tile[kTile];
+            combine(sources, 0, n, at, length, tile);
+#pragma GCC ivdep
+            for (std::size_t i = 0; i < length; ++i) out[at + i] = N::store(Finish::finish(tile[i], n));
+        }
+    }
+};
+
+template <class T, class Op>
+constexpr ReduceFn kernel = &Tree<T, Op>::template reduce<Keep<typename Number<T>::Acc>>;
+template <class T>
+constexpr ReduceFn average = &Tree<T, Sum>::template reduce<Divide<typename Number<T>::Acc>>;
+
+template <class T>
+ReduceFn for_bits(ReduceOp op) {
+    switch (op) {
+        case ReduceOp::sum:
+        case ReduceOp::premul_sum:
+            return kernel<T, Sum>;
+        case ReduceOp::product:
+            return kernel<T, Product>;
+        case ReduceOp::min:
+            return kernel<T, Min>;
+        case ReduceOp::max:
+            return kernel<T, Max>;
+        case ReduceOp::band:
+            return kernel<T, BitAnd>;
+        case ReduceOp::bor:
+            return kernel<T, BitOr>;
+        case ReduceOp::bxor:
+            return kernel<T, BitXor>;
+        default:
+            return nullptr;
+    }
+}
+
+template <class T>
+ReduceFn for_real(ReduceOp op) {
+    switch (op) {
+        case ReduceOp::sum:
+        case ReduceOp::premul_sum:
+            return kernel<T, Sum>;
+        case ReduceOp::avg:
+            return average<T>;
+        case ReduceOp::product:
+            return kernel<T, Product>;
+        case ReduceOp::min:
+            return kernel<T, Min>;
+        case ReduceOp::max:
+            return kernel<T, Max>;
+        default:
+            return nullptr;
+    }
+}
+
+template <class T>
+ReduceFn for_complex(ReduceOp op) {
+    switch (op) {
+        case ReduceOp::sum:
+        case ReduceOp::premul_sum:
+            return kernel<T, Sum>;
+        case ReduceOp::avg:
+            return average<T>;
+        case ReduceOp::product:
+            return kernel<T, Product>;
+        default:
+            return nullptr;
+    }
+}
+
+}  // namespace
+
+ReduceFn find(DType dtype, ReduceOp op) {
+    switch (dtype) {
+        case DType::boolean:
+            return op == ReduceOp::premul_sum ? nullptr : for_bits<Bool>(op);
+        case DType::u8:
+            return for_bits<std::uint8_t>(op);
+        case DType::i8:
+            return for_bits<std::int8_t>(op);
+        case DType::u16:
+            return for_bits<std::uint16_t>(op);
+        case DType::i16:
+            return for_bits<std::int16_t>(op);
+        case DType::u32:
+            return for_bits<std::uint32_t>(op);
+        case DType::i32:
+            return for_bits<std::int32_t>(op);
+        case DType::u64:
+            return for_bits<std::uint64_t>(op);
+        case DType::i64:
+            return for_bits<std::int64_t>(op);
+        case DType::f16:
+            return for_real<Half>(op);
+        case DType::bf16:
+            return for_real<BFloat>(op);
+        case DType::f32:
+            return for_real<float>(op);
+        case DType::f64:
+            return for_real<double>(op);
+        case DType::c64:
+            return for_complex<Complex<float>>(op);
+        case DType::c128:
+            return for_complex<Complex<double>>(op);
+        default:
+            return nullptr;
+    }
+}
+
+}  // namespace paceline::PACELINE_SIMD

@@ -1,0 +1,51 @@
+// Reductions of n arrays into one, in an order fixed by rank.
+//
+// The sources are summed as a pairwise tree over their index: ((0 1) (2 3)) ((4 5) ...), never in the order in which
+// they arrived, so a result is bitwise the same on every rank and in every run. float16 and bfloat16 are accumulated in
+// float32 and rounded once. Every SIMD level rounds alike (no fused multiply-add).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paceline {
+
+enum class DType : std::uint8_t {
+    boolean,
+    u8,
+    i8,
+    u16,
+    i16,
+    u32,
+    i32,
+    u64,
+    i64,
+    f16,
+    bf16,
+    f32,
+    f64,
+    c64,
+    c128,
+    // Moved by every collective, reduced by none.
+    f8_e4m3fn,
+    f8_e5m2,
+    f8_e4m3fnuz,
+    f8_e5m2fnuz,
+    f8_e8m0fnu,
+    c32,
+};
+
+enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum, none };
+
+std::size_t item_size(DType dtype);
+
+// out[i] = sources[0][i] op ... op sources[n - 1][i]; `out` may be one of the sources.
+using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::size_t count);
+
+// The fastest kernel this machine runs; nullptr where the operation is not defined for the type.
+ReduceFn find_reduction(DType dtype, ReduceOp op);
+
+// The name of the SIMD level in use: "avx512", "avx2" or "baseline".
+const char* simd_level();
+
+}  // namespace paceline

@@ -1,0 +1,203 @@
+#include "shm/mesh.hpp"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace paceline::shm {
+namespace {
+
+enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3 };
+
+// Live meshes, for the handler that runs in a forked child; only touched with the lock or in that child.
+std::mutex& registry_lock() {
+    static std::mutex lock;
+    return lock;
+}
+std::vector<Mesh*>& registry() {
+    static std::vector<Mesh*> meshes;
+    return meshes;
+}
+std::atomic<bool> forked{false};
+
+std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
+
+}  // namespace
+
+struct Mesh::Message {
+    Kind kind;
+    std::uint32_t reserved;
+    RegionId id;
+    std::uint64_t size;
+};
+
+bool forked_from_member() { return forked.load(std::memory_order_relaxed); }
+
+void Mesh::forget_in_child() {
+    for (Mesh* mesh : registry()) mesh->close_sockets();
+    if (!registry().empty()) forked.store(true, std::memory_order_relaxed);
+    registry().clear();
+    registry_lock().unlock();
+}
+
+Mesh::Mesh(int rank, std::vector<int> sockets)
+    : rank_(rank), sockets_(std::move(sockets)), wake_(eventfd(0, EFD_CLOEXEC)) {
+    static std::once_flag once;
+    std::call_once(once, [] {
+        pthread_atfork([] { registry_lock().lock(); }, [] { registry_lock().unlock(); }, &Mesh::forget_in_child);
+    });
+    {
+        const std::lock_guard hold(registry_lock());
+        registry().push_back(this);
+    }
+    listener_ = std::thread([this] { listen(); });
+}
+
+Mesh::~Mesh() {
+    if (forked_from_member()) {
+        listener_.detach();  // the thread does not exist in a forked child
+        return;
+    }
+    close();
+    ::close(wake_);
+}
+
+void Mesh::close_sockets() {
+    for (int& socket : sockets_) {
+        if (socket >= 0) ::close(socket);
+        socket = -1;
+    }
+}
+
+void Mesh::close() {
+    {
+        const std::lock_guard hold(sending_);
+        if (closed_) return;
+        closed_ = true;
+    }
+    for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::goodbye, 0, 0, 0}, -1);
+    const std::uint64_t one = 1;
+    while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+    listener_.join();
+    const std::lock_guard hold(registry_lock());
+    std::erase(registry(), this);
+    const std::lock_guard hold_sockets(sending_);
+    close_sockets();
+}
+
+void Mesh::send(int peer, const Message& message, int fd) {
+    iovec data{const_cast<Message*>(&message), sizeof message};
+    msghdr header{};
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    if (fd >= 0) {
+        header.msg_control = control;
+        header.msg_controllen = sizeof control;
+        cmsghdr* ancillary = CMSG_FIRSTHDR(&header);
+        ancillary->cmsg_level = SOL_SOCKET;
+        ancillary->cmsg_type = SCM_RIGHTS;
+        ancillary->cmsg_len = CMSG_LEN(sizeof(int));
+        std::memcpy(CMSG_DATA(ancillary), &fd, sizeof fd);
+    }
+    const std::lock_guard hold(sending_);
+    const int socket = sockets_[static_cast<std::size_t>(peer)];
+    if (socket < 0) return;
+    // A failure means that the peer is gone, which the listener reports.
+    while (sendmsg(socket, &header, MSG_NOSIGNAL) < 0 && errno == EINTR) {
+    }
+}
+
+void Mesh::offer(RegionId id, const Segment& segment, std::uint64_t peers) {
+    for (int peer = 0; peer < size(); ++peer)
+        if (peers & bit(peer)) send(peer, {Kind::region, 0, id, segment.size()}, segment.fd());
+}
+
+void Mesh::withdraw(RegionId id, std::uint64_t peers) {
+    for (int peer = 0; peer < size(); ++peer)
+        if (peers & bit(peer)) send(peer, {Kind::withdrawal, 0, id, 0}, -1);
+}
+
+std::shared_ptr<Segment> Mesh::region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline) {
+    std::unique_lock hold(mutex_);
+    const auto key = std::pair{peer, id};
+    const auto there = [&] {
+        const std::uint64_t gone = liveness_.lost.load(std::memory_order_acquire) | liveness_.left.load(std::memory_order_acquire);
+        return regions_.contains(key) || (gone & bit(peer)) != 0;
+    };
+    arrived_.wait_until(hold, deadline, there);
+    const auto found = regions_.find(key);
+    return found == regions_.end() ? nullptr : found->second;
+}
+
+void Mesh::listen() {
+    pthread_setname_np(pthread_self(), "paceline-mesh");
+    std::vector<pollfd> watched;
+    std::vector<int> peers;
+    for (int peer = 0; peer < size(); ++peer) {
+        if (sockets_[static_cast<std::size_t>(peer)] < 0) continue;
+        watched.push_back({sockets_[static_cast<std::size_t>(peer)], POLLIN, 0});
+        peers.push_back(peer);
+    }
+    watched.push_back({wake_, POLLIN, 0});
+    for (;;) {
+        if (poll(watched.data(), watched.size(), -1) < 0) continue;
+        if (watched.back().revents != 0) return;
+        for (std::size_t i = 0; i < peers.size(); ++i)
+            if (watched[i].revents != 0 && !receive(peers[i])) watched[i].fd = -1;
+    }
+}
+
+// Takes one message from `peer`; false when it is gone.
+bool Mesh::receive(int peer) {
+    Message message{};
+    iovec data{&message, sizeof message};
+    msghdr header{};
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    header.msg_control = control;
+    header.msg_controllen = sizeof control;
+    ssize_t got = 0;
+    do {
+        got = recvmsg(sockets_[static_cast<std::size_t>(peer)], &header, MSG_CMSG_CLOEXEC | MSG_WAITALL);
+    } while (got < 0 && errno == EINTR);
+
+    int fd = -1;
+    if (const cmsghdr* ancillary = CMSG_FIRSTHDR(&header);
+        got > 0 && ancillary != nullptr && ancillary->cmsg_type == SCM_RIGHTS)
+        std::memcpy(&fd, CMSG_DATA(ancillary), sizeof fd);
+
+    const std::lock_guard hold(mutex_);
+    if (got != static_cast<ssize_t>(sizeof message)) {
+        if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0)
+            liveness_.lost.fetch_or(bit(peer), std::memory_order_release);
+        arrived_.notify_all();
+        return false;
+    }
+    switch (message.kind) {
+        case Kind::region:
+            if (auto segment = fd >= 0 ? Segment::adopt(fd, message.size) : nullptr)
+                regions_.insert_or_assign({peer, message.id}, std::move(segment));
+            fd = -1;
+            break;
+        case Kind::withdrawal:
+            regions_.erase({peer, message.id});
+            break;
+        case Kind::goodbye:
+            liveness_.left.fetch_or(bit(peer), std::memory_order_release);
+            break;
+    }
+    if (fd >= 0) ::close(fd);
+    arrived_.notify_all();
+    return true;
+}
+
+}  // namespace paceline::shm

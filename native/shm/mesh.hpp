@@ -1,0 +1,82 @@
+// The ranks of one host, joined pairwise by authenticated Unix sockets.
+//
+// The sockets carry three things: descriptors of shared memory, a goodbye, and by their closing the news that a rank
+// died. One thread a process listens to them. Bits of `lost` and `left` are only ever set, in that order after
+// everything the peer published before; a reader that sees a bit sees those publications too.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "shm/segment.hpp"
+
+namespace paceline::shm {
+
+constexpr int kMaxRanks = 64;  // a rank is one bit of a 64-bit mask
+
+// Who of the mesh is no longer there.
+struct Liveness {
+    std::atomic<std::uint64_t> lost{0};  // closed without a goodbye: died
+    std::atomic<std::uint64_t> left{0};  // said goodbye
+};
+
+using RegionId = std::uint64_t;
+
+class Mesh {
+  public:
+    // `sockets[p]` is the authenticated connection to rank p (-1 at `rank`); taken over and closed by the mesh.
+    Mesh(int rank, std::vector<int> sockets);
+    Mesh(const Mesh&) = delete;
+    Mesh& operator=(const Mesh&) = delete;
+    ~Mesh();
+
+    int rank() const { return rank_; }
+    int size() const { return static_cast<int>(sockets_.size()); }
+    const Liveness& liveness() const { return liveness_; }
+
+    // Hands `segment` to the peers whose bits are set, under an id that no earlier region of this rank had.
+    void offer(RegionId id, const Segment& segment, std::uint64_t peers);
+    // Tells the peers to forget it.
+    void withdraw(RegionId id, std::uint64_t peers);
+
+    // The region that `peer` offered as `id`; waits for it until `deadline`, nullptr when it did not come or the peer went.
+    std::shared_ptr<Segment> region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline);
+
+    // Says goodbye to every peer and closes the sockets. Idempotent.
+    void close();
+
+  private:
+    struct Message;
+
+    void listen();
+    bool receive(int peer);
+    void send(int peer, const Message& message, int fd);
+    void close_sockets();
+
+    // A child made by fork() must not keep the sockets open: its parent's death would go unnoticed.
+    static void forget_in_child();
+
+    int rank_;
+    std::vector<int> sockets_;
+    int wake_;
+    Liveness liveness_;
+    std::mutex mutex_;
+    std::condition_variable arrived_;
+    std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> regions_;
+    std::mutex sending_;
+    bool closed_ = false;
+    std::thread listener_;
+};
+
+// Whether this process was forked from one that held a mesh, which the child must not use.
+bool forked_from_member();
+
+}  // namespace paceline::shm

@@ -1,0 +1,50 @@
+#include "shm/segment.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace paceline::shm {
+namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+
+std::uint8_t* map(int fd, std::size_t size) {
+    void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED) return nullptr;
+    if (size >= kHugePage) madvise(address, size, MADV_HUGEPAGE);
+    return static_cast<std::uint8_t*>(address);
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> Segment::create(std::size_t size) {
+    const int fd = memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return nullptr;
+    if (ftruncate(fd, static_cast<off_t>(size)) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0) {
+        if (std::uint8_t* data = map(fd, size)) return std::shared_ptr<Segment>(new Segment(fd, data, size));
+    }
+    close(fd);
+    return nullptr;
+}
+
+std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size) {
+    struct stat status {};
+    const int seals = fcntl(fd, F_GET_SEALS);
+    const bool sound = fstat(fd, &status) == 0 && status.st_size >= 0 &&
+                       static_cast<std::size_t>(status.st_size) >= size && size > 0 && seals >= 0 &&
+                       (seals & F_SEAL_SHRINK) != 0;
+    if (sound) {
+        if (std::uint8_t* data = map(fd, size)) return std::shared_ptr<Segment>(new Segment(fd, data, size));
+    }
+    close(fd);
+    return nullptr;
+}
+
+Segment::~Segment() {
+    munmap(data_, size_);
+    close(fd_);
+}
+
+}  // namespace paceline::shm

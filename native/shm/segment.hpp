@@ -1,0 +1,35 @@
+// A piece of memory that several processes map: a memfd, passed by descriptor, gone with its last holder.
+//
+// Sealed against shrinking, so that no holder can make another's access fault.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace paceline::shm {
+
+class Segment {
+  public:
+    // nullptr with errno set when the memory cannot be had.
+    static std::shared_ptr<Segment> create(std::size_t size);
+    // Takes over `fd`; refuses (nullptr) a descriptor that is smaller than `size` or not sealed.
+    static std::shared_ptr<Segment> adopt(int fd, std::size_t size);
+
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+    ~Segment();
+
+    std::uint8_t* data() const { return data_; }
+    std::size_t size() const { return size_; }
+    int fd() const { return fd_; }
+
+  private:
+    Segment(int fd, std::uint8_t* data, std::size_t size) : fd_(fd), data_(data), size_(size) {}
+
+    int fd_;
+    std::uint8_t* data_;
+    std::size_t size_;
+};
+
+}  // namespace paceline::shm
