@@ -3,4 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
-namespace paceline::bindings {}
+namespace paceline::bindings {
+
+void register_engine(nanobind::module_& module);
+void register_store(nanobind::module_& module);
+
+}  // namespace paceline::bindings

@@ -1,0 +1,222 @@
+// Mesh, host groups and shared tensors as paceline.engine uses them. Tensors cross as address and number of bytes.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <tuple>
+
+#include "bindings/bindings.hpp"
+#include "host/progress.hpp"
+#include "host/regions.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+using host::Call;
+using host::CallHeader;
+using host::Outcome;
+using host::Piece;
+using host::Stream;
+// A tensor list: address, bytes, address, bytes, ...
+using FlatPieces = std::vector<std::uint64_t>;
+
+// Lets Ctrl-C through while a call waits; leaves the exception set on the calling thread.
+bool python_interrupted() {
+    const nb::gil_scoped_acquire gil;
+    return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+}
+
+Stream to_stream(const FlatPieces& flat) {
+    std::vector<Piece> pieces;
+    pieces.reserve(flat.size() / 2);
+    for (std::size_t i = 0; i + 1 < flat.size(); i += 2)
+        pieces.push_back({reinterpret_cast<std::uint8_t*>(flat[i]), static_cast<std::size_t>(flat[i + 1])});
+    return Stream(std::move(pieces));
+}
+
+std::vector<Stream> to_streams(const std::vector<FlatPieces>& flat) {
+    std::vector<Stream> streams;
+    streams.reserve(flat.size());
+    for (const FlatPieces& each : flat) streams.push_back(to_stream(each));
+    return streams;
+}
+
+// None when all went well.
+nb::object report(Outcome outcome) {
+    if (outcome.code == host::Code::ok) return nb::none();
+    return nb::cast(std::move(outcome));
+}
+
+class HostGroup {
+  public:
+    HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
+        : mesh_(std::move(mesh)), progress_(std::make_unique<host::Progress>(std::move(group))), slot_bytes_(slot_bytes) {}
+
+    nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op, std::int64_t timeout_ns) {
+        Call call;
+        call.operation = host::Operation::all_reduce;
+        call.dtype = static_cast<DType>(dtype);
+        call.reduce_op = static_cast<ReduceOp>(reduce_op);
+        call.count = count;
+        call.timeout_ns = timeout_ns;
+        call.outputs.push_back(to_stream({address, count * item_size(call.dtype)}));
+        return finish(std::move(call));
+    }
+
+    nb::object run(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
+                   const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
+        return finish(make(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs));
+    }
+
+    std::shared_ptr<host::Work> submit(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
+                                       std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
+                                       const std::vector<FlatPieces>& outputs) {
+        Call call = make(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+        find_region(call);
+        const nb::gil_scoped_release release;
+        return progress().submit(std::move(call));
+    }
+
+    void close() {
+        std::unique_ptr<host::Progress> ending = std::move(progress_);
+        const nb::gil_scoped_release release;
+        ending.reset();
+    }
+
+  private:
+    static Call make(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
+                     const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
+        Call call;
+        call.operation = static_cast<host::Operation>(operation);
+        call.dtype = static_cast<DType>(dtype);
+        call.reduce_op = static_cast<ReduceOp>(reduce_op);
+        call.root = root;
+        call.count = count;
+        call.timeout_ns = timeout_ns;
+        call.inputs = to_streams(inputs);
+        call.outputs = to_streams(outputs);
+        return call;
+    }
+
+    host::Progress& progress() const {
+        if (!progress_) throw nb::value_error("the group is closed");
+        return *progress_;
+    }
+
+    void find_region(Call& call) const {
+        if (call.operation == host::Operation::all_reduce && call.outputs[0].nbytes() > slot_bytes_)
+            host::locate(call, mesh_, progress().group().peers_of_mesh());
+    }
+
+    nb::object finish(Call call) {
+        find_region(call);
+        host::Progress& runs = progress();
+        Outcome outcome;
+        {
+            const nb::gil_scoped_release release;
+            outcome = runs.run(std::move(call), python_interrupted);
+        }
+        if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        return report(std::move(outcome));
+    }
+
+    std::shared_ptr<shm::Mesh> mesh_;
+    std::unique_ptr<host::Progress> progress_;
+    std::size_t slot_bytes_;
+};
+
+HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
+                        std::size_t slot_bytes, double timeout_s) {
+    const auto deadline = std::chrono::steady_clock::now() +
+                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(timeout_s));
+    std::unique_ptr<host::Group> group;
+    {
+        const nb::gil_scoped_release release;
+        group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline);
+    }
+    return group ? new HostGroup(std::move(mesh), std::move(group), slot_bytes) : nullptr;
+}
+
+nb::object wait(const host::Work& work, std::int64_t timeout_ns) {
+    constexpr std::int64_t kCheckNs = 100'000'000;
+    while (!work.done()) {
+        if (timeout_ns <= 0) return nb::bool_(false);
+        const std::int64_t slice = timeout_ns < kCheckNs ? timeout_ns : kCheckNs;
+        {
+            const nb::gil_scoped_release release;
+            work.wait(slice);
+        }
+        timeout_ns -= slice;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+    return nb::bool_(true);
+}
+
+std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls_of(const Outcome& outcome) {
+    std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls;
+    for (const CallHeader& header : outcome.calls)
+        calls.emplace_back(header.sequence, static_cast<int>(header.operation), static_cast<int>(header.dtype),
+                           static_cast<int>(header.reduce_op), header.root, header.count);
+    return calls;
+}
+
+// A one-dimensional uint8 tensor in shared memory of its own.
+nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nbytes) {
+    using Owner = std::shared_ptr<shm::Segment>;
+    auto owner = std::make_unique<Owner>(host::create_region(nbytes));
+    if (!*owner) throw std::bad_alloc();
+    std::uint8_t* const data = (*owner)->data();
+    const nb::capsule capsule(owner.release(), [](void* held) noexcept {
+        const std::unique_ptr<Owner> segment(static_cast<Owner*>(held));
+        host::forget_region(**segment);
+    });
+    return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {nbytes}, capsule);
+}
+
+}  // namespace
+
+void register_engine(nb::module_& module) {
+    nb::class_<Outcome>(module, "Outcome")
+        .def_prop_ro("code", [](const Outcome& outcome) { return static_cast<int>(outcome.code); })
+        .def_ro("missing", &Outcome::missing)
+        .def_ro("gone", &Outcome::gone)
+        .def_ro("left", &Outcome::left)
+        .def_ro("reporter", &Outcome::reporter)
+        .def_ro("waited_ns", &Outcome::waited_ns)
+        .def_ro("split_from", &Outcome::split_from)
+        .def_ro("split_to", &Outcome::split_to)
+        .def_ro("split_sent", &Outcome::split_sent)
+        .def_ro("split_expected", &Outcome::split_expected)
+        .def_prop_ro("calls", &calls_of);
+
+    nb::class_<host::Work>(module, "Work")
+        .def("done", &host::Work::done)
+        .def("wait", &wait, nb::arg("timeout_ns"))
+        .def("outcome", [](const host::Work& work) { return report(work.outcome()); });
+
+    nb::class_<shm::Mesh>(module, "Mesh")
+        .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("sockets"))
+        .def("lost", [](const shm::Mesh& mesh) { return mesh.liveness().lost.load(std::memory_order_acquire); })
+        .def("close", &shm::Mesh::close, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<HostGroup>(module, "HostGroup")
+        .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),
+                    nb::arg("timeout_s"), nb::rv_policy::take_ownership)
+        .def("all_reduce", &HostGroup::all_reduce)
+        .def("run", &HostGroup::run)
+        .def("submit", &HostGroup::submit)
+        .def("close", &HostGroup::close);
+
+    module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));
+    module.def("simd_level", &simd_level);
+    module.def("reduces", [](int dtype, int reduce_op) {
+        return find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op)) != nullptr;
+    });
+}
+
+}  // namespace paceline::bindings

@@ -1,0 +1,129 @@
+// The host collectives: every rank of a group on one machine, over shared memory.
+//
+// One call at a time; `run` is not thread-safe (see progress.hpp). A call whose headers do not fit fails alike on every
+// rank and leaves the group usable; any other failure breaks the group, and every later call fails the same way.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "host/layout.hpp"
+#include "host/stream.hpp"
+#include "shm/mesh.hpp"
+
+namespace paceline::host {
+
+enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, out_of_memory };
+
+struct Outcome {
+    Code code = Code::ok;
+    std::uint64_t missing = 0;             // group ranks that did not come
+    std::uint64_t gone = 0;                // of those: died or left
+    std::uint64_t left = 0;                // of those: said goodbye
+    int reporter = -1;                     // the group rank that gave up first, -1: this one
+    std::int64_t waited_ns = 0;
+    // all_to_all: the pair of ranks that disagree on the bytes between them, -1 otherwise.
+    int split_from = -1;
+    int split_to = -1;
+    std::uint64_t split_sent = 0;
+    std::uint64_t split_expected = 0;
+    std::vector<CallHeader> calls;         // by group rank; of peers that are missing, their latest
+};
+
+struct Call {
+    Operation operation = Operation::none;
+    DType dtype = DType::u8;
+    ReduceOp reduce_op = ReduceOp::none;
+    int root = -1;
+    std::uint64_t count = 0;
+    std::vector<Stream> inputs;   // one, or one for each rank (scatter, reduce_scatter, all_to_all)
+    std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
+    std::int64_t timeout_ns = 0;
+    std::uint64_t region = 0;  // 0: the tensor does not lie in a region of its own
+    std::uint64_t offset = 0;
+};
+
+// Asked now and then while a call waits; true ends it as `interrupted`.
+using Interrupted = std::function<bool()>;
+
+class Group {
+  public:
+    // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
+    // nullptr when memory is short or a member does not show its segment until `deadline`.
+    static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
+                                         std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline);
+    Group(const Group&) = delete;
+    Group& operator=(const Group&) = delete;
+    ~Group();
+
+    int rank() const { return rank_; }
+    int size() const { return size_; }
+    std::uint64_t peers_of_mesh() const { return peer_mask_; }
+    shm::Mesh& mesh() const { return mesh_; }
+
+    Outcome run(Call& call, const Interrupted& interrupted, bool background);
+
+  private:
+    Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
+
+    Control& control(int rank) const { return *controls_[static_cast<std::size_t>(rank)]; }
+    Cell& cell(int rank, std::uint32_t round) const { return control(rank).cells[round % kSlots]; }
+    std::uint8_t* slot(int rank, std::uint32_t round) const {
+        return reinterpret_cast<std::uint8_t*>(&control(rank)) + kControlBytes + (round % kSlots) * slot_bytes_;
+    }
+
+    void publish(std::uint32_t round);
+    bool await(std::uint32_t round);
+    bool await_slowly(int peer, std::uint32_t round);
+    bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::int64_t waited_ns);
+    bool adopt_verdict(int peer, std::uint32_t round);
+    bool begin(const Call& call, const void* payload, std::size_t payload_bytes);
+    bool mismatch(std::uint32_t round);
+    std::uint64_t members_of(std::uint64_t mesh_mask) const;
+    std::uint64_t missing_in(std::uint32_t round) const;
+
+    template <class Stage, class Consume>
+    bool pipeline(std::size_t rounds, Stage stage, Consume consume);
+
+    bool all_reduce(Call& call);
+    bool all_reduce_inline(Call& call);
+    bool all_reduce_in_one_round(Call& call);
+    bool all_reduce_shared(Call& call, std::uint32_t first);
+    bool reduce(Call& call);
+    void reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round);
+    bool reduce_flat(Call& call, bool here);
+    bool reduce_in_slices(Call& call, bool here);
+    bool broadcast(Call& call);
+    bool gather(Call& call, bool here);
+    bool reduce_scatter(Call& call);
+    bool scatter(Call& call);
+    bool all_to_all(Call& call);
+
+    shm::Mesh& mesh_;
+    std::vector<int> members_;
+    std::uint64_t id_;
+    std::size_t slot_bytes_;
+    int rank_ = 0;
+    int size_ = 0;
+    std::uint64_t peer_mask_ = 0;  // bits of the mesh
+    std::vector<std::shared_ptr<shm::Segment>> segments_;
+    std::vector<Control*> controls_;
+    std::vector<const void*> sources_;
+
+    std::uint32_t round_ = 1;  // the next to publish
+    std::uint64_t sequence_ = 0;
+    CallHeader header_{};
+    Outcome outcome_;
+    bool broken_ = false;
+    bool crowded_ = false;  // more ranks than cores
+
+    const Interrupted* interrupted_ = nullptr;
+    bool background_ = false;
+    std::int64_t timeout_ns_ = 0;
+    std::chrono::steady_clock::time_point started_{};
+    bool clock_started_ = false;
+};
+
+}  // namespace paceline::host

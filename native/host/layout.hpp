@@ -1,0 +1,78 @@
+// What one rank of a group shows the others: a segment with a control page and four slots.
+//
+// Work goes in rounds, numbered from 1, the same for every rank. A rank *publishes* round r by filling cell and slot
+// r mod 4 and then releasing r into the cell's `round`; it *awaits* round r by acquiring r from every peer's cell.
+// It publishes r only after it has read all that its peers published for r - 2, so a slot is overwritten no sooner than
+// everybody has read it. Single writer: only the owner writes to its segment, but for `sleepers`.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "reduce/reduce.hpp"
+
+namespace paceline::host {
+
+enum class Operation : std::uint8_t {
+    none,
+    all_reduce,
+    broadcast,
+    reduce,
+    all_gather,
+    reduce_scatter,
+    gather,
+    scatter,
+    all_to_all,
+    barrier,
+};
+
+// A call as its rank made it; the ranks compare them in the first round.
+struct CallHeader {
+    std::uint64_t sequence;  // of the group's calls, from 1
+    std::uint64_t count;     // elements in all
+    std::int32_t root;       // group rank, -1 where the operation has none
+    Operation operation;
+    DType dtype;
+    ReduceOp reduce_op;
+    std::uint8_t shared;       // the tensor lies in a region of its own, described below
+    std::uint64_t region;      // not compared
+    std::uint64_t offset;      // not compared
+
+    bool fits(const CallHeader& other) const {
+        return sequence == other.sequence && count == other.count && root == other.root &&
+               operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op;
+    }
+};
+
+constexpr std::size_t kInline = 72;
+
+struct alignas(128) Cell {
+    std::atomic<std::uint32_t> round{0};
+    std::uint32_t reserved = 0;
+    CallHeader header{};
+    alignas(8) std::uint8_t payload[kInline] = {};  // small data travels in the same two cache lines
+};
+static_assert(sizeof(Cell) == 128);
+
+// `left`: the rank destroyed the group, after it had published all it owed.
+enum class GaveUp : std::uint32_t { no, timed_out, peer_lost, interrupted, left };
+
+constexpr std::uint32_t kSlots = 4;
+
+struct Control {
+    Cell cells[kSlots];
+    alignas(128) std::atomic<std::uint32_t> sleepers{0};  // peers asleep on one of the cells
+    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the four below
+    std::uint64_t missing = 0;                             // group ranks that did not come
+    std::uint64_t gone = 0;                                // of those: lost or left
+    std::uint64_t left = 0;                                // of those: left
+    std::int64_t waited_ns = 0;
+};
+static_assert(std::is_standard_layout_v<Control>);
+
+constexpr std::size_t kControlBytes = 4096;
+static_assert(sizeof(Control) <= kControlBytes);
+
+}  // namespace paceline::host

@@ -1,0 +1,122 @@
+// broadcast, gather, all_gather, scatter and all_to_all.
+#include <algorithm>
+
+#include "host/pipeline.hpp"
+
+namespace paceline::host {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+}  // namespace
+
+bool Group::broadcast(Call& call) {
+    if (!begin(call, nullptr, 0)) return false;
+    if (size_ == 1) return true;
+    Stream& tensor = call.outputs[0];
+    const Parts parts{tensor.nbytes(), slot_bytes_};
+    const bool root = rank_ == call.root;
+    return pipeline(
+        parts.count(),
+        [&](std::size_t part, std::uint8_t* slot) {
+            if (root) tensor.copy_to(slot, parts.size(part));
+        },
+        [&](std::size_t part, std::uint32_t round) {
+            if (!root) tensor.copy_from(slot(call.root, round), parts.size(part));
+        });
+}
+
+// gather (`here` on the root only) and all_gather.
+bool Group::gather(Call& call, bool here) {
+    if (!begin(call, nullptr, 0)) return false;
+    Stream& input = call.inputs[0];
+    Stream own = input;
+    const Parts parts{input.nbytes(), slot_bytes_};
+    const bool stages = call.operation == Operation::all_gather || !here;
+    return pipeline(
+        parts.count(),
+        [&](std::size_t part, std::uint8_t* slot) {
+            if (stages) input.copy_to(slot, parts.size(part));
+        },
+        [&](std::size_t part, std::uint32_t round) {
+            if (!here) return;
+            for (int r = 0; r < size_; ++r) {
+                Stream& output = call.outputs[static_cast<std::size_t>(r)];
+                if (r == rank_)
+                    output.copy_from(own, parts.size(part));
+                else
+                    output.copy_from(slot(r, round), parts.size(part));
+            }
+        });
+}
+
+bool Group::scatter(Call& call) {
+    if (!begin(call, nullptr, 0)) return false;
+    Stream& output = call.outputs[0];
+    const std::size_t part_bytes = slot_bytes_ / static_cast<std::size_t>(size_) / kAlignment * kAlignment;
+    const Parts parts{output.nbytes(), part_bytes};
+    const bool root = rank_ == call.root;
+    return pipeline(
+        parts.count(),
+        [&](std::size_t part, std::uint8_t* slot) {
+            if (!root) return;
+            for (std::size_t r = 0; r < call.inputs.size(); ++r) {
+                if (static_cast<int>(r) == rank_)
+                    output.copy_from(call.inputs[r], parts.size(part));
+                else
+                    call.inputs[r].copy_to(slot + r * part_bytes, parts.size(part));
+            }
+        },
+        [&](std::size_t part, std::uint32_t round) {
+            if (!root)
+                output.copy_from(slot(call.root, round) + static_cast<std::size_t>(rank_) * part_bytes, parts.size(part));
+        });
+}
+
+// The first round shows how much each rank sends to and expects from each other, so that all see any disagreement.
+bool Group::all_to_all(Call& call) {
+    const auto ranks = static_cast<std::size_t>(size_);
+    const std::uint32_t first = round_;
+    auto* table = reinterpret_cast<std::uint64_t*>(slot(rank_, first));
+    for (std::size_t r = 0; r < ranks; ++r) {
+        table[r] = call.inputs[r].nbytes();
+        table[ranks + r] = call.outputs[r].nbytes();
+    }
+    if (!begin(call, nullptr, 0)) return false;
+    std::uint64_t largest = 0;
+    for (int from = 0; from < size_; ++from) {
+        const auto* sends = reinterpret_cast<const std::uint64_t*>(slot(from, first));
+        for (int to = 0; to < size_; ++to) {
+            const auto* theirs = reinterpret_cast<const std::uint64_t*>(slot(to, first));
+            const std::uint64_t sent = sends[to];
+            if (sent != theirs[size_ + from]) {
+                outcome_.split_from = from;
+                outcome_.split_to = to;
+                outcome_.split_sent = sent;
+                outcome_.split_expected = theirs[size_ + from];
+                return mismatch(first);
+            }
+            largest = std::max(largest, sent);
+        }
+    }
+
+    const std::size_t part_bytes = slot_bytes_ / ranks / kAlignment * kAlignment;
+    const Parts parts{largest, part_bytes};
+    const auto size_of = [&](const Stream& stream, std::size_t part) {
+        const std::size_t from = part * part_bytes;
+        return stream.nbytes() <= from ? std::size_t{0} : std::min(part_bytes, stream.nbytes() - from);
+    };
+    return pipeline(
+        parts.count(),
+        [&](std::size_t part, std::uint8_t* slot) {
+            for (std::size_t r = 0; r < ranks; ++r) call.inputs[r].copy_to(slot + r * part_bytes, size_of(call.inputs[r], part));
+        },
+        [&](std::size_t part, std::uint32_t round) {
+            for (int r = 0; r < size_; ++r) {
+                Stream& output = call.outputs[static_cast<std::size_t>(r)];
+                output.copy_from(slot(r, round) + static_cast<std::size_t>(rank_) * part_bytes, size_of(output, part));
+            }
+        });
+}
+
+}  // namespace paceline::host

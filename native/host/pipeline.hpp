@@ -1,0 +1,39 @@
+// The rounds of a call whose header round is over: while a rank waits for round i, round i + 1 is already published.
+#pragma once
+
+#include "host/group.hpp"
+
+namespace paceline::host {
+
+// stage(i, slot) fills this rank's slot for part i; consume(i, round) takes part i out of the peers' slots.
+template <class Stage, class Consume>
+bool Group::pipeline(std::size_t parts, Stage stage, Consume consume) {
+    const std::uint32_t first = round_;
+    const auto show = [&](std::size_t part) {
+        stage(part, slot(rank_, round_));
+        publish(round_);
+        ++round_;
+    };
+    if (parts != 0) show(0);
+    for (std::size_t part = 0; part < parts; ++part) {
+        if (part + 1 < parts) show(part + 1);
+        const std::uint32_t round = first + static_cast<std::uint32_t>(part);
+        if (!await(round)) return false;
+        consume(part, round);
+    }
+    return true;
+}
+
+// A number of bytes cut into parts of at most `part_bytes`.
+struct Parts {
+    std::size_t nbytes;
+    std::size_t part_bytes;
+
+    std::size_t count() const { return (nbytes + part_bytes - 1) / part_bytes; }
+    std::size_t size(std::size_t part) const {
+        const std::size_t left = nbytes - part * part_bytes;
+        return left < part_bytes ? left : part_bytes;
+    }
+};
+
+}  // namespace paceline::host

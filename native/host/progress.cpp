@@ -1,0 +1,90 @@
+#include "host/progress.hpp"
+
+#include <pthread.h>
+
+#include "shm/futex.hpp"
+
+namespace paceline::host {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::int64_t kInterruptCheckNs = 100'000'000;
+
+}  // namespace
+
+bool Work::wait(std::int64_t timeout_ns) const {
+    const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+    while (!done()) {
+        const std::int64_t left = std::chrono::nanoseconds(deadline - Clock::now()).count();
+        if (left <= 0) return done();
+        shm::futex_wait(done_, 0, left);
+    }
+    return true;
+}
+
+void Work::finish(Outcome outcome) {
+    outcome_ = std::move(outcome);
+    done_.store(1, std::memory_order_release);
+    shm::futex_wake_all(done_);
+}
+
+Progress::~Progress() {
+    if (shm::forked_from_member()) {
+        if (thread_.joinable()) thread_.detach();  // the thread does not exist in a forked child
+        return;
+    }
+    {
+        const std::lock_guard hold(queueing_);
+        closing_ = true;
+        cancelled_.store(true, std::memory_order_relaxed);
+    }
+    queued_.notify_all();
+    if (thread_.joinable()) thread_.join();
+}
+
+Outcome Progress::run(Call call, const Interrupted& interrupted) {
+    if (pending_.load(std::memory_order_acquire) == 0) {
+        const std::lock_guard hold(running_);
+        return group_->run(call, interrupted, false);
+    }
+    const std::shared_ptr<Work> work = submit(std::move(call));
+    while (!work->wait(kInterruptCheckNs))
+        if (interrupted()) cancelled_.store(true, std::memory_order_relaxed);
+    return work->outcome();
+}
+
+std::shared_ptr<Work> Progress::submit(Call call) {
+    auto work = std::make_shared<Work>(std::move(call));
+    {
+        const std::lock_guard hold(queueing_);
+        pending_.fetch_add(1, std::memory_order_relaxed);
+        queue_.push_back(work);
+        if (!thread_.joinable()) thread_ = std::thread([this] { this->work(); });
+    }
+    queued_.notify_one();
+    return work;
+}
+
+void Progress::work() {
+    pthread_setname_np(pthread_self(), "paceline-work");
+    const Interrupted interrupted = [this] { return cancelled_.load(std::memory_order_relaxed); };
+    std::unique_lock hold(queueing_);
+    for (;;) {
+        queued_.wait(hold, [this] { return closing_ || !queue_.empty(); });
+        if (queue_.empty()) return;
+        const std::shared_ptr<Work> next = std::move(queue_.front());
+        queue_.pop_front();
+        hold.unlock();
+        Outcome outcome;
+        {
+            const std::lock_guard run(running_);
+            outcome = group_->run(next->call_, interrupted, true);
+        }
+        // Before the work is done, so that a call made after it runs on its caller's thread.
+        pending_.fetch_sub(1, std::memory_order_release);
+        next->finish(std::move(outcome));
+        hold.lock();
+    }
+}
+
+}  // namespace paceline::host

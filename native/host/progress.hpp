@@ -1,0 +1,65 @@
+// Runs a group's calls in the order in which they were made: synchronous ones on the caller's thread, asynchronous ones
+// on a thread of the group's own, which is started by the first of them.
+//
+// One thread a group, not a process: with one, two groups used in different orders by two ranks would wait for each other.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "host/group.hpp"
+
+namespace paceline::host {
+
+class Work {
+  public:
+    explicit Work(Call call) : call_(std::move(call)) {}
+
+    bool done() const { return done_.load(std::memory_order_acquire) != 0; }
+    // True when done; false after `timeout_ns`.
+    bool wait(std::int64_t timeout_ns) const;
+    // Only when done.
+    const Outcome& outcome() const { return outcome_; }
+
+  private:
+    friend class Progress;
+
+    void finish(Outcome outcome);
+
+    Call call_;
+    Outcome outcome_;
+    std::atomic<std::uint32_t> done_{0};
+};
+
+class Progress {
+  public:
+    explicit Progress(std::unique_ptr<Group> group) : group_(std::move(group)) {}
+    Progress(const Progress&) = delete;
+    Progress& operator=(const Progress&) = delete;
+    ~Progress();
+
+    const Group& group() const { return *group_; }
+
+    // `interrupted` is asked on the caller's thread.
+    Outcome run(Call call, const Interrupted& interrupted);
+    std::shared_ptr<Work> submit(Call call);
+
+  private:
+    void work();
+
+    std::unique_ptr<Group> group_;
+    std::mutex running_;
+    std::mutex queueing_;
+    std::condition_variable queued_;
+    std::deque<std::shared_ptr<Work>> queue_;
+    std::atomic<std::uint64_t> pending_{0};
+    std::atomic<bool> cancelled_{false};
+    bool closing_ = false;
+    std::thread thread_;
+};
+
+}  // namespace paceline::host

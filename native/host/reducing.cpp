@@ -1,0 +1,193 @@
+// all_reduce, reduce and reduce_scatter.
+//
+// Small tensors ride in the cells. Otherwise every rank stages a slot's worth at a time; with two ranks both reduce all
+// of it ("flat"), with more each reduces a slice and collects the others' ("in slices"), one round behind.
+#include "host/pipeline.hpp"
+
+namespace paceline::host {
+namespace {
+
+constexpr std::size_t kSliceAlignment = 64;
+constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round of everything costs less than two of slices
+constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are in the cache at a time
+
+constexpr std::size_t align(std::size_t nbytes, std::size_t to) { return (nbytes + to - 1) / to * to; }
+
+}  // namespace
+
+bool Group::all_reduce(Call& call) {
+    const std::size_t nbytes = call.outputs[0].nbytes();
+    if (nbytes <= kInline) return all_reduce_inline(call);
+    if (nbytes <= slot_bytes_ && (size_ == 2 || nbytes < kSlicesFrom)) return all_reduce_in_one_round(call);
+    const std::uint32_t first = round_;
+    if (!begin(call, nullptr, 0)) return false;
+    if (size_ == 1) return true;
+    if (call.region != 0) {
+        bool all_shared = true;
+        for (int r = 0; r < size_; ++r) all_shared = all_shared && cell(r, first).header.shared != 0;
+        if (all_shared) return all_reduce_shared(call, first);
+    }
+    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_in_slices(call, true) : reduce_flat(call, true);
+}
+
+bool Group::all_reduce_inline(Call& call) {
+    Stream& tensor = call.outputs[0];
+    const std::size_t nbytes = tensor.nbytes();
+    Stream input = tensor;
+    alignas(16) std::uint8_t mine[kInline];
+    input.copy_to(mine, nbytes);
+    const std::uint32_t round = round_;
+    if (!begin(call, mine, nbytes)) return false;
+    for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = cell(r, round).payload;
+    alignas(16) std::uint8_t sum[kInline];
+    if (nbytes != 0)
+        find_reduction(call.dtype, call.reduce_op)(sum, sources_.data(), size_, nbytes / item_size(call.dtype));
+    tensor.copy_from(sum, nbytes);
+    return true;
+}
+
+bool Group::all_reduce_in_one_round(Call& call) {
+    Stream& tensor = call.outputs[0];
+    const std::size_t nbytes = tensor.nbytes();
+    Stream input = tensor;
+    const std::uint32_t round = round_;
+    input.copy_to(slot(rank_, round), nbytes);
+    if (!begin(call, nullptr, 0)) return false;
+    reduce_out_of_slots(call, tensor, nbytes, round);
+    return true;
+}
+
+// The next `nbytes` of `tensor` = this rank's own, as they are, and the peers' slots, reduced.
+void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round) {
+    const std::size_t item = item_size(call.dtype);
+    const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
+    tensor.next(nbytes, [&](std::uint8_t* data, std::size_t n, std::size_t done) {
+        for (int r = 0; r < size_; ++r)
+            sources_[static_cast<std::size_t>(r)] = r == rank_ ? data : slot(r, round) + done;
+        kernel(data, sources_.data(), size_, n / item);
+    });
+}
+
+bool Group::reduce(Call& call) {
+    const std::size_t nbytes = call.outputs[0].nbytes();
+    if (!begin(call, nullptr, 0)) return false;
+    if (size_ == 1) return true;
+    const bool here = rank_ == call.root;
+    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_in_slices(call, here) : reduce_flat(call, here);
+}
+
+bool Group::reduce_flat(Call& call, bool here) {
+    Stream& tensor = call.outputs[0];
+    Stream input = tensor;
+    const Parts parts{tensor.nbytes(), slot_bytes_};
+    const bool stages = call.operation != Operation::reduce || !here;
+    return pipeline(
+        parts.count(),
+        [&](std::size_t part, std::uint8_t* slot) {
+            if (stages) input.copy_to(slot, parts.size(part));
+        },
+        [&](std::size_t part, std::uint32_t round) {
+            if (here) reduce_out_of_slots(call, tensor, parts.size(part), round);
+        });
+}
+
+// A slot holds part j and, behind it, this rank's reduced slice of part j - 1.
+bool Group::reduce_in_slices(Call& call, bool here) {
+    Stream& tensor = call.outputs[0];
+    Stream input = tensor;
+    const auto ranks = static_cast<std::size_t>(size_);
+    const std::size_t part_bytes = (slot_bytes_ - kSliceAlignment) / (ranks + 1) * ranks / kSliceAlignment * kSliceAlignment;
+    const Parts parts{tensor.nbytes(), part_bytes};
+    const std::size_t item = item_size(call.dtype);
+    const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
+
+    struct Slice {
+        std::size_t from, nbytes;
+    };
+    const auto slice_of = [&](std::size_t part, int r) {
+        const std::size_t nbytes = parts.size(part);
+        const std::size_t each = align((nbytes + ranks - 1) / ranks, kSliceAlignment);
+        const std::size_t from = each * static_cast<std::size_t>(r) < nbytes ? each * static_cast<std::size_t>(r) : nbytes;
+        return Slice{from, nbytes - from < each ? nbytes - from : each};
+    };
+
+    for (std::size_t part = 0; part <= parts.count(); ++part) {
+        const std::uint32_t round = round_++;
+        if (part < parts.count()) input.copy_to(slot(rank_, round), parts.size(part));
+        publish(round);
+        if (!await(round)) return false;
+        if (part < parts.count()) {
+            const Slice mine = slice_of(part, rank_);
+            for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
+            if (mine.nbytes != 0) kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item);
+        }
+        if (part > 0 && here)
+            for (int r = 0; r < size_; ++r) tensor.copy_from(slot(r, round) + part_bytes, slice_of(part - 1, r).nbytes);
+    }
+    return true;
+}
+
+// Every rank's tensor is mapped by all: each reduces its slice of them in place and stores the result to all.
+bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
+    const std::size_t nbytes = call.outputs[0].nbytes();
+    const std::size_t item = item_size(call.dtype);
+    const auto ranks = static_cast<std::size_t>(size_);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns_);
+
+    std::vector<std::shared_ptr<shm::Segment>> regions(ranks);
+    std::vector<std::uint8_t*> tensors(ranks);
+    for (int r = 0; r < size_; ++r) {
+        const auto at = static_cast<std::size_t>(r);
+        if (r == rank_) {
+            tensors[at] = call.outputs[0].pieces()[0].data;
+            continue;
+        }
+        const CallHeader& header = cell(r, first).header;
+        regions[at] = mesh_.region(members_[at], header.region, deadline);
+        if (!regions[at] || header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
+            return give_up(GaveUp::peer_lost, std::uint64_t{1} << r, std::uint64_t{1} << r, 0);
+        tensors[at] = regions[at]->data() + header.offset;
+    }
+
+    const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
+    const std::size_t each = align((nbytes + ranks - 1) / ranks, kSliceAlignment);
+    const std::size_t from = each * static_cast<std::size_t>(rank_);
+    const std::size_t to = from + each < nbytes ? from + each : nbytes;
+    for (std::size_t at = from; at < to; at += kTile) {
+        const std::size_t n = to - at < kTile ? to - at : kTile;
+        for (std::size_t r = 0; r < ranks; ++r) sources_[r] = tensors[r] + at;
+        std::uint8_t* mine = tensors[static_cast<std::size_t>(rank_)] + at;
+        kernel(mine, sources_.data(), size_, n / item);
+        for (std::size_t r = 0; r < ranks; ++r)
+            if (tensors[r] + at != mine) std::memcpy(tensors[r] + at, mine, n);
+    }
+    const std::uint32_t done = round_++;
+    publish(done);
+    return await(done);
+}
+
+// Slots are cut into one part for each destination; each rank reduces its own out of all slots.
+bool Group::reduce_scatter(Call& call) {
+    if (!begin(call, nullptr, 0)) return false;
+    Stream& output = call.outputs[0];
+    const std::size_t item = item_size(call.dtype);
+    const std::size_t part_bytes = slot_bytes_ / static_cast<std::size_t>(size_) / kSliceAlignment * kSliceAlignment;
+    const Parts parts{output.nbytes(), part_bytes};
+    const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
+    return pipeline(
+        parts.count(),
+        [&](std::size_t part, std::uint8_t* slot) {
+            for (std::size_t r = 0; r < call.inputs.size(); ++r)
+                call.inputs[r].copy_to(slot + r * part_bytes, parts.size(part));
+        },
+        [&](std::size_t part, std::uint32_t round) {
+            output.next(parts.size(part), [&](std::uint8_t* data, std::size_t n, std::size_t done) {
+                for (int r = 0; r < size_; ++r)
+                    sources_[static_cast<std::size_t>(r)] =
+                        slot(r, round) + static_cast<std::size_t>(rank_) * part_bytes + done;
+                kernel(data, sources_.data(), size_, n / item);
+            });
+        });
+}
+
+}  // namespace paceline::host

@@ -1,0 +1,63 @@
+// A tensor, or a list of tensors one after the other, as a run of bytes that is read or written front to back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace paceline::host {
+
+struct Piece {
+    std::uint8_t* data;
+    std::size_t nbytes;
+};
+
+class Stream {
+  public:
+    Stream() = default;
+    explicit Stream(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {
+        for (const Piece& piece : pieces_) nbytes_ += piece.nbytes;
+    }
+
+    std::size_t nbytes() const { return nbytes_; }
+    const std::vector<Piece>& pieces() const { return pieces_; }
+
+    // Calls visit(data, n, done) for the next `count` bytes, piece by piece; `done` counts from this call's start.
+    template <class Visit>
+    void next(std::size_t count, Visit visit) {
+        std::size_t done = 0;
+        while (done < count) {
+            const Piece& piece = pieces_[index_];
+            const std::size_t left = piece.nbytes - within_;
+            const std::size_t n = left < count - done ? left : count - done;
+            if (n != 0) visit(piece.data + within_, n, done);
+            done += n;
+            within_ += n;
+            if (within_ == piece.nbytes) {
+                ++index_;
+                within_ = 0;
+            }
+        }
+    }
+
+    void copy_to(std::uint8_t* to, std::size_t count) {
+        next(count, [to](const std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(to + done, data, n); });
+    }
+    void copy_from(const std::uint8_t* from, std::size_t count) {
+        next(count, [from](std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(data, from + done, n); });
+    }
+    void copy_from(Stream& from, std::size_t count) {
+        next(count, [&from](std::uint8_t* data, std::size_t n, std::size_t) { from.copy_to(data, n); });
+    }
+
+  private:
+    std::vector<Piece> pieces_;
+    std::size_t nbytes_ = 0;
+    std::size_t index_ = 0;
+    std::size_t within_ = 0;
+};
+
+}  // namespace paceline::host
