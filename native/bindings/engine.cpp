@@ -57,6 +57,13 @@ class HostGroup {
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
         : mesh_(std::move(mesh)), progress_(std::make_unique<host::Progress>(std::move(group))), slot_bytes_(slot_bytes) {}
 
+    HostGroup(const HostGroup&) = delete;
+    HostGroup& operator=(const HostGroup&) = delete;
+    // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
+    ~HostGroup() {
+        if (shm::forked_from_member()) static_cast<void>(progress_.release());
+    }
+
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op, std::int64_t timeout_ns) {
         Call call;
         call.operation = host::Operation::all_reduce;

@@ -29,10 +29,6 @@ void Work::finish(Outcome outcome) {
 }
 
 Progress::~Progress() {
-    if (shm::forked_from_member()) {
-        if (thread_.joinable()) thread_.detach();  // the thread does not exist in a forked child
-        return;
-    }
     {
         const std::lock_guard hold(queueing_);
         closing_ = true;

@@ -9,6 +9,53 @@ from __future__ import annotations
 from importlib import import_module
 
 _PUBLIC = {
+    # process groups
+    "paceline.group.default": (
+        "GroupMember",
+        "destroy_process_group",
+        "get_backend",
+        "get_global_rank",
+        "get_group_rank",
+        "get_node_local_rank",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "init_process_group",
+        "is_available",
+        "is_initialized",
+        "new_group",
+    ),
+    "paceline.group.process_group": ("ProcessGroup",),
+    # stores
+    "paceline.store.base": ("Store",),
+    "paceline.store.file": ("FileStore",),
+    "paceline.store.hash": ("HashStore",),
+    "paceline.store.prefix": ("PrefixStore",),
+    "paceline.store.tcp": ("TCPStore",),
+    # collectives
+    "paceline.engine.shared": ("empty_shared",),
+    "paceline.group.collectives": (
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+    ),
+    "paceline.group.reduce_op": ("PremulSum", "ReduceOp"),
+    "paceline.group.work": ("Work",),
+    # data parallel modules and data
+    "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    # launcher
+    "paceline.launch.spawn": ("spawn",),
+    # errors
     "paceline.errors": (
         "AuthenticationError",
         "CollectiveError",

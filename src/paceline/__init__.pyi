@@ -1,3 +1,7 @@
+"""The public face, spelt out for type checkers; see `__init__.py`."""
+
+from paceline.data.sampler import DistributedSampler as DistributedSampler
+from paceline.engine.shared import empty_shared as empty_shared
 from paceline.errors import AuthenticationError as AuthenticationError
 from paceline.errors import CollectiveError as CollectiveError
 from paceline.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -10,5 +14,42 @@ from paceline.errors import StoreConnectionError as StoreConnectionError
 from paceline.errors import StoreError as StoreError
 from paceline.errors import StoreTimeoutError as StoreTimeoutError
 from paceline.errors import WorkerError as WorkerError
+from paceline.group.collectives import all_gather as all_gather
+from paceline.group.collectives import all_gather_into_tensor as all_gather_into_tensor
+from paceline.group.collectives import all_reduce as all_reduce
+from paceline.group.collectives import all_to_all as all_to_all
+from paceline.group.collectives import all_to_all_single as all_to_all_single
+from paceline.group.collectives import barrier as barrier
+from paceline.group.collectives import broadcast as broadcast
+from paceline.group.collectives import gather as gather
+from paceline.group.collectives import reduce as reduce
+from paceline.group.collectives import reduce_scatter as reduce_scatter
+from paceline.group.collectives import reduce_scatter_tensor as reduce_scatter_tensor
+from paceline.group.collectives import scatter as scatter
+from paceline.group.default import GroupMember as GroupMember
+from paceline.group.default import destroy_process_group as destroy_process_group
+from paceline.group.default import get_backend as get_backend
+from paceline.group.default import get_global_rank as get_global_rank
+from paceline.group.default import get_group_rank as get_group_rank
+from paceline.group.default import get_node_local_rank as get_node_local_rank
+from paceline.group.default import get_process_group_ranks as get_process_group_ranks
+from paceline.group.default import get_rank as get_rank
+from paceline.group.default import get_world_size as get_world_size
+from paceline.group.default import init_process_group as init_process_group
+from paceline.group.default import is_available as is_available
+from paceline.group.default import is_initialized as is_initialized
+from paceline.group.default import new_group as new_group
+from paceline.group.process_group import ProcessGroup as ProcessGroup
+from paceline.group.reduce_op import PremulSum as PremulSum
+from paceline.group.reduce_op import ReduceOp as ReduceOp
+from paceline.group.work import Work as Work
+from paceline.launch.spawn import spawn as spawn
+from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
+from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.store.base import Store as Store
+from paceline.store.file import FileStore as FileStore
+from paceline.store.hash import HashStore as HashStore
+from paceline.store.prefix import PrefixStore as PrefixStore
+from paceline.store.tcp import TCPStore as TCPStore
 
 __version__: str

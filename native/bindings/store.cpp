@@ -1,0 +1,82 @@
+// The store's server and client as paceline.store uses them. Values are bytes.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+
+#include "bindings/bindings.hpp"
+#include "store/client.hpp"
+#include "store/server.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+using store::Client;
+using store::Message;
+
+bool python_interrupted() {
+    const nb::gil_scoped_acquire gil;
+    return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+}
+
+Message to_message(int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
+    Message message{static_cast<std::uint8_t>(op), number, {}};
+    for (const nb::bytes& field : fields) message.fields.emplace_back(field.c_str(), field.size());
+    return message;
+}
+
+nb::list to_list(const std::vector<std::string>& fields) {
+    nb::list values;
+    for (const std::string& field : fields) values.append(nb::bytes(field.data(), field.size()));
+    return values;
+}
+
+// (result, status, number, fields); result is "answered", "closed" or "timed_out".
+nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields, double timeout_s) {
+    const Message request = to_message(op, number, fields);
+    Message answer;
+    Client::Result result{};
+    {
+        const nb::gil_scoped_release release;
+        const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout_s));
+        result = client.ask(request, answer, std::chrono::steady_clock::now() + timeout, python_interrupted);
+    }
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    const char* const name = result == Client::Result::answered ? "answered"
+                             : result == Client::Result::closed ? "closed"
+                                                                : "timed_out";
+    return nb::make_tuple(name, static_cast<int>(answer.code), answer.number, to_list(answer.fields));
+}
+
+// (status, number, fields), or None when the request has to wait.
+nb::object apply(store::Table& table, int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
+    std::vector<std::string> changed;
+    const auto answer = table.apply(to_message(op, number, fields), changed);
+    if (!answer) return nb::none();
+    return nb::make_tuple(static_cast<int>(answer->code), answer->number, to_list(answer->fields));
+}
+
+nb::list missing(const store::Table& table, const std::vector<nb::bytes>& keys) {
+    return to_list(table.missing(to_message(static_cast<int>(store::Op::wait), 0, keys)));
+}
+
+}  // namespace
+
+void register_store(nb::module_& module) {
+    nb::class_<store::Table>(module, "StoreTable")
+        .def(nb::init<>())
+        .def("apply", &apply, nb::arg("op"), nb::arg("number"), nb::arg("fields"))
+        .def("missing", &missing, nb::arg("keys"));
+    nb::class_<store::Server>(module, "StoreServer")
+        .def(nb::init<>())
+        .def("adopt", &store::Server::adopt, nb::arg("fd"))
+        .def("close", &store::Server::close, nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Client>(module, "StoreClient")
+        .def(nb::init<int>(), nb::arg("fd"))
+        .def("ask", &ask, nb::arg("op"), nb::arg("number"), nb::arg("fields"), nb::arg("timeout_s"))
+        .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace paceline::bindings

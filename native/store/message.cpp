@@ -1,0 +1,68 @@
+#include "store/message.hpp"
+
+#include <bit>
+#include <cstring>
+
+namespace paceline::store {
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr std::size_t kPrefix = sizeof(std::uint32_t);
+constexpr std::size_t kFixed = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);
+
+template <class T>
+void put(std::string& out, T value) {
+    char bytes[sizeof(T)];
+    std::memcpy(bytes, &value, sizeof value);
+    out.append(bytes, sizeof bytes);
+}
+
+template <class T>
+T take(const char*& at) {
+    T value;
+    std::memcpy(&value, at, sizeof value);
+    at += sizeof value;
+    return value;
+}
+
+}  // namespace
+
+void encode(const Message& message, std::string& out) {
+    std::size_t nbytes = kFixed;
+    for (const std::string& field : message.fields) nbytes += kPrefix + field.size();
+    out.reserve(out.size() + kPrefix + nbytes);
+    put(out, static_cast<std::uint32_t>(nbytes));
+    put(out, message.code);
+    put(out, message.number);
+    put(out, static_cast<std::uint32_t>(message.fields.size()));
+    for (const std::string& field : message.fields) {
+        put(out, static_cast<std::uint32_t>(field.size()));
+        out.append(field);
+    }
+}
+
+Parse decode(std::span<const char> bytes, Message& message, std::size_t& used) {
+    if (bytes.size() < kPrefix) return Parse::partial;
+    const char* at = bytes.data();
+    const auto nbytes = take<std::uint32_t>(at);
+    if (nbytes < kFixed || nbytes > kMaxFrame) return Parse::malformed;
+    if (bytes.size() - kPrefix < nbytes) return Parse::partial;
+    const char* const end = at + nbytes;
+    message.code = take<std::uint8_t>(at);
+    message.number = take<std::int64_t>(at);
+    auto fields = take<std::uint32_t>(at);
+    message.fields.clear();
+    for (; fields != 0; --fields) {
+        if (static_cast<std::size_t>(end - at) < kPrefix) return Parse::malformed;
+        const auto length = take<std::uint32_t>(at);
+        if (static_cast<std::size_t>(end - at) < length) return Parse::malformed;
+        message.fields.emplace_back(at, length);
+        at += length;
+    }
+    if (at != end) return Parse::malformed;
+    used = kPrefix + nbytes;
+    return Parse::complete;
+}
+
+}  // namespace paceline::store

@@ -1,0 +1,49 @@
+// Requests and answers of the store: one shape for both.
+//
+//   u32 bytes that follow | u8 code | i64 number | u32 fields | (u32 length | bytes) for each field
+// Little-endian. Nothing is allocated from a length before that many bytes have arrived.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace paceline::store {
+
+enum class Op : std::uint8_t {
+    set = 1,
+    get,          // number: milliseconds to wait
+    add,          // number: the amount
+    compare_set,  // key, expected, desired
+    wait,         // number: milliseconds to wait
+    check,
+    remove,
+    count,
+    multi_get,  // number: milliseconds to wait
+    multi_set,  // key, value, key, value, ...
+    append,
+    queue_push,
+    queue_pop,  // number: milliseconds to wait
+    queue_length,
+};
+
+enum class Status : std::uint8_t { ok = 0, timed_out, refused };
+
+constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;
+
+struct Message {
+    std::uint8_t code = 0;
+    std::int64_t number = 0;
+    std::vector<std::string> fields;
+};
+
+void encode(const Message& message, std::string& out);
+
+enum class Parse { complete, partial, malformed };
+
+// Takes one message from the front of `bytes`; `used` is its length when complete.
+Parse decode(std::span<const char> bytes, Message& message, std::size_t& used);
+
+}  // namespace paceline::store

@@ -1,0 +1,79 @@
+"""The C++ core. Codes (operation, dtype, reduce op, status) are the enum values of `native/`."""
+
+from collections.abc import Sequence
+
+import torch
+
+class Outcome:
+    """Why a collective call failed."""
+
+    code: int
+    missing: int
+    gone: int
+    left: int
+    reporter: int
+    waited_ns: int
+    split_from: int
+    split_to: int
+    split_sent: int
+    split_expected: int
+    calls: list[tuple[int, int, int, int, int, int]]
+
+class Work:
+    def done(self) -> bool: ...
+    def wait(self, timeout_ns: int) -> bool: ...
+    def outcome(self) -> Outcome | None: ...
+
+class Mesh:
+    def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
+    def lost(self) -> int: ...
+    def close(self) -> None: ...
+
+class HostGroup:
+    @staticmethod
+    def create(mesh: Mesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float) -> HostGroup | None: ...
+    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None: ...
+    def run(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        /,
+    ) -> Outcome | None: ...
+    def submit(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        /,
+    ) -> Work: ...
+    def close(self) -> None: ...
+
+def shared_tensor(nbytes: int) -> torch.Tensor: ...
+def simd_level() -> str: ...
+def reduces(dtype: int, reduce_op: int, /) -> bool: ...
+
+class StoreTable:
+    def apply(self, op: int, number: int, fields: Sequence[bytes]) -> tuple[int, int, list[bytes]] | None: ...
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]: ...
+
+class StoreServer:
+    def adopt(self, fd: int) -> None: ...
+    def close(self) -> None: ...
+
+class StoreClient:
+    def __init__(self, fd: int) -> None: ...
+    def ask(
+        self, op: int, number: int, fields: Sequence[bytes], timeout_s: float
+    ) -> tuple[str, int, int, list[bytes]]: ...
+    def close(self) -> None: ...

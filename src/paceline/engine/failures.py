@@ -1,0 +1,119 @@
+"""From what the core saw to the error that the user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paceline._core import Outcome
+from paceline.engine.codes import Operation, ReduceCode, dtype_name
+from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+
+
+class Code(IntEnum):
+    """How a call ended (native/host/group.hpp)."""
+
+    OK = 0
+    MISMATCH = 1
+    TIMED_OUT = 2
+    PEER_LOST = 3
+    INTERRUPTED = 4
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the default group and its process."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+HeaderFields = tuple[int, int, int, int, int, int]
+
+
+def describe_call(header: HeaderFields) -> str:
+    """A call as its rank made it."""
+    sequence, operation, dtype, reduce_op, root, count = header
+    if operation == 0:
+        return "no call"
+    parts = []
+    if operation != Operation.BARRIER:
+        parts += [dtype_name(dtype), f"{count} elements"]
+    if reduce_op != ReduceCode.NONE:
+        parts.append(ReduceCode(reduce_op).name)
+    if root >= 0:
+        parts.append(f"root {root}")
+    return f"{Operation(operation).name.lower()}({', '.join(parts)}) as call {sequence}"
+
+
+def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call: str) -> CollectiveError:
+    """The error for `outcome`. `members` are the group's, by group rank; `call` is what this rank did."""
+    me = members[group_rank]
+    if outcome.code == Code.MISMATCH:
+        return _mismatch(outcome, members, me)
+    if outcome.code == Code.PEER_LOST:
+        return _peer_lost(outcome, members, me, call)
+    missing = _select(members, outcome.missing)
+    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    if outcome.code == Code.TIMED_OUT:
+        absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in _bits(outcome.missing))
+        return CollectiveTimeoutError(
+            f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
+            f"{'' if reporter is me else f' by {reporter}'}; {_names(missing)} did not come ({absent}). "
+            "Either it is slower than the time-out allows (raise timeout=) or it took another way through the program "
+            "(look where it waits). This group can no longer be used: destroy it and start again"
+        )
+    return CollectiveError(
+        f"{me}: {call} was interrupted{'' if reporter is me else f' on {reporter}'} while {_names(missing)} had not "
+        "come. This group can no longer be used: destroy it and start again"
+    )
+
+
+def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
+    gone = _select(members, outcome.gone)
+    if outcome.gone == outcome.left:
+        seen = "left the group (its script ended, or it destroyed the process group)"
+        advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
+    else:
+        seen = "died"
+        advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
+    first = gone[0]
+    return PeerLostError(
+        f"{_names(gone)} {seen}, seen by {me} in {call}. {advice}. "
+        "This group can no longer be used: destroy it and start again without the lost rank or with a new one",
+        rank=first.rank,
+        host=first.host,
+        pid=first.pid,
+    )
+
+
+def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> CollectiveMismatchError:
+    advice = "All ranks of a group must make the same calls in the same order. The group remains usable"
+    if outcome.split_from >= 0:
+        return CollectiveMismatchError(
+            f"{me}: the splits of all_to_all do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
+            f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
+        )
+    by_call: dict[str, list[Member]] = {}
+    for member, header in zip(members, outcome.calls, strict=True):
+        by_call.setdefault(describe_call(header), []).append(member)
+    told = "; ".join(f"{_names(ranks)} called {call}" for call, ranks in by_call.items())
+    return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
+
+
+def _bits(mask: int) -> list[int]:
+    return [at for at in range(mask.bit_length()) if mask >> at & 1]
+
+
+def _select(members: Sequence[Member], mask: int) -> list[Member]:
+    return [members[at] for at in _bits(mask)]
+
+
+def _names(members: Sequence[Member], most: int = 4) -> str:
+    named = ", ".join(map(str, members[:most]))
+    return named + (f" and {len(members) - most} more" if len(members) > most else "")

@@ -1,0 +1,112 @@
+"""From tensors to the addresses that the core reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.engine.codes import DTYPE_CODES
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
+    """One tensor or a sequence of them, as a list.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if isinstance(tensors, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in tensors):
+        return list(tensors)
+    raise TypeError(f"{argument} must be a tensor or a list of tensors, not {type(tensors).__name__}")
+
+
+def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
+    """The code of the tensors' one type.
+
+    Raises:
+        TypeError: they are not dense CPU tensors of one supported type.
+    """
+    first = tensors[0].dtype if tensors else torch.uint8
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{call} got a tensor of layout {tensor.layout}; use tensor.to_dense()")
+        if not tensor.is_cpu:
+            raise TypeError(f"{call} got a tensor on {tensor.device}; the paceline engine takes CPU tensors: tensor.cpu()")
+        if tensor.dtype != first:
+            raise TypeError(f"{call} got tensors of {first} and {tensor.dtype}; one call takes one type")
+    code = DTYPE_CODES.get(first)
+    if code is None:
+        raise TypeError(f"{call} does not take tensors of {first}; it takes {', '.join(map(str, DTYPE_CODES))}")
+    return code
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory holds its elements as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class Buffers:
+    """The memory of a call's tensors. What is not plain goes through a copy.
+
+    Args:
+        scale: multiplies what is read, in a copy.
+        any_order: take a channels-last tensor's elements in the order in which they lie; the caller answers for its
+            having the same layout on every rank.
+    """
+
+    def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._scale = scale
+        self._any_order = any_order
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Address and bytes of each tensor, to be read."""
+        flat: list[int] = []
+        for tensor in tensors:
+            dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
+            self.kept.append(dense)
+            flat += (dense.data_ptr(), dense.nbytes)
+        return flat
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Address and bytes of each tensor, to be written, or read and written."""
+        flat: list[int] = []
+        for tensor in tensors:
+            dense = tensor
+            if not self._usable(tensor):
+                dense = self._copy(tensor)
+                self._copy_back.append((tensor.detach(), dense))
+            self.kept.append(dense)
+            flat += (dense.data_ptr(), dense.nbytes)
+        return flat
+
+    @property
+    def finish(self) -> Callable[[], None] | None:
+        """What is left to do when the call is over."""
+        return self._write_back if self._copy_back else None
+
+    def _usable(self, tensor: torch.Tensor) -> bool:
+        if self._scale is not None:
+            return False
+        return is_plain(tensor) or (self._any_order and _is_channels_last(tensor))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        return dense if self._scale is None else dense.mul_(self._scale)
+
+    def _write_back(self) -> None:
+        for tensor, dense in self._copy_back:
+            tensor.copy_(dense)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)) or (
+        tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )

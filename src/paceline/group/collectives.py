@@ -1,0 +1,267 @@
+"""The collectives as users call them.
+
+Every rank of a group makes the same calls in the same order. `src`, `dst` and the like are ranks of the default group,
+`group_src` and `group_dst` ranks of `group`. Wherever a tensor is taken, a list of tensors of one type is taken too, as
+if they were one. With `async_op=True` a call returns a `Work` at once; without, None when it is done. On a rank that is
+not in `group` a call does nothing and returns None.
+
+All raise:
+    TypeError: tensors that are not dense CPU tensors of one supported type, or a reduction not defined for it.
+    CollectiveMismatchError: the ranks made different calls; on every rank, naming both. The group stays usable.
+    CollectiveTimeoutError: a rank did not come within `timeout` (default: the group's). The group is broken.
+    PeerLostError: a rank died or left. The group is broken: later calls raise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from paceline.group.buffers import Tensors
+from paceline.group.default import Group, get_group_rank, resolve
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import Reduction, ReduceOp
+from paceline.group.work import Work
+
+
+def all_reduce(
+    tensor: Tensors,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduces `tensor` over all ranks, in place; afterwards it is bitwise the same on every rank.
+
+    The order of summation is fixed by rank (a pairwise tree), so it is also the same from run to run. float16 and
+    bfloat16 are accumulated in float32.
+    """
+    chosen = resolve(group)
+    return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)
+
+
+def broadcast(
+    tensor: Tensors,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copies the source's `tensor` to all ranks."""
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.broadcast(tensor, _root(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
+
+
+def reduce(
+    tensor: Tensors,
+    dst: int | None = None,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduces `tensor` over all ranks into the destination's; on the other ranks it stays as it is."""
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.reduce(tensor, _root(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
+
+
+def all_gather(
+    tensor_list: Sequence[Tensors],
+    tensor: Tensors,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copies every rank's `tensor` to `tensor_list` of all ranks, by rank; all have the same number of elements."""
+    chosen = resolve(group)
+    return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copies every rank's `input_tensor` into `output_tensor`, one behind the other by rank.
+
+    `output_tensor` is contiguous and has `world_size` times as many elements, of any shape.
+
+    Raises:
+        ValueError: it has not.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    parts = _parts(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
+    return chosen.all_gather(parts, input_tensor, async_op, timeout)
+
+
+def reduce_scatter(
+    output: Tensors,
+    input_list: Sequence[Tensors],
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Reduces the ranks' `input_list[r]` into rank r's `output`; all have the same number of elements."""
+    chosen = resolve(group)
+    return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Like `reduce_scatter`, with the inputs one behind the other in the contiguous tensor `input`.
+
+    Raises:
+        ValueError: `input` does not have `world_size` times as many elements as `output`, or is not contiguous.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    parts = _parts(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
+    return chosen.reduce_scatter(output, parts, op, async_op, timeout)
+
+
+def gather(
+    tensor: Tensors,
+    gather_list: Sequence[Tensors] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copies every rank's `tensor` to `gather_list` of the destination, by rank; None elsewhere. Destination: rank 0."""
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.gather(gather_list, tensor, _root(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
+
+
+def scatter(
+    tensor: Tensors,
+    scatter_list: Sequence[Tensors] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copies the source's `scatter_list[r]` to rank r's `tensor`; None elsewhere. Source: rank 0."""
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    return chosen.scatter(tensor, scatter_list, _root(chosen, src, group_src, "scatter", "src", 0), async_op, timeout)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensors],
+    input_tensor_list: Sequence[Tensors],
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Copies `input_tensor_list[r]` to rank r, into the entry of its `output_tensor_list` that is this rank's.
+
+    Sizes may differ from pair to pair; a pair that disagrees is a `CollectiveMismatchError` on every rank.
+    """
+    chosen = resolve(group)
+    return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Like `all_to_all`, with the parts one behind the other along the first dimension.
+
+    The split sizes are numbers of rows, one a rank; None splits evenly.
+
+    Raises:
+        ValueError: they do not add up to the number of rows, or that cannot be split evenly.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        return None
+    outputs = _split(output, output_split_sizes, chosen, "output")
+    inputs = _split(input, input_split_sizes, chosen, "input")
+    return chosen.all_to_all(outputs, inputs, async_op, timeout)
+
+
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Returns when every rank of the group has called it. `device_ids` is for GPUs and must be None."""
+    if device_ids is not None:
+        raise ValueError("barrier: device_ids is for GPUs; the paceline engine works on CPU tensors, leave it out")
+    chosen = resolve(group)
+    return None if chosen is None else chosen.barrier(async_op, timeout)
+
+
+def _root(
+    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
+) -> int:
+    if rank is not None and group_rank is not None:
+        raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
+    if rank is not None:
+        return get_group_rank(group, rank)
+    if group_rank is None:
+        group_rank = default
+    if group_rank is None:
+        raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
+    if not 0 <= group_rank < group.size():
+        raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
+    return group_rank
+
+
+def _parts(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
+    if whole.numel() != count * group.size():
+        raise ValueError(
+            f"{call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} elements it must have "
+            f"{count * group.size()}"
+        )
+    if not whole.is_contiguous():
+        raise ValueError(f"{call}: {name} is not contiguous; pass {name}.contiguous()")
+    flat = whole.detach().view(-1)
+    return [flat[r * count : (r + 1) * count] for r in range(group.size())]
+
+
+def _split(whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, name: str) -> list[torch.Tensor]:
+    rows = whole.shape[0] if whole.dim() else 0
+    if sizes is None:
+        if rows % group.size():
+            raise ValueError(
+                f"all_to_all_single: {name} has {rows} rows, which {group.size()} ranks cannot share evenly; "
+                f"give {name}_split_sizes"
+            )
+        sizes = [rows // group.size()] * group.size()
+    if len(sizes) != group.size() or sum(sizes) != rows:
+        raise ValueError(
+            f"all_to_all_single: {name}_split_sizes is {list(sizes)}; it needs {group.size()} numbers that add up to {rows}"
+        )
+    return list(whole.detach().split(list(sizes)))

@@ -1,0 +1,269 @@
+"""The default process group, and everything that makes and ends groups."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from paceline.engine.native import NativeEngine
+from paceline.group.process_group import ProcessGroup
+from paceline.rendezvous.methods import rendezvous
+from paceline.store.base import Store
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class NonMember:
+    """What `new_group` returns to a rank that is not in the group."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+
+class _GroupMemberType(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, None before `init_process_group`."""
+        return _world.group if _world is not None else None
+
+
+class GroupMember(metaclass=_GroupMemberType):
+    """`GroupMember.WORLD` is the default group, `GroupMember.NON_GROUP_MEMBER` stands for one this rank is not in."""
+
+    NON_GROUP_MEMBER = NonMember()
+
+
+Group = ProcessGroup | NonMember | None
+
+
+class _World:
+    """The default group with all it owns."""
+
+    def __init__(
+        self, store: Store, owns_store: bool, engine: NativeEngine, group: ProcessGroup, timeout: timedelta
+    ) -> None:
+        self.store = store
+        self.owns_store = owns_store
+        self.engine = engine
+        self.group = group
+        self.timeout = timeout
+        self.subgroups: list[ProcessGroup] = []
+
+
+_world: _World | None = None
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Makes the default process group; every rank calls this once, and it returns when all have come.
+
+    Args:
+        backend: "paceline" or None; "cpu:paceline" is the same.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`.
+        timeout: how long to wait for the other ranks, here and in every later call; 30 minutes by default.
+        world_size, rank: the number of ranks and this one's; from the environment with env://.
+        store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
+        group_name: for messages.
+        device_id: accepted when it is a CPU device.
+
+    Raises:
+        ValueError: a rule is broken; the message names it and the fix.
+        RendezvousError: a rank is there twice, or world sizes differ.
+        RendezvousTimeoutError: ranks are missing; the message names them.
+        AuthenticationError: a process without this job's secret answered.
+    """
+    global _world
+    if _world is not None:
+        raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+    if device_id is not None and torch.device(device_id).type != "cpu":
+        raise ValueError(f"device_id is {device_id}; the paceline engine works on CPU tensors, leave it out")
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    timeout_s = timeout.total_seconds()
+    joined = rendezvous(init_method, store, world_size, rank, timeout_s)
+    try:
+        engine = NativeEngine(joined.store, joined.rank, joined.world_size, timeout_s)
+        channel = engine.open_channel(range(joined.world_size), timeout_s)
+        world = ProcessGroup(channel, engine.members, joined.rank, timeout, group_name)
+        world.barrier()  # nobody leaves before all have read what they need from the store
+    except BaseException:
+        if store is None:
+            joined.store.close()
+        raise
+    _world = _World(joined.store, store is None, engine, world, timeout)
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Ends `group`, or without one the default group and all others; waits for nobody.
+
+    Raises:
+        ValueError: there is none.
+    """
+    global _world
+    world = _require_world()
+    if isinstance(group, NonMember):
+        return
+    if group is not None and group is not world.group:
+        group.close()
+        return
+    _world = None
+    for each in (*world.subgroups, world.group):
+        each.close()
+    world.engine.close()
+    if world.owns_store:
+        world.store.close()
+
+
+def new_group(
+    ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None
+) -> ProcessGroup | NonMember:
+    """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
+
+    Args:
+        ranks: ranks of the default group, in the order of their group ranks; None for all.
+        timeout: for calls on the group; the default group's if None.
+        backend: "paceline" or None.
+
+    Returns:
+        The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
+
+    Raises:
+        ValueError: a rank is out of range or named twice.
+        RendezvousTimeoutError: a member did not call it.
+    """
+    world = _require_world()
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+    chosen = list(range(world.group.size())) if ranks is None else list(ranks)
+    for rank in chosen:
+        if not 0 <= rank < world.group.size():
+            raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
+    if world.group.rank() not in chosen:
+        world.engine.skip_channel()
+        return GroupMember.NON_GROUP_MEMBER
+    timeout = world.timeout if timeout is None else timeout
+    channel = world.engine.open_channel(chosen, timeout.total_seconds())
+    members = [world.engine.members[rank] for rank in chosen]
+    group = ProcessGroup(channel, members, chosen.index(world.group.rank()), timeout, f"group of ranks {chosen}")
+    world.subgroups.append(group)
+    return group
+
+
+def default_group() -> ProcessGroup:
+    """The default group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _require_world().group
+
+
+def resolve(group: Group) -> ProcessGroup | None:
+    """The group a call is for; None when this rank is not in it."""
+    if group is None:
+        return _require_world().group
+    return None if isinstance(group, NonMember) else group
+
+
+def _require_world() -> _World:
+    if _world is None:
+        raise ValueError("the default process group does not exist; call paceline.init_process_group() first")
+    return _world
+
+
+def is_initialized() -> bool:
+    """Whether the default process group exists."""
+    return _world is not None
+
+
+def is_available() -> bool:
+    """Whether Paceline works on this platform: True wherever it could be imported."""
+    return True
+
+
+def get_rank(group: Group = None) -> int:
+    """This process's rank in `group`, -1 if it is not in it."""
+    resolved = resolve(group)
+    return -1 if resolved is None else resolved.rank()
+
+
+def get_world_size(group: Group = None) -> int:
+    """The number of ranks in `group`, -1 if this process is not in it."""
+    resolved = resolve(group)
+    return -1 if resolved is None else resolved.size()
+
+
+def get_backend(group: Group = None) -> str:
+    """The name of the group's engine: "paceline"."""
+    if resolve(group) is None:
+        raise ValueError("get_backend: this rank is not in the group")
+    return NativeEngine.name
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's rank among those of its machine, from LOCAL_RANK.
+
+    Raises:
+        ValueError: LOCAL_RANK is not set and there is no `fallback_rank`.
+    """
+    local_rank = os.environ.get("LOCAL_RANK", fallback_rank)
+    if local_rank is None:
+        raise ValueError("LOCAL_RANK is not set; start the script with `paceline run`, or pass fallback_rank=")
+    return int(local_rank)
+
+
+def get_process_group_ranks(group: Group = None) -> list[int]:
+    """The ranks in the default group of `group`'s members, by group rank."""
+    resolved = resolve(group)
+    return [] if resolved is None else list(resolved.ranks)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The rank in the default group of a member of `group`.
+
+    Raises:
+        ValueError: there is no such member.
+    """
+    if not 0 <= group_rank < group.size():
+        raise ValueError(f"group rank {group_rank} is not in {group}; it has ranks 0 to {group.size() - 1}")
+    return group.ranks[group_rank]
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The group rank of a rank of the default group.
+
+    Raises:
+        ValueError: it is not a member.
+    """
+    if global_rank not in group.ranks:
+        raise ValueError(f"rank {global_rank} is not in {group}; its members are {group.ranks}")
+    return group.ranks.index(global_rank)
+
+
+def _leave_at_exit() -> None:
+    if _world is not None:
+        destroy_process_group()
+
+
+def _forget_in_child() -> None:
+    global _world
+    _world = None
+
+
+atexit.register(_leave_at_exit)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,317 @@
+"""A process group: its ranks, and the collectives on lists of tensors that the public calls are made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from paceline import _core
+from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.failures import Member, describe_call, to_error
+from paceline.errors import CollectiveError
+from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
+from paceline.group.reduce_op import PremulSum, Reduction, ReduceOp
+from paceline.group.work import Work
+
+
+@functools.lru_cache(maxsize=None)
+def _reduces(dtype: int, reduce_op: int) -> bool:
+    return _core.reduces(dtype, reduce_op)
+
+
+class ProcessGroup:
+    """The ranks that take part in a collective. Made by `init_process_group` and `new_group`.
+
+    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is the rank in the default group.
+    """
+
+    def __init__(
+        self, channel: _core.HostGroup, members: Sequence[Member], group_rank: int, timeout: timedelta, name: str
+    ) -> None:
+        self.ranks = [member.rank for member in members]
+        self.name = name
+        self._channel = channel
+        self._members = list(members)
+        self._rank = group_rank
+        self._closed = False
+        self.set_timeout(timeout)
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.name or 'default'}, rank {self._rank} of {len(self.ranks)})"
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call waits for the other ranks."""
+        return timedelta(microseconds=self._timeout_ns / 1000)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets `timeout` for later calls."""
+        self._timeout_ns = max(0, int(timeout.total_seconds() * 1e9))
+
+    def close(self) -> None:
+        """Ends the group for this rank; idempotent."""
+        self._closed = True
+        self._channel.close()
+
+    def all_reduce(
+        self,
+        tensors: Tensors,
+        op: Reduction = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+        any_order: bool = False,
+    ) -> Work | None:
+        """Reduces `tensors` over all ranks, in place; `any_order` as in `Buffers`."""
+        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and op.__class__ is ReduceOp:
+            code = DTYPE_CODES.get(tensors.dtype)
+            if code is not None and tensors.is_cpu and is_plain_strided(tensors) and _reduces(code, op):
+                if self._closed:
+                    raise self._closed_error()
+                outcome = self._channel.all_reduce(tensors.data_ptr(), tensors.numel(), code, op, self._timeout_ns)
+                if outcome is not None:
+                    raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
+                return None
+        listed = as_list(tensors, "all_reduce")
+        code, reduce_code, buffers = self._reduction(listed, op, "all_reduce", any_order)
+        outputs = [buffers.write(listed)]
+        return self._run(Operation.ALL_REDUCE, code, reduce_code, -1, _count(listed), [], outputs, buffers, async_op, timeout)
+
+    def broadcast(
+        self, tensors: Tensors, root: int, async_op: bool = False, timeout: timedelta | None = None, any_order: bool = False
+    ) -> Work | None:
+        """Copies the root's `tensors` to all ranks."""
+        listed = as_list(tensors, "broadcast")
+        buffers = Buffers(any_order=any_order)
+        outputs = [buffers.write(listed)]
+        code = dtype_code(listed, "broadcast")
+        return self._run(
+            Operation.BROADCAST, code, ReduceCode.NONE, root, _count(listed), [], outputs, buffers, async_op, timeout
+        )
+
+    def reduce(
+        self,
+        tensors: Tensors,
+        root: int,
+        op: Reduction = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
+        """Reduces `tensors` over all ranks into the root's; the others' stay as they are."""
+        listed = as_list(tensors, "reduce")
+        code, reduce_code, buffers = self._reduction(listed, op, "reduce")
+        root_or_copy = buffers.write if self._rank == root else buffers.read
+        outputs = [root_or_copy(listed)]
+        return self._run(Operation.REDUCE, code, reduce_code, root, _count(listed), [], outputs, buffers, async_op, timeout)
+
+    def all_gather(
+        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: timedelta | None = None
+    ) -> Work | None:
+        """Copies every rank's `tensors` to all ranks; `outputs[r]` takes rank r's."""
+        return self._gather(Operation.ALL_GATHER, outputs, tensors, -1, async_op, timeout)
+
+    def gather(
+        self,
+        outputs: Sequence[Tensors] | None,
+        tensors: Tensors,
+        root: int,
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
+        """Copies every rank's `tensors` to the root; `outputs` is None elsewhere."""
+        if (outputs is not None) != (self._rank == root):
+            raise ValueError(
+                f"rank {self.ranks[self._rank]}: gather takes gather_list on the destination, rank {self.ranks[root]}, "
+                "and on no other rank"
+            )
+        return self._gather(Operation.GATHER, outputs or [], tensors, root, async_op, timeout)
+
+    def reduce_scatter(
+        self,
+        output: Tensors,
+        inputs: Sequence[Tensors],
+        op: Reduction = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
+        """Reduces the ranks' `inputs[r]` into rank r's `output`."""
+        written = as_list(output, "reduce_scatter")
+        read = self._lists(inputs, "reduce_scatter", "input_list")
+        code, reduce_code, buffers = self._reduction([*written, *(t for each in read for t in each)], op, "reduce_scatter")
+        self._same_counts(read, _count(written), "reduce_scatter", "input_list")
+        flat_inputs = [buffers.read(each) for each in read]
+        plain = Buffers()
+        flat_outputs = [plain.write(written)]
+        plain.kept += buffers.kept
+        return self._run(
+            Operation.REDUCE_SCATTER, code, reduce_code, -1, _count(written), flat_inputs, flat_outputs, plain, async_op, timeout
+        )
+
+    def scatter(
+        self,
+        output: Tensors,
+        inputs: Sequence[Tensors] | None,
+        root: int,
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
+        """Copies the root's `inputs[r]` to rank r's `output`; `inputs` is None elsewhere."""
+        if (inputs is not None) != (self._rank == root):
+            raise ValueError(
+                f"rank {self.ranks[self._rank]}: scatter takes scatter_list on the source, rank {self.ranks[root]}, "
+                "and on no other rank"
+            )
+        written = as_list(output, "scatter")
+        read = [] if inputs is None else self._lists(inputs, "scatter", "scatter_list")
+        code = dtype_code([*written, *(t for each in read for t in each)], "scatter")
+        self._same_counts(read, _count(written), "scatter", "scatter_list")
+        buffers = Buffers()
+        flat_inputs = [buffers.read(each) for each in read]
+        flat_outputs = [buffers.write(written)]
+        return self._run(
+            Operation.SCATTER, code, ReduceCode.NONE, root, _count(written), flat_inputs, flat_outputs, buffers, async_op, timeout
+        )
+
+    def all_to_all(
+        self,
+        outputs: Sequence[Tensors],
+        inputs: Sequence[Tensors],
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work | None:
+        """Copies `inputs[r]` to rank r, whose `outputs[this rank]` takes it; sizes may differ from pair to pair."""
+        read = self._lists(inputs, "all_to_all", "input_tensor_list")
+        written = self._lists(outputs, "all_to_all", "output_tensor_list")
+        code = dtype_code([t for each in (*read, *written) for t in each], "all_to_all")
+        buffers = Buffers()
+        flat_inputs = [buffers.read(each) for each in read]
+        flat_outputs = [buffers.write(each) for each in written]
+        return self._run(
+            Operation.ALL_TO_ALL, code, ReduceCode.NONE, -1, 0, flat_inputs, flat_outputs, buffers, async_op, timeout
+        )
+
+    def barrier(self, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
+        """Returns when every rank has called it."""
+        return self._run(Operation.BARRIER, 0, ReduceCode.NONE, -1, 0, [], [], Buffers(), async_op, timeout)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, by rank; of any lengths."""
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
+        self.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(data.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
+        outputs = [torch.empty_like(padded) for _ in self.ranks]
+        self.all_gather(outputs, padded)
+        return [bytes(output.tolist()[: int(length)]) for output, length in zip(outputs, lengths, strict=True)]
+
+    def _gather(
+        self,
+        operation: Operation,
+        outputs: Sequence[Tensors],
+        tensors: Tensors,
+        root: int,
+        async_op: bool,
+        timeout: timedelta | None,
+    ) -> Work | None:
+        name = operation.name.lower()
+        here = operation is Operation.ALL_GATHER or self._rank == root
+        read = as_list(tensors, name)
+        written = self._lists(outputs, name, "the list of outputs") if here else []
+        code = dtype_code([*read, *(t for each in written for t in each)], name)
+        self._same_counts(written, _count(read), name, "the list of outputs")
+        buffers = Buffers()
+        flat_inputs = [buffers.read(read)]
+        flat_outputs = [buffers.write(each) for each in written]
+        return self._run(
+            operation, code, ReduceCode.NONE, root, _count(read), flat_inputs, flat_outputs, buffers, async_op, timeout
+        )
+
+    def _run(
+        self,
+        operation: Operation,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        buffers: Buffers,
+        async_op: bool,
+        timeout: timedelta | None,
+    ) -> Work | None:
+        if self._closed:
+            raise self._closed_error()
+        timeout_ns = self._timeout_ns if timeout is None else max(0, int(timeout.total_seconds() * 1e9))
+        header = (0, operation, dtype, reduce_op, root, count)
+        if async_op:
+            submitted = self._channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+            name = operation.name.lower()
+            return Work(submitted, name, buffers.kept, buffers.finish, lambda outcome: self._error(outcome, header))
+        outcome = self._channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        if outcome is not None:
+            raise self._error(outcome, header)
+        if buffers.finish is not None:
+            buffers.finish()
+        return None
+
+    def _error(self, outcome: _core.Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
+        call = describe_call(header).rsplit(" as call", 1)[0]
+        return to_error(outcome, self._members, self._rank, call)
+
+    def _closed_error(self) -> ValueError:
+        return ValueError(
+            f"rank {self.ranks[self._rank]}: this process group was destroyed (destroy_process_group); "
+            "make a new one with init_process_group or new_group"
+        )
+
+    def _reduction(
+        self, tensors: list[torch.Tensor], op: Reduction, call: str, any_order: bool = False
+    ) -> tuple[int, int, Buffers]:
+        code = dtype_code(tensors, call)
+        scale = op.factor if isinstance(op, PremulSum) else None
+        if isinstance(op, PremulSum):
+            reduce_code = ReduceOp.PREMUL_SUM
+        elif isinstance(op, ReduceOp):
+            reduce_code = op
+            if op is ReduceOp.PREMUL_SUM:
+                raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
+        else:
+            raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
+        if not _reduces(code, reduce_code):
+            dtype = tensors[0].dtype if tensors else torch.uint8
+            advice = "use SUM and divide" if reduce_code is ReduceOp.AVG else "convert the tensor first"
+            raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; {advice}")
+        return code, reduce_code, Buffers(scale, any_order)
+
+    def _lists(self, lists: Sequence[Tensors], call: str, argument: str) -> list[list[torch.Tensor]]:
+        if isinstance(lists, torch.Tensor) or len(lists) != self.size():
+            seen = type(lists).__name__ if isinstance(lists, torch.Tensor) else f"{len(lists)} entries"
+            raise ValueError(f"{call}: {argument} needs one entry for each of the {self.size()} ranks, not {seen}")
+        return [as_list(each, f"{call}: {argument}") for each in lists]
+
+    def _same_counts(self, lists: list[list[torch.Tensor]], count: int, call: str, argument: str) -> None:
+        for at, each in enumerate(lists):
+            if _count(each) != count:
+                raise ValueError(
+                    f"rank {self.ranks[self._rank]}: {call}: entry {at} of {argument} has {_count(each)} elements; "
+                    f"all must have {count}"
+                )
+
+
+def is_plain_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of any layout is dense and plain (see `is_plain`)."""
+    return tensor.layout is torch.strided and is_plain(tensor)
+
+
+def _count(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)

@@ -1,0 +1,126 @@
+"""Mutual proof of the job's secret, the first thing on every connection.
+
+    connecting -> accepting   hello: magic, channel, rank, generation, nonce
+    accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
+    connecting -> accepting   HMAC-SHA256(key, "C" | all so far)
+
+The letters stop reflection, the nonces stop replay, the channel's name stops splicing one service's connection into
+another. 136 bytes in all; nothing that a peer sent is used before its proof is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+from paceline.errors import AuthenticationError
+
+TIMEOUT_S = 5.0
+
+_HELLO = struct.Struct("<8s8sIQ16s")
+_MAGIC = b"paceln/1"
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who connects, to what."""
+
+    channel: str
+    rank: int = 0
+    generation: int = 0
+
+
+def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float = TIMEOUT_S) -> None:
+    """The connecting side.
+
+    Raises:
+        AuthenticationError: the other end does not hold the key, refused ours, or did not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    first = _HELLO.pack(_MAGIC, hello.channel.encode(), hello.rank, hello.generation, os.urandom(_NONCE_BYTES))
+    _send(connection, first, deadline)
+    answer = _receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
+        raise AuthenticationError(
+            f"the process at {_name(connection)} does not hold this job's secret (channel {hello.channel!r}); "
+            "all ranks need the same PACELINE_SECRET, and the address must be this job's"
+        )
+    _send(connection, _digest(key, b"C", first, answer), deadline)
+
+
+def verify(
+    connection: socket.socket, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
+) -> Hello:
+    """The accepting side: who connected.
+
+    Raises:
+        AuthenticationError: the other end does not hold the key, speaks another protocol, or did not answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    first = _receive(connection, _HELLO.size, deadline)
+    magic, name, rank, peer_generation, _ = _HELLO.unpack(first)
+    if magic != _MAGIC or name.rstrip(b"\0") != channel.encode():
+        raise AuthenticationError(f"{_name(connection)} spoke another protocol than Paceline's {channel!r}")
+    nonce = os.urandom(_NONCE_BYTES)
+    answer = nonce + _digest(key, b"S", first, nonce)
+    _send(connection, answer, deadline)
+    proof = _receive(connection, _PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, _digest(key, b"C", first, answer)):
+        raise AuthenticationError(f"{_name(connection)} does not hold this job's secret")
+    if peer_generation != generation:
+        raise AuthenticationError(
+            f"{_name(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
+        )
+    return Hello(channel, rank, generation)
+
+
+def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, side + b"".join(parts), hashlib.sha256)
+
+
+def _name(connection: socket.socket) -> str:
+    try:
+        peer = connection.getpeername()
+    except OSError:
+        return "the other end"
+    return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else repr(peer) if peer else "a Unix socket"
+
+
+def _left(connection: socket.socket, deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise AuthenticationError(f"{_name(connection)} did not finish the handshake in time")
+    return left
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    try:
+        connection.settimeout(_left(connection, deadline))
+        connection.sendall(data)
+    except OSError as error:
+        raise AuthenticationError(f"{_name(connection)} broke off the handshake ({error})") from error
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        try:
+            connection.settimeout(_left(connection, deadline))
+            more = connection.recv(nbytes - len(data))
+        except OSError as error:
+            raise AuthenticationError(f"{_name(connection)} broke off the handshake ({error})") from error
+        if not more:
+            raise AuthenticationError(
+                f"{_name(connection)} closed the connection during the handshake: it refused this process's proof of "
+                "the job's secret, or is not a Paceline process"
+            )
+        data += more
+    return data

@@ -1,0 +1,166 @@
+"""What every store can do, over one operation: `_apply`."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+
+from paceline.errors import StoreError, StoreTimeoutError
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+
+class Op(IntEnum):
+    """The operations, numbered as on the wire."""
+
+    SET = 1
+    GET = 2
+    ADD = 3
+    COMPARE_SET = 4
+    WAIT = 5
+    CHECK = 6
+    DELETE = 7
+    COUNT = 8
+    MULTI_GET = 9
+    MULTI_SET = 10
+    APPEND = 11
+    QUEUE_PUSH = 12
+    QUEUE_POP = 13
+    QUEUE_LENGTH = 14
+
+
+class Status(IntEnum):
+    """How a store answered, numbered as on the wire."""
+
+    OK = 0
+    TIMED_OUT = 1
+    REFUSED = 2
+
+
+Answer = tuple[Status, int, list[bytes]]
+
+
+class Store(ABC):
+    """A key-value store that the ranks of a job share. Keys are strings, values bytes (strings are encoded as UTF-8).
+
+    Every wait ends after `timeout` with a `StoreTimeoutError` that names the keys.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get`, `wait` and the other waiting calls wait at most; 300 s unless set."""
+        return timedelta(seconds=self._timeout_s)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets `timeout`."""
+        self._timeout_s = timeout.total_seconds()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets `key` to `value`, whatever it was."""
+        self._ask(Op.SET, [key.encode(), _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`; waits until it is set."""
+        return self._wait_and_ask(Op.GET, [key.encode()], None)[1][0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds `amount` to the number under `key` (0 if there is none) and returns the sum.
+
+        Raises:
+            StoreError: the value is not a decimal number of 64 bits.
+        """
+        return self._ask(Op.ADD, [key.encode()], amount)[0]
+
+    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
+        """Sets `key` to `desired_value` if it is `expected_value`, or if it is missing and that is empty.
+
+        Returns the value afterwards; `expected_value` when the key is missing and nothing was set.
+        """
+        return self._ask(Op.COMPARE_SET, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all `keys` exist."""
+        self._wait_and_ask(Op.WAIT, [key.encode() for key in keys], timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all `keys` exist now."""
+        return self._ask(Op.CHECK, [key.encode() for key in keys])[0] == 1
+
+    def delete_key(self, key: str) -> bool:
+        """Removes `key`; whether it was there."""
+        return self._ask(Op.DELETE, [key.encode()])[0] == 1
+
+    def num_keys(self) -> int:
+        """The number of keys, queues included; in a shared store those of all its users."""
+        return self._ask(Op.COUNT, [])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of `keys`, in their order; waits until all are set."""
+        return self._wait_and_ask(Op.MULTI_GET, [key.encode() for key in keys], None)[1]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Sets each of `keys` to the value at its place, in one step."""
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; each key needs one value")
+        fields = [part for key, value in zip(keys, values, strict=True) for part in (key.encode(), _bytes(value))]
+        self._ask(Op.MULTI_SET, fields)
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Appends `value` to that of `key`; sets it if the key is missing."""
+        self._ask(Op.APPEND, [key.encode(), _bytes(value)])
+
+    def has_extended_api(self) -> bool:
+        """Whether append, multi_get, multi_set and the queues work: always."""
+        return True
+
+    def queue_push(self, key: str, value: bytes | str) -> None:
+        """Puts `value` at the end of the queue `key`."""
+        self._ask(Op.QUEUE_PUSH, [key.encode(), _bytes(value)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Takes the first value of the queue `key`; waits for one, or with `block=False` raises `StoreTimeoutError`."""
+        return self._wait_and_ask(Op.QUEUE_POP, [key.encode()], None if block else timedelta(0))[1][0]
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue `key`."""
+        return self._ask(Op.QUEUE_LENGTH, [key.encode()])[0]
+
+    def close(self) -> None:
+        """Lets go of what the store holds (a connection, a file, a server); idempotent."""
+
+    def _ask(self, op: Op, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
+        status, number, values = self._apply(op, number, fields, self._timeout_s)
+        if status is Status.REFUSED:
+            raise StoreError(f"{self} refused {op.name.lower()}({fields[0].decode()!r}): {values[0].decode()}")
+        return number, values
+
+    def _wait_and_ask(self, op: Op, keys: list[bytes], timeout: timedelta | None) -> tuple[int, list[bytes]]:
+        wait_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        started = time.monotonic()
+        status, number, values = self._apply(op, max(0, int(wait_s * 1000)), keys, wait_s)
+        if status is Status.TIMED_OUT:
+            raise StoreTimeoutError(
+                f"waited {time.monotonic() - started:.1f} s in {self} for {_names(keys)}; "
+                f"never set: {_names(values)}. The rank that should set it is late, dead, or uses another store"
+            )
+        if status is Status.REFUSED:
+            raise StoreError(f"{self} refused {op.name.lower()}({_names(keys)}): {values[0].decode()}")
+        return number, values
+
+    @abstractmethod
+    def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
+        """Does `op`; for those that wait `number` is the time in milliseconds, and TIMED_OUT comes with missing keys."""
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _names(keys: list[bytes]) -> str:
+    return ", ".join(repr(key.decode(errors="replace")) for key in keys)

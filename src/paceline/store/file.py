@@ -1,0 +1,134 @@
+"""A store in a file that several processes open, also over NFS.
+
+The file is a log of the operations that changed something, replayed by everyone. Byte 0 of the lock space is held while
+an operation runs; byte 1 is held, shared, by every process that has the store open. Whoever opens the file and finds
+byte 1 free knows that its members are gone, and starts the log anew: a file left by an earlier run does no harm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from paceline import _core
+from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
+
+_OPERATION, _MEMBERS = 1 << 60, (1 << 60) + 1  # beyond any data
+_RECORD = struct.Struct("<III")  # bytes that follow, their CRC-32, number of fields
+_FIXED = struct.Struct("<Bq")
+_LENGTH = struct.Struct("<I")
+_FLOCK = struct.Struct("hhqqi4x")
+_READS = {Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COUNT, Op.QUEUE_LENGTH}
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
+
+
+class FileStore(Store):
+    """A store in the file `file_name`, for processes that share a directory. `world_size` is for information.
+
+    The file is removed by nobody, and may be: an earlier run's content is discarded by the first process that opens it.
+    """
+
+    def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: timedelta = DEFAULT_TIMEOUT):
+        super().__init__(timeout)
+        self.path = os.fspath(file_name)
+        self.world_size = world_size
+        self._table = _core.StoreTable()
+        self._replayed = 0
+        if not Path(self.path).absolute().parent.is_dir():
+            raise ValueError(f"FileStore: the directory of {self.path!r} does not exist; create it on every rank first")
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._locked():
+            if _lock(self._fd, fcntl.F_WRLCK, _MEMBERS, wait=False):
+                os.ftruncate(self._fd, 0)
+            _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
+
+    def __repr__(self) -> str:
+        return f"FileStore({self.path!r})"
+
+    def close(self) -> None:
+        """Leaves the store; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+    def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_POLL_S
+        while True:
+            with self._locked():
+                self._replay()
+                done = self._table.apply(op, number, fields)
+                if done is not None:
+                    if op not in _READS and done[0] == Status.OK:
+                        self._write(op, number, fields)
+                    return Status(done[0]), done[1], done[2]
+            if time.monotonic() >= deadline:
+                return Status.TIMED_OUT, 0, self._table.missing(fields)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        _lock(self._fd, fcntl.F_WRLCK, _OPERATION, wait=True)
+        try:
+            yield
+        finally:
+            _lock(self._fd, fcntl.F_UNLCK, _OPERATION, wait=True)
+
+    def _replay(self) -> None:
+        size = os.fstat(self._fd).st_size
+        while self._replayed < size:
+            record = _read_record(self._fd, self._replayed)
+            if record is None:  # its writer was killed half-way
+                os.ftruncate(self._fd, self._replayed)
+                return
+            op, number, fields, nbytes = record
+            self._table.apply(op, number, fields)
+            self._replayed += nbytes
+
+    def _write(self, op: Op, number: int, fields: list[bytes]) -> None:
+        body = _FIXED.pack(op, number) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)
+        record = _RECORD.pack(len(body), zlib.crc32(body), len(fields)) + body
+        written = 0
+        while written < len(record):
+            written += os.pwrite(self._fd, record[written:], self._replayed + written)
+        self._replayed += len(record)
+
+
+def _read_record(fd: int, at: int) -> tuple[int, int, list[bytes], int] | None:
+    head = os.pread(fd, _RECORD.size, at)
+    if len(head) < _RECORD.size:
+        return None
+    nbytes, checksum, count = _RECORD.unpack(head)
+    body = os.pread(fd, nbytes, at + _RECORD.size)
+    if len(body) < nbytes or zlib.crc32(body) != checksum:
+        return None
+    op, number = _FIXED.unpack_from(body)
+    fields, place = [], _FIXED.size
+    for _ in range(count):
+        (length,) = _LENGTH.unpack_from(body, place)
+        place += _LENGTH.size
+        fields.append(body[place : place + length])
+        place += length
+    return op, number, fields, _RECORD.size + nbytes
+
+
+def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
+    """An open-file-description lock: unlike a POSIX lock it is the descriptor's, not the process's."""
+    request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

@@ -1,0 +1,154 @@
+"""A store over TCP: one rank serves, all connect."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import weakref
+from datetime import timedelta
+
+from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
+from paceline.security.secret import job_secret, require_secret
+from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Store
+from paceline.store.remote import connect
+from paceline.store.server import StoreServer
+
+_JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"
+
+_shared_servers: weakref.WeakValueDictionary[int, StoreServer] = weakref.WeakValueDictionary()
+
+
+class TCPStore(Store):
+    """A store served over TCP at `host_name`:`port`.
+
+    Args:
+        host_name: name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens on
+            this address only.
+        port: its port; 0 on the server lets the system choose, see `port`.
+        world_size: the number of clients, the serving rank among them; None if it is not known.
+        is_master: whether this process serves.
+        timeout: for connecting and for every waiting call.
+        wait_for_workers: on the server, wait here until `world_size` clients have come.
+        multi_tenant: use the server that this process already has on `port`, if it has one.
+        master_listen_fd: a listening socket for the server to take over.
+
+    Raises:
+        ValueError: the address is not loopback and the job has no secret.
+        StoreConnectionError: the port is in use (names the process that holds it where that can be known), or nobody
+            answered within `timeout`.
+        AuthenticationError: the server at this address is not of this job.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        self.host = host_name
+        self.world_size = world_size
+        secret = job_secret()
+        self._server: StoreServer | None = None
+        self._owns_server = False
+        if is_master:
+            self._server = _shared_servers.get(port) if multi_tenant else None
+            if self._server is None:
+                listener = (
+                    socket.socket(fileno=master_listen_fd)
+                    if master_listen_fd is not None
+                    else listen(host_name, port, secret)
+                )
+                require_secret(listener.getsockname()[0], secret)
+                self._server = StoreServer(listener, secret)
+                self._owns_server = True
+                _shared_servers[self._server.port] = self._server
+        self.port = self._server.port if self._server is not None else port
+
+        def dial(timeout_s: float) -> socket.socket:
+            connection = socket.create_connection((host_name, self.port), timeout=timeout_s)
+            require_secret(connection.getpeername()[0], secret)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+
+        try:
+            self._remote = connect(dial, repr(self), f"{host_name}:{self.port}", secret, timeout)
+            if world_size is not None and wait_for_workers:
+                self._wait_for_workers(world_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"TCPStore({self.host}:{self.port})"
+
+    def close(self) -> None:
+        """Closes the connection and, on the serving rank, the server; idempotent."""
+        if hasattr(self, "_remote"):
+            self._remote.close()
+        if self._server is not None and self._owns_server:
+            self._server.close()
+            _shared_servers.pop(self.port, None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_owns_server"):
+            self.close()
+
+    def _wait_for_workers(self, world_size: int) -> None:
+        joined = self.add(_JOINED, 1)
+        if joined == world_size:
+            self.set(_ALL_JOINED, b"")
+        if self._server is not None:
+            try:
+                self.wait([_ALL_JOINED])
+            except StoreTimeoutError as error:
+                raise RendezvousTimeoutError(
+                    f"{self} waited {self.timeout.total_seconds():.0f} s for {world_size} clients; "
+                    f"{self.get(_JOINED).decode()} came. Check that every rank was started with this address"
+                ) from error
+
+    def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
+        return self._remote._apply(op, number, fields, timeout_s)
+
+
+def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
+    """A socket that listens on the first address of `host_name`, never on a wider one."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+    require_secret(str(address[0]), secret)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StoreConnectionError(
+                f"port {port} of {host_name} is in use{_holder(port)}; end that process or choose another port "
+                "(`paceline run` chooses a free one by itself)"
+            ) from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise StoreConnectionError(
+                f"{host_name} ({address[0]}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
+                "cannot serve the store there; give the address of the machine on which rank 0 runs"
+            ) from error
+        raise
+    return listener
+
+
+def _holder(port: int) -> str:
+    import psutil  # only needed here, and slow to load
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f" by process {connection.pid} ({' '.join(process.cmdline())[:80] or process.name()})"
+    except (psutil.Error, OSError):
+        pass
+    return ""
