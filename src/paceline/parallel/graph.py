@@ -1,0 +1,46 @@
+"""Finds what a forward pass used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+
+
+def find_tensors(output: object) -> Iterator[torch.Tensor]:
+    """The tensors in an output: itself, or nested in lists, tuples, mappings and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from find_tensors(value)
+    elif isinstance(output, (list, tuple, set)):
+        for value in output:
+            yield from find_tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from find_tensors(getattr(output, field.name))
+
+
+def used_parameters(output: object) -> set[int] | None:
+    """The ids of the leaf tensors that `output`'s graph reaches; None when no tensor is found in it."""
+    used: set[int] = set()
+    seen: set[object] = set()
+    waiting = []
+    tensors = list(find_tensors(output))
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            used.add(id(tensor))
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            used.add(id(leaf))
+        waiting += [parent for parent, _ in node.next_functions if parent is not None]
+    return used if tensors else None

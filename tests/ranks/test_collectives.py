@@ -1,0 +1,332 @@
+"""The collectives on real processes, against values computed here and against torch's gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline as dist
+from paceline import ReduceOp
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+# Inline, one part, many parts; odd counts.
+COUNTS = [0, 1, 7, 1000, 70_001]
+
+
+def make(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + count)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype in INTEGERS:
+        return torch.randint(0, 7, (count,), generator=generator).to(dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def tree(values: list[torch.Tensor], combine) -> torch.Tensor:
+    """The documented order of summation: a pairwise tree over ranks."""
+    if len(values) == 1:
+        return values[0]
+    half = 1
+    while half * 2 < len(values):
+        half *= 2
+    return combine(tree(values[:half], combine), tree(values[half:], combine))
+
+
+def expected(op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
+    dtype = values[0].dtype
+    wide = [v.float() if dtype in (torch.float16, torch.bfloat16) else v for v in values]
+    if dtype is torch.bool:
+        logical = {ReduceOp.SUM: torch.logical_or, ReduceOp.MAX: torch.logical_or, ReduceOp.BOR: torch.logical_or}
+        logical |= {op: torch.logical_and for op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND)}
+        return tree(values, logical.get(op, torch.logical_xor))
+    combine = {
+        ReduceOp.SUM: torch.add,
+        ReduceOp.AVG: torch.add,
+        ReduceOp.PRODUCT: torch.mul,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+        ReduceOp.BAND: torch.bitwise_and,
+        ReduceOp.BOR: torch.bitwise_or,
+        ReduceOp.BXOR: torch.bitwise_xor,
+    }[op]
+    total = tree(wide, combine)
+    if op is ReduceOp.AVG:
+        total = total / len(values)
+    return total.to(dtype)
+
+
+def supported(dtype: torch.dtype) -> list[ReduceOp]:
+    arithmetic = [ReduceOp.SUM, ReduceOp.PRODUCT]
+    bits = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+    order = [ReduceOp.MIN, ReduceOp.MAX]
+    if dtype in FLOATS:
+        return [*arithmetic, ReduceOp.AVG, *order]
+    if dtype in COMPLEX:
+        return [*arithmetic, ReduceOp.AVG]
+    return [*arithmetic, *order, *bits]
+
+
+def all_reduce_everything() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]:
+        for op in supported(dtype):
+            for count in COUNTS:
+                tensor = make(dtype, count, rank)
+                dist.all_reduce(tensor, op)
+                wanted = expected(op, [make(dtype, count, r) for r in range(size)])
+                if op is ReduceOp.PRODUCT and dtype in (torch.bfloat16, torch.float16, *COMPLEX):
+                    torch.testing.assert_close(tensor, wanted)
+                elif op is ReduceOp.AVG and dtype in COMPLEX:
+                    torch.testing.assert_close(tensor, wanted)
+                else:
+                    assert torch.equal(tensor, wanted), (dtype, op, count)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_reduce_of_every_type_and_reduction_is_the_tree_over_ranks(ranks, size):
+    ranks(size)(all_reduce_everything)
+
+
+def move_everything() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in [torch.bool, torch.int16, torch.float32, torch.complex128, torch.float8_e4m3fn]:
+        for count in [0, 3, 50_000]:
+
+            def sent(r, dtype=dtype, count=count):
+                return make(torch.float32, count, r).to(dtype) if dtype is torch.float8_e4m3fn else make(dtype, count, r)
+
+            def same(a, b):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+            for root in {0, size - 1}:
+                tensor = sent(rank)
+                dist.broadcast(tensor, root)
+                same(tensor, sent(root))
+
+                gathered = [torch.empty_like(tensor) for _ in range(size)] if rank == root else None
+                dist.gather(sent(rank), gathered, dst=root)
+                for r in range(size if rank == root else 0):
+                    same(gathered[r], sent(r))
+
+                scattered = torch.empty_like(tensor)
+                dist.scatter(scattered, [sent(10 * r) for r in range(size)] if rank == root else None, src=root)
+                same(scattered, sent(10 * rank))
+
+            outputs = [torch.empty_like(tensor) for _ in range(size)]
+            dist.all_gather(outputs, sent(rank))
+            for r in range(size):
+                same(outputs[r], sent(r))
+            whole = torch.empty(size * count, dtype=dtype)
+            dist.all_gather_into_tensor(whole, sent(rank))
+            same(whole, torch.cat([sent(r).view(torch.uint8) for r in range(size)]).view(dtype))
+
+            dist.all_to_all(outputs, [sent(100 * rank + r) for r in range(size)])
+            for r in range(size):
+                same(outputs[r], sent(100 * r + rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_of_every_kind_are_moved_unchanged(ranks, size):
+    ranks(size)(move_everything)
+
+
+def reduce_and_scatter() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in [0, 5, 100_000]:
+        for dtype in [torch.float32, torch.bfloat16, torch.int64]:
+            values = [make(dtype, count, r) for r in range(size)]
+            tensor = values[rank].clone()
+            dist.reduce(tensor, dst=size - 1)
+            assert torch.equal(tensor, expected(ReduceOp.SUM, values) if rank == size - 1 else values[rank])
+
+            inputs = [make(dtype, count, 10 * rank + r) for r in range(size)]
+            output = torch.empty(count, dtype=dtype)
+            dist.reduce_scatter(output, inputs, ReduceOp.MAX)
+            wanted = expected(ReduceOp.MAX, [make(dtype, count, 10 * r + rank) for r in range(size)])
+            assert torch.equal(output, wanted)
+            dist.reduce_scatter_tensor(output, torch.cat(inputs), ReduceOp.MAX)
+            assert torch.equal(output, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_reduce_and_reduce_scatter(ranks, size):
+    ranks(size)(reduce_and_scatter)
+
+
+def uneven_all_to_all() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows_in = [(rank + r) % size * 40_000 for r in range(size)]
+    source = torch.cat([torch.full((n, 2), 10.0 * rank + r) for r, n in enumerate(rows_in)])
+    output = torch.empty(sum(rows_in), 2)
+    dist.all_to_all_single(output, source, rows_in, rows_in)
+    wanted = torch.cat([torch.full((n, 2), 10.0 * r + rank) for r, n in enumerate(rows_in)])
+    assert torch.equal(output, wanted)
+    wrong = [torch.empty(1 if (rank, r) == (0, 1) else 2) for r in range(size)]
+    with pytest.raises(dist.CollectiveMismatchError, match=r"rank 1 .* sends 8 bytes to rank 0 .* expects 4"):
+        dist.all_to_all(wrong, [torch.empty(2) for _ in range(size)])
+    dist.barrier()
+
+
+def test_all_to_all_with_splits_and_a_pair_that_disagrees(ranks):
+    ranks(3)(uneven_all_to_all)
+
+
+def shapes_and_lists() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    strided = torch.full((6, 4), rank + 1.0).t()[::2]
+    assert not strided.is_contiguous()
+    dist.all_reduce(strided)
+    assert (strided == sum(range(1, size + 1))).all()
+
+    scalar = torch.tensor(rank + 1)
+    dist.all_reduce(scalar)
+    assert scalar.item() == sum(range(1, size + 1))
+
+    several = [torch.full((3,), 1.0 * rank), torch.full((70_000,), 2.0 * rank), torch.empty(0), torch.full((2, 2), 3.0)]
+    work = dist.all_reduce(several, async_op=True)
+    assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+    total = sum(range(size))
+    assert (several[0] == total).all() and (several[1] == 2 * total).all() and (several[3] == 3 * size).all()
+
+    scaled = torch.ones(5)
+    dist.all_reduce(scaled, dist.PremulSum(rank + 1.0))
+    assert (scaled == sum(range(1, size + 1))).all()
+
+    conjugate = torch.full((3,), 1 + 2j).conj()
+    dist.all_reduce(conjugate)
+    assert (conjugate == size * (1 - 2j)).all()
+
+    works = [dist.all_reduce(torch.ones(n), async_op=True) for n in (1, 100_000, 3)]
+    sync = torch.ones(1)
+    dist.all_reduce(sync)  # waits its turn behind them
+    assert sync.item() == size and all(work.is_completed() for work in works)
+    assert (works[1].result()[0] == size).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_odd_shapes_lists_and_async(ranks, size):
+    ranks(size)(shapes_and_lists)
+
+
+def shared() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = [make(torch.float32, 300_001, r) for r in range(size)]
+    wanted = expected(ReduceOp.SUM, values)
+    tensor = dist.empty_shared(300_001)
+    for _ in range(2):
+        tensor.copy_(values[rank])
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, wanted)
+    # Only some ranks' tensors are shared: the ordinary way, the same result.
+    mixed = dist.empty_shared(300_001) if rank == 0 else torch.empty(300_001)
+    mixed.copy_(values[rank])
+    dist.all_reduce(mixed)
+    assert torch.equal(mixed, wanted)
+    part = dist.empty_shared(2, 300_001)[1]
+    part.copy_(values[rank])
+    dist.all_reduce(part)
+    assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shared_tensors_are_reduced_in_place(ranks, size):
+    ranks(size)(shared)
+
+
+def groups() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    pair = dist.new_group([3, 1])
+    everyone = dist.new_group()
+    if rank in (1, 3):
+        assert dist.get_rank(pair) == (0 if rank == 3 else 1) and dist.get_process_group_ranks(pair) == [3, 1]
+        assert dist.get_global_rank(pair, 0) == 3 and dist.get_group_rank(pair, 1) == 1
+        tensor = torch.tensor([rank])
+        dist.broadcast(tensor, src=1, group=pair)
+        assert tensor.item() == 1
+        dist.broadcast(tensor.fill_(rank), group_src=0, group=pair)
+        assert tensor.item() == 3
+    else:
+        assert pair is dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(pair) == -1
+        assert dist.all_reduce(torch.ones(1), group=pair) is None
+    tensor = torch.ones(1)
+    # Two groups used in different orders by different ranks, asynchronously.
+    first, second = (everyone, dist.group.WORLD) if rank % 2 else (dist.group.WORLD, everyone)
+    works = [dist.all_reduce(torch.ones(100_000), group=g, async_op=True) for g in (first, second)]
+    for work in works:
+        work.wait()
+    dist.all_reduce(tensor, group=everyone)
+    assert tensor.item() == 4
+    dist.destroy_process_group(everyone)
+    with pytest.raises(ValueError, match="was destroyed"):
+        dist.all_reduce(tensor, group=everyone)
+    dist.barrier()
+
+
+def test_groups(ranks):
+    ranks(4)(groups)
+
+
+def against_gloo() -> None:
+    import torch.distributed as gloo
+
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gloo.init_process_group("gloo", store=gloo.FileStore(f"/tmp/{dist.group.WORLD.size()}-{_nonce(dist)}", size), rank=rank, world_size=size)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        count = int(torch.randint(1, 200_000, ()))
+        root = seed % size
+        mine = torch.randn(count, generator=torch.Generator().manual_seed(seed * 100 + rank))
+        for call in ("all_reduce", "broadcast", "all_gather"):
+            ours, theirs = mine.clone(), mine.clone()
+            if call == "all_reduce":
+                dist.all_reduce(ours)
+                gloo.all_reduce(theirs)
+            elif call == "broadcast":
+                dist.broadcast(ours, root)
+                gloo.broadcast(theirs, root)
+            else:
+                mine_list = [torch.empty_like(mine) for _ in range(size)]
+                their_list = [torch.empty_like(mine) for _ in range(size)]
+                dist.all_gather(mine_list, ours)
+                gloo.all_gather(their_list, theirs)
+                ours, theirs = torch.cat(mine_list), torch.cat(their_list)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    gloo.destroy_process_group()
+
+
+def _nonce(dist) -> str:
+    nonce = torch.randint(0, 1 << 40, ())
+    dist.broadcast(nonce, 0)
+    return str(nonce.item())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_inputs_agree_with_gloo(ranks, size):
+    ranks(size)(against_gloo)
+
+
+def many_ranks() -> int:
+    dist.init_process_group()
+    tensor = torch.full((30_000,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    small = torch.ones(1)
+    dist.all_reduce(small)
+    assert small.item() == dist.get_world_size()
+    return int(tensor[0])
+
+
+def test_sixteen_ranks_on_few_cores(ranks):
+    assert ranks(16)(many_ranks, timeout_s=100) == [120] * 16
