@@ -278,12 +278,12 @@ def test_groups(ranks):
     ranks(4)(groups)
 
 
-def against_gloo() -> None:
+def against_gloo(file: str) -> None:
     import torch.distributed as gloo
 
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
-    gloo.init_process_group("gloo", store=gloo.FileStore(f"/tmp/{dist.group.WORLD.size()}-{_nonce(dist)}", size), rank=rank, world_size=size)
+    gloo.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
     for seed in range(20):
         torch.manual_seed(seed)
         count = int(torch.randint(1, 200_000, ()))
@@ -307,15 +307,9 @@ def against_gloo() -> None:
     gloo.destroy_process_group()
 
 
-def _nonce(dist) -> str:
-    nonce = torch.randint(0, 1 << 40, ())
-    dist.broadcast(nonce, 0)
-    return str(nonce.item())
-
-
 @pytest.mark.parametrize("size", [2, 3])
-def test_random_inputs_agree_with_gloo(ranks, size):
-    ranks(size)(against_gloo)
+def test_random_inputs_agree_with_gloo(ranks, size, tmp_path):
+    ranks(size)(against_gloo, str(tmp_path / "gloo"))
 
 
 def many_ranks() -> int:

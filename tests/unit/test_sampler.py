@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import DistributedSampler
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    length=st.integers(0, 300),
+    replicas=st.integers(1, 64),
+    place=st.integers(0, 63),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**31),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 100),
+)
+def test_the_indices_are_those_of_torch(length, replicas, place, shuffle, seed, drop_last, epoch):
+    arguments = (range(length), replicas, place % replicas, shuffle, seed, drop_last)
+    ours, theirs = DistributedSampler(*arguments), torch.utils.data.DistributedSampler(*arguments)
+    ours.set_epoch(epoch)
+    theirs.set_epoch(epoch)
+    assert len(ours) == len(theirs)
+    if drop_last and length < replicas:
+        # Nothing can be shared evenly; torch's count is zero and its iterator may fail on its own assertion.
+        assert list(ours) == []
+        return
+    assert list(ours) == (list(theirs) if length else [])
+
+
+def test_a_rank_out_of_range_is_refused_with_the_range():
+    with pytest.raises(ValueError, match="rank is 2; with num_replicas 2 it must be from 0 to 1"):
+        DistributedSampler(range(4), num_replicas=2, rank=2)
+
+
+def test_without_a_group_the_fix_is_named():
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedSampler(range(4))
