@@ -33,7 +33,7 @@ nb::list to_list(const std::vector<std::string>& fields) {
     return values;
 }
 
-// (result, status, number, fields); result is "answered", "closed" or "timed_out".
+// (result, status, number, fields); the last three count only when the result is `answered`.
 nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields, double timeout_s) {
     const Message request = to_message(op, number, fields);
     Message answer;
@@ -44,10 +44,7 @@ nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb:
         result = client.ask(request, answer, std::chrono::steady_clock::now() + timeout, python_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    const char* const name = result == Client::Result::answered ? "answered"
-                             : result == Client::Result::closed ? "closed"
-                                                                : "timed_out";
-    return nb::make_tuple(name, static_cast<int>(answer.code), answer.number, to_list(answer.fields));
+    return nb::make_tuple(static_cast<int>(result), static_cast<int>(answer.code), answer.number, to_list(answer.fields));
 }
 
 // (status, number, fields), or None when the request has to wait.

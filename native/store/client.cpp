@@ -12,9 +12,8 @@
 namespace paceline::store {
 namespace {
 
-constexpr int kSpins = 20;  // looks at the socket before sleeping on it; each lets the server run
+constexpr int kSpins = 50;  // looks at the socket before sleeping on it; each lets the server run
 constexpr std::int64_t kSliceMs = 100;
-constexpr std::size_t kReadBytes = 64 << 10;
 
 }  // namespace
 
@@ -68,12 +67,10 @@ Client::Result Client::exchange(const Message& request, Message& answer, std::ch
     in_.clear();
     int spins = 0;
     for (;;) {
-        const std::size_t before = in_.size();
-        in_.resize(before + kReadBytes);
-        const ssize_t n = recv(fd_, in_.data() + before, kReadBytes, 0);
+        const ssize_t n = recv(fd_, buffer_.data(), buffer_.size(), 0);
         const int why = errno;
-        in_.resize(before + (n > 0 ? static_cast<std::size_t>(n) : 0));
         if (n > 0) {
+            in_.append(buffer_.data(), static_cast<std::size_t>(n));
             std::size_t used = 0;
             const Parse parsed = decode(in_, answer, used);
             if (parsed == Parse::complete) return Result::answered;

@@ -1,6 +1,7 @@
 // One connection to a store's server: a request, then its answer. Thread-safe.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <functional>
 #include <mutex>
@@ -33,6 +34,7 @@ class Client {
     std::mutex mutex_;
     int fd_;
     std::string out_, in_;
+    std::array<char, 16 << 10> buffer_;
 };
 
 }  // namespace paceline::store

@@ -4,6 +4,7 @@
 // when the key comes or their time is over.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <list>
 #include <mutex>
@@ -62,6 +63,7 @@ class Server {
     std::unordered_map<int, Connection> connections_;
     std::list<Parked> parked_;
     std::vector<std::string> changed_;
+    std::array<char, 64 << 10> buffer_;
     std::thread thread_;
 };
 

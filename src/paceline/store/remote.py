@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from paceline import _core
-from paceline.errors import AuthenticationError, StoreConnectionError
+from paceline.errors import StoreConnectionError
 from paceline.security.handshake import Hello, prove
 from paceline.security.secret import derive_key
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
@@ -20,13 +19,17 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _GRACE_S = 10.0  # beyond a request's own waiting time, for the server to answer
 
 
+_STATUS = tuple(Status)
+_ANSWERED, _CLOSED = 0, 1  # how an exchange with the server ended (native/bindings/store.cpp)
+
+
 class RemoteStore(Store):
-    """The client's side of a served store."""
+    """The client's side of a served store, over `connection`, which it takes over."""
 
     def __init__(self, connection: socket.socket, name: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(timeout)
         self._name = name
-        self._client = _core.StoreClient(connection.detach())
+        self._ask_server = _core.StoreClient(connection.detach())
         self._owner = os.getpid()
 
     def __repr__(self) -> str:
@@ -34,7 +37,7 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         """Closes the connection; idempotent."""
-        self._client.close()
+        self._ask_server.close()
 
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
         if os.getpid() != self._owner:
@@ -42,23 +45,21 @@ class RemoteStore(Store):
                 f"{self} was opened by process {self._owner} and cannot be used by its forked child {os.getpid()}; "
                 "open a store of the child's own"
             )
-        result, status, answer, values = self._client.ask(op, number, fields, timeout_s + _GRACE_S)
-        if result == "answered":
-            return Status(status), answer, values
-        if result == "timed_out":
+        result, status, answer, values = self._ask_server.ask(op, number, fields, timeout_s + _GRACE_S)
+        if result == _ANSWERED:
+            return _STATUS[status], answer, values
+        if result == _CLOSED:
             raise StoreConnectionError(
-                f"{self} did not answer {op.name.lower()} within {timeout_s + _GRACE_S:.0f} s; "
-                "its process is stopped or the network to it is cut"
+                f"{self} closed the connection (seen in {op.name.lower()}); the process that serves it has ended"
             )
         raise StoreConnectionError(
-            f"{self} closed the connection (seen in {op.name.lower()}); the process that serves it has ended"
+            f"{self} did not answer {op.name.lower()} within {timeout_s + _GRACE_S:.0f} s; "
+            "its process is stopped or the network to it is cut"
         )
 
 
-def connect(
-    dial: Callable[[float], socket.socket], name: str, place: str, secret: bytes | None, timeout: timedelta
-) -> RemoteStore:
-    """Dials until the server answers or `timeout` is over.
+def connect(dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: timedelta) -> socket.socket:
+    """Dials until the server answers or `timeout` is over; the connection, authenticated.
 
     Raises:
         StoreConnectionError: names the place, the time, the number of attempts and the last error.
@@ -70,14 +71,8 @@ def connect(
     attempts = 0
     while True:
         attempts += 1
-        connection = None
         try:
             connection = dial(max(0.1, deadline - time.monotonic()))
-            prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
-            connection.settimeout(None)
-            return RemoteStore(connection, name, timeout)
-        except AuthenticationError:
-            raise
         except OSError as error:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -89,10 +84,13 @@ def connect(
                 ) from error
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        finally:
-            if connection is not None:
-                with contextlib.suppress(OSError):
-                    connection.close()
+            continue
+        try:
+            prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 def connect_unix(path: str, secret: bytes | None, timeout: timedelta = DEFAULT_TIMEOUT) -> RemoteStore:
@@ -108,4 +106,4 @@ def connect_unix(path: str, secret: bytes | None, timeout: timedelta = DEFAULT_T
             raise
         return connection
 
-    return connect(dial, f"the store at unix:{path}", f"unix:{path}", secret, timeout)
+    return RemoteStore(connect(dial, f"unix:{path}", secret, timeout), f"the store at unix:{path}", timeout)

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.security.secret import job_secret, require_secret
-from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Store
-from paceline.store.remote import connect
+from paceline.store.base import DEFAULT_TIMEOUT
+from paceline.store.remote import RemoteStore, connect
 from paceline.store.server import StoreServer
 
 _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"
@@ -18,7 +18,7 @@ _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"
 _shared_servers: weakref.WeakValueDictionary[int, StoreServer] = weakref.WeakValueDictionary()
 
 
-class TCPStore(Store):
+class TCPStore(RemoteStore):
     """A store served over TCP at `host_name`:`port`.
 
     Args:
@@ -50,7 +50,6 @@ class TCPStore(Store):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
     ) -> None:
-        super().__init__(timeout)
         self.host = host_name
         self.world_size = world_size
         secret = job_secret()
@@ -77,20 +76,18 @@ class TCPStore(Store):
             return connection
 
         try:
-            self._remote = connect(dial, repr(self), f"{host_name}:{self.port}", secret, timeout)
+            place = f"{host_name}:{self.port}"
+            super().__init__(connect(dial, place, secret, timeout), f"TCPStore({place})", timeout)
             if world_size is not None and wait_for_workers:
                 self._wait_for_workers(world_size)
         except BaseException:
             self.close()
             raise
 
-    def __repr__(self) -> str:
-        return f"TCPStore({self.host}:{self.port})"
-
     def close(self) -> None:
         """Closes the connection and, on the serving rank, the server; idempotent."""
-        if hasattr(self, "_remote"):
-            self._remote.close()
+        if hasattr(self, "_ask_server"):
+            super().close()
         if self._server is not None and self._owns_server:
             self._server.close()
             _shared_servers.pop(self.port, None)
@@ -111,9 +108,6 @@ class TCPStore(Store):
                     f"{self} waited {self.timeout.total_seconds():.0f} s for {world_size} clients; "
                     f"{self.get(_JOINED).decode()} came. Check that every rank was started with this address"
                 ) from error
-
-    def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
-        return self._remote._apply(op, number, fields, timeout_s)
 
 
 def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
