@@ -1,0 +1,172 @@
+"""How much of a training step does data parallelism cost, against torch's DDP over gloo and no communication at all?
+
+    python bench/ddp.py [--ranks 2] [--models NAME ...] [--json FILE]
+
+Every rank has one thread and a batch of its own. The three take turns within the same processes, a few steps each, so
+that the machine's moods fall on all alike. Efficiency is the step without communication divided by the step with it;
+"none" runs the bare module on every rank at once. The last column is the memory wrapping and training add to a process
+beyond the bare model's, against the bytes of the gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from report import parser, show
+
+ROUNDS = 15
+STEPS = 4
+
+
+def build(name: str):
+    import torch
+    from torch import nn
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(1000, 256)
+            layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+            self.head = nn.Linear(256, 1000)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(self.embed(x))).mean((1, 2))
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[:6]:
+                x = torch.relu(layer(x))
+            return x
+
+    if name == "transformer":
+        return Transformer(), torch.randint(0, 1000, (8, 64))
+    if name == "wide MLP":
+        model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10))
+        return model, torch.randn(64, 1024)
+    if name == "CNN":
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in (64, 128, 256):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+            layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
+            channels = width
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)), torch.randn(16, 3, 32, 32)
+    if name == "unused":
+        return Unused(), torch.randn(64, 512)
+    return nn.Sequential(*(m for _ in range(200) for m in (nn.Linear(32, 32), nn.ReLU()))), torch.randn(64, 32)
+
+
+MODELS = ["transformer", "wide MLP", "CNN", "unused", "200 tiny layers"]
+
+
+def private_bytes() -> int:
+    """Memory that only this process has, plus its share of what several map."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("the kernel does not tell Pss")
+
+
+def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
+    import torch
+    import torch.distributed as gloo
+
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    gloo.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
+    rows = []
+    for name in names:
+        torch.manual_seed(0)
+        model, x = build(name)
+        skips = name == "unused"
+
+        def stepper(wrapped: torch.nn.Module, x: torch.Tensor = x) -> Callable[[], None]:
+            optimizer = torch.optim.SGD(wrapped.parameters(), 1e-4)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                wrapped(x).sum().backward()
+                optimizer.step()
+
+            return step
+
+        bare = copy.deepcopy(model)
+        step = stepper(bare)
+        step()
+        gc.collect()
+        before = private_bytes()
+        ours = dist.DistributedDataParallel(bare, find_unused_parameters=skips)
+        wrapped_step = stepper(ours)
+        for _ in range(3):
+            wrapped_step()
+        gc.collect()
+        added = private_bytes() - before
+        steps = {
+            "none": stepper(copy.deepcopy(model)),
+            "paceline": wrapped_step,
+            "torch": stepper(torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=skips)),
+        }
+        times: dict[str, list[float]] = {kind: [] for kind in steps}
+        for kind in steps:
+            steps[kind]()
+        waited, ran = ours.communication_wait_s(), 0.0
+        for _ in range(ROUNDS):
+            for kind, one in steps.items():
+                dist.barrier()
+                started = time.perf_counter()
+                for _ in range(STEPS):
+                    one()
+                elapsed = time.perf_counter() - started
+                times[kind].append(elapsed / STEPS)
+                ran += elapsed if kind == "paceline" else 0.0
+        ms = {kind: 1e3 * statistics.median(each) for kind, each in times.items()}
+        gradients = sum(p.nbytes for p in bare.parameters())
+        rows.append(
+            {
+                "model": name,
+                "params M": gradients / 4e6,
+                "none ms": ms["none"],
+                "paceline ms": ms["paceline"],
+                "torch ms": ms["torch"],
+                "paceline efficiency": ms["none"] / ms["paceline"],
+                "torch efficiency": ms["none"] / ms["torch"],
+                "waiting": (ours.communication_wait_s() - waited) / ran,
+                "memory added MiB": added / 2**20,
+                "gradients MiB": gradients / 2**20,
+            }
+        )
+    if rank == 0:
+        Path(directory, "result.json").write_text(json.dumps(rows))
+    dist.barrier()
+    gloo.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    options = arguments.parse_args()
+    import paceline as dist
+
+    with tempfile.TemporaryDirectory() as directory:
+        dist.spawn(rank_main, (options.ranks, options.models, directory), options.ranks)
+        rows = json.loads(Path(directory, "result.json").read_text())
+    show(f"A training step on {options.ranks} ranks of one thread", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
