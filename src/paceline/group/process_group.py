@@ -87,6 +87,23 @@ class ProcessGroup:
         outputs = [buffers.write(listed)]
         return self._run(Operation.ALL_REDUCE, code, reduce_code, -1, _count(listed), [], outputs, buffers, async_op, timeout)
 
+    def all_reduce_memory(
+        self,
+        pieces: list[int],
+        kept: Sequence[torch.Tensor],
+        dtype: int,
+        count: int,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Like `all_reduce`, of `count` elements at the addresses and numbers of bytes in `pieces`.
+
+        For callers that make the same call again and again and have checked their tensors (`kept`) once.
+        """
+        buffers = Buffers()
+        buffers.kept += kept
+        return self._run(Operation.ALL_REDUCE, dtype, op, -1, count, [], [pieces], buffers, async_op, None)
+
     def broadcast(
         self, tensors: Tensors, root: int, async_op: bool = False, timeout: timedelta | None = None, any_order: bool = False
     ) -> Work | None:

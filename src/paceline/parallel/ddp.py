@@ -12,7 +12,6 @@ from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors, byte_views, require_same_module
 from paceline.parallel.buckets import MIB, make_buckets
-from paceline.parallel.graph import used_parameters
 from paceline.parallel.reducer import Reducer
 
 DEFAULT_BUCKET_CAP_MB = 25
@@ -91,8 +90,7 @@ class DistributedDataParallel(nn.Module):
             self._broadcast_buffers()
         output = self.module(*args, **kwargs)
         if reduces:
-            walk = self.find_unused_parameters and not self.static_graph
-            self._reducer.prepare(used_parameters(output) if walk else None)
+            self._reducer.prepare(output)
         elif torch.is_grad_enabled():
             self._reducer.skip()
         return output

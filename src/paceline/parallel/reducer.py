@@ -2,21 +2,25 @@
 
 A hook on each parameter counts its bucket down; full buckets are handed, strictly in order, to the group's progress
 thread, which reduces the gradients where autograd put them. When backward ends, the last bucket is reduced on this
-thread and the others are waited for.
+thread and the others are waited for. The last bucket's parameters need no hooks: that backward began is seen at
+forward's output, and what it left out when it ends.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.buckets import Bucket
+from paceline.parallel.graph import find_tensors, used_parameters
 
 
 class Reducer:
@@ -46,6 +50,9 @@ class Reducer:
         self._learning = static_graph
         self._static_graph = static_graph
         self._bucket_params = [[self._params[index] for index in bucket.params] for bucket in buckets]
+        self._bucket_nbytes = [[param.nbytes for param in each] for each in self._bucket_params]
+        self._bucket_counts = [sum(param.numel() for param in each) for each in self._bucket_params]
+        self._bucket_dtypes = [DTYPE_CODES[each[0].dtype] for each in self._bucket_params]
         self._bucket_of = [0] * len(self._params)
         for at, bucket in enumerate(buckets):
             for index in bucket.params:
@@ -62,9 +69,16 @@ class Reducer:
         self._works: list[Work] = []
         self._used = [False] * len(self._params)  # since the last reduction
         self._stand_ins: dict[int, torch.Tensor] = {}  # for gradients that other ranks may have
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._make_hook(index)) for index, param in enumerate(self._params)
-        ]
+        # Whether each parameter's gradients are counted, also those of the last bucket.
+        self._counts_all = may_skip or static_graph
+        self._hooks: list[RemovableHandle] = []
+        last = len(buckets) - 1
+        self._install_hooks(i for i in range(len(self._params)) if self._counts_all or self._bucket_of[i] != last)
+
+    def _install_hooks(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            hook = self._params[index].register_post_accumulate_grad_hook(self._make_hook(index))
+            self._hooks.append(hook)
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -75,8 +89,8 @@ class Reducer:
         """The coming backward only accumulates."""
         self._expecting = False
 
-    def prepare(self, used: set[int] | None) -> None:
-        """The coming backward reduces; `used` are the ids of the parameters it will reach, None for all."""
+    def prepare(self, output: object) -> None:
+        """The coming backward, of what forward returned, reduces."""
         for work in self._works:  # of a backward that an error ended
             work.wait()
         self._works.clear()
@@ -87,6 +101,9 @@ class Reducer:
         self._counts = [0] * len(self._params)
         self._next = 0
         self._stand_ins.clear()
+        if not self._counts_all:
+            self._watch(output)
+        used = used_parameters(output) if self._may_skip else None
         if used is not None:
             for index, param in enumerate(self._params):
                 if id(param) in used:
@@ -94,6 +111,21 @@ class Reducer:
                 else:
                     self._counts[index] = 1
                     self._left[self._bucket_of[index]] -= 1
+
+    def _watch(self, output: object) -> None:
+        seen = False
+        for tensor in find_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._backward_reached)
+                seen = True
+        if not seen:  # an output whose tensors are out of sight: count every gradient from now on
+            self._counts_all = True
+            last = len(self._full) - 1
+            self._install_hooks(i for i, bucket in enumerate(self._bucket_of) if bucket == last)
+
+    def _backward_reached(self, _: torch.Tensor) -> None:
+        if self._expecting and not self._callback_queued:
+            self._begin()
 
     def require_complete(self) -> None:
         """Raises if the latest backward left buckets unreduced.
@@ -103,10 +135,15 @@ class Reducer:
         """
         if not self._expecting or not self._started or self._next == len(self._full):
             return
+        last = len(self._full) - 1
         missing = [
             name
-            for name, count, expected in zip(self._names, self._counts, self._expected, strict=True)
-            if count < expected
+            for index, name in enumerate(self._names)
+            if (
+                self._counts[index] < self._expected[index]
+                if self._counts_all or self._bucket_of[index] != last
+                else self._params[index].grad is None
+            )
         ]
         rank = self._group.ranks[self._group.rank()]
         raise RuntimeError(
@@ -156,14 +193,30 @@ class Reducer:
     def _hand_over(self, end: int) -> None:
         """Starts the reduction of the full buckets before `end`, in order."""
         while self._next < end and self._left[self._next] == 0:
-            work = self._group.all_reduce(self._gradients(self._next), ReduceOp.AVG, async_op=True, any_order=True)
+            work = self._reduce(self._next, async_op=True)
             assert work is not None
             self._works.append(work)
             self._next += 1
 
+    def _reduce(self, bucket: int, async_op: bool) -> Work | None:
+        if self._may_skip or self._static_graph:
+            return self._group.all_reduce(self._gradients(bucket), ReduceOp.AVG, async_op, any_order=True)
+        pieces: list[int] = []
+        gradients: list[torch.Tensor] = []
+        for param, nbytes in zip(self._bucket_params[bucket], self._bucket_nbytes[bucket], strict=True):
+            gradient = param.grad
+            assert gradient is not None
+            if not gradient.is_contiguous() and gradient.stride() != param.stride():
+                present = [param.grad for param in self._bucket_params[bucket] if param.grad is not None]
+                return self._group.all_reduce(present, ReduceOp.AVG, async_op)
+            gradients.append(gradient)
+            pieces.append(gradient.data_ptr())
+            pieces.append(nbytes)
+        dtype, count = self._bucket_dtypes[bucket], self._bucket_counts[bucket]
+        return self._group.all_reduce_memory(pieces, gradients, dtype, count, ReduceOp.AVG, async_op)
+
     def _gradients(self, bucket: int) -> list[torch.Tensor]:
-        if not self._may_skip and not self._static_graph:
-            return [param.grad for param in self._bucket_params[bucket] if param.grad is not None]
+        """With stand-ins for those that this rank does not have."""
         gradients = []
         for index, param in enumerate(self._params):
             if self._bucket_of[index] != bucket or self._expected[index] == 0:
@@ -182,12 +235,14 @@ class Reducer:
         self._callback_queued = False
         if self._learning:
             self._learn()
-        if self._next < len(self._full) and any(self._left[self._next :]):
+        if not self._counts_all and self._next < len(self._full):
+            self._left[-1] = sum(param.grad is None for param in self._bucket_params[-1])
+        if any(self._left[self._next :]):
             return  # another backward of the same forward may follow; if not, the next forward tells
         started = time.perf_counter()
         self._hand_over(len(self._full) - 1)
         if self._next < len(self._full):
-            self._group.all_reduce(self._gradients(self._next), ReduceOp.AVG, any_order=True)
+            self._reduce(self._next, async_op=False)
             self._next += 1
         for work in self._works:
             work.wait()
