@@ -166,6 +166,19 @@ struct Divide<Complex<R>> {
     }
 };
 
+// By a power of two, multiplying by the reciprocal rounds alike and is several times as fast.
+template <class T>
+struct Scale {
+    static T finish(T value, int n) { return value * (T{1} / static_cast<T>(n)); }
+};
+template <class R>
+struct Scale<Complex<R>> {
+    static Complex<R> finish(Complex<R> value, int n) {
+        const R factor = R{1} / static_cast<R>(n);
+        return {value.re * factor, value.im * factor};
+    }
+};
+
 constexpr std::size_t kTile = 1024;  // elements; the deepest tree's tiles stay within the first-level caches
 
 template <class T, class Op>
@@ -220,7 +233,13 @@ struct Tree {
 template <class T, class Op>
 constexpr ReduceFn kernel = &Tree<T, Op>::template reduce<Keep<typename Number<T>::Acc>>;
 template <class T>
-constexpr ReduceFn average = &Tree<T, Sum>::template reduce<Divide<typename Number<T>::Acc>>;
+void average(void* out, const void* const* sources, int n, std::size_t count) {
+    using Acc = typename Number<T>::Acc;
+    if ((n & (n - 1)) == 0)
+        Tree<T, Sum>::template reduce<Scale<Acc>>(out, sources, n, count);
+    else
+        Tree<T, Sum>::template reduce<Divide<Acc>>(out, sources, n, count);
+}
 
 template <class T>
 ReduceFn for_bits(ReduceOp op) {

@@ -50,7 +50,8 @@ class Reducer:
         self._learning = static_graph
         self._static_graph = static_graph
         self._bucket_params = [[self._params[index] for index in bucket.params] for bucket in buckets]
-        self._bucket_nbytes = [[param.nbytes for param in each] for each in self._bucket_params]
+        # Address and bytes of each gradient; the addresses are those of the latest backward.
+        self._bucket_pieces = [[n for param in each for n in (0, param.nbytes)] for each in self._bucket_params]
         self._bucket_counts = [sum(param.numel() for param in each) for each in self._bucket_params]
         self._bucket_dtypes = [DTYPE_CODES[each[0].dtype] for each in self._bucket_params]
         self._bucket_of = [0] * len(self._params)
@@ -201,17 +202,13 @@ class Reducer:
     def _reduce(self, bucket: int, async_op: bool) -> Work | None:
         if self._may_skip or self._static_graph:
             return self._group.all_reduce(self._gradients(bucket), ReduceOp.AVG, async_op, any_order=True)
-        pieces: list[int] = []
-        gradients: list[torch.Tensor] = []
-        for param, nbytes in zip(self._bucket_params[bucket], self._bucket_nbytes[bucket], strict=True):
-            gradient = param.grad
-            assert gradient is not None
+        params = self._bucket_params[bucket]
+        gradients = [param.grad for param in params if param.grad is not None]
+        for gradient, param in zip(gradients, params, strict=True):
             if not gradient.is_contiguous() and gradient.stride() != param.stride():
-                present = [param.grad for param in self._bucket_params[bucket] if param.grad is not None]
-                return self._group.all_reduce(present, ReduceOp.AVG, async_op)
-            gradients.append(gradient)
-            pieces.append(gradient.data_ptr())
-            pieces.append(nbytes)
+                return self._group.all_reduce(gradients, ReduceOp.AVG, async_op)
+        pieces = self._bucket_pieces[bucket]
+        pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
         dtype, count = self._bucket_dtypes[bucket], self._bucket_counts[bucket]
         return self._group.all_reduce_memory(pieces, gradients, dtype, count, ReduceOp.AVG, async_op)
 
