@@ -75,7 +75,9 @@ def mpi_main(sizes: list[int], result: str) -> None:
 
         for _ in range(WARM_UP):
             call()
-        results[str(nbytes)] = statistics.median(seconds_per_call(call, calls_for(nbytes, False)) for _ in range(ROUNDS))
+        results[str(nbytes)] = statistics.median(
+            seconds_per_call(call, calls_for(nbytes, False)) for _ in range(ROUNDS)
+        )
     if world.rank == 0:
         Path(result).write_text(json.dumps(results))
 
@@ -86,7 +88,9 @@ def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, float] | 
     result = f"{directory}/mpi.json"
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable, __file__]
     command += ["--mpi-worker", result, "--sizes", *map(str, sizes)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
         print(f"the MPI library is left out: {done.stderr.strip()[-300:]}", file=sys.stderr)
         return None
@@ -118,7 +122,8 @@ def main() -> None:
                     theirs.append(mpi)
         for nbytes in options.sizes:
             us = {
-                name: 1e6 * statistics.median(run[str(nbytes)][name] for run in ours) for name in ("paceline", "shared", "gloo")
+                name: 1e6 * statistics.median(run[str(nbytes)][name] for run in ours)
+                for name in ("paceline", "shared", "gloo")
             }
             row: dict[str, object] = {"ranks": ranks, "size": human(nbytes), "paceline µs": us["paceline"]}
             row |= {"shared µs": us["shared"], "gloo µs": us["gloo"], "gloo / paceline": us["gloo"] / us["paceline"]}

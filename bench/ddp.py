@@ -19,16 +19,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from report import parser, show
+from torch import nn
 
 ROUNDS = 15
 STEPS = 4
 
 
-def build(name: str):
-    import torch
-    from torch import nn
-
+def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     class Transformer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -62,7 +61,9 @@ def build(name: str):
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
             layers += [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
             channels = width
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)), torch.randn(16, 3, 32, 32)
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)), torch.randn(
+            16, 3, 32, 32
+        )
     if name == "unused":
         return Unused(), torch.randn(64, 512)
     return nn.Sequential(*(m for _ in range(200) for m in (nn.Linear(32, 32), nn.ReLU()))), torch.randn(64, 32)
@@ -79,8 +80,18 @@ def private_bytes() -> int:
     raise RuntimeError("the kernel does not tell Pss")
 
 
+def stepper(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
 def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
-    import torch
     import torch.distributed as gloo
 
     import paceline as dist
@@ -94,31 +105,21 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
         model, x = build(name)
         skips = name == "unused"
 
-        def stepper(wrapped: torch.nn.Module, x: torch.Tensor = x) -> Callable[[], None]:
-            optimizer = torch.optim.SGD(wrapped.parameters(), 1e-4)
-
-            def step() -> None:
-                optimizer.zero_grad()
-                wrapped(x).sum().backward()
-                optimizer.step()
-
-            return step
-
         bare = copy.deepcopy(model)
-        step = stepper(bare)
+        step = stepper(bare, x)
         step()
         gc.collect()
         before = private_bytes()
         ours = dist.DistributedDataParallel(bare, find_unused_parameters=skips)
-        wrapped_step = stepper(ours)
+        wrapped_step = stepper(ours, x)
         for _ in range(3):
             wrapped_step()
         gc.collect()
         added = private_bytes() - before
         steps = {
-            "none": stepper(copy.deepcopy(model)),
+            "none": stepper(copy.deepcopy(model), x),
             "paceline": wrapped_step,
-            "torch": stepper(torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=skips)),
+            "torch": stepper(torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=skips), x),
         }
         times: dict[str, list[float]] = {kind: [] for kind in steps}
         for kind in steps:

@@ -28,7 +28,11 @@ dist.destroy_process_group()
 """
 LAUNCHERS = {
     "paceline run": (["-m", "paceline", "run", "--nproc-per-node", "2"], "paceline", ""),
-    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], "torch.distributed", "'gloo'"),
+    "torchrun": (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "torch.distributed",
+        "'gloo'",
+    ),
 }
 
 
@@ -46,7 +50,9 @@ def main() -> None:
                 done = f"{directory}/done"
                 started = time.time()
                 environment = {**os.environ, "BENCH_DONE": done, "OMP_NUM_THREADS": "1"}
-                subprocess.run([sys.executable, *command, str(script)], check=True, capture_output=True, env=environment)
+                subprocess.run(
+                    [sys.executable, *command, str(script)], check=True, capture_output=True, env=environment
+                )
                 whole[name].append(time.time() - started)
                 first[name].append(max(float(Path(done + rank).read_text()) for rank in "01") - started)
     rows: list[dict[str, object]] = []

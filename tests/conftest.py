@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
@@ -121,5 +121,5 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks() -> Iterator[type[Ranks]]:
-    yield Ranks
+def ranks() -> type[Ranks]:
+    return Ranks

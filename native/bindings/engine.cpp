@@ -55,7 +55,9 @@ nb::object report(Outcome outcome) {
 class HostGroup {
   public:
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
-        : mesh_(std::move(mesh)), progress_(std::make_unique<host::Progress>(std::move(group))), slot_bytes_(slot_bytes) {}
+        : mesh_(std::move(mesh)),
+          progress_(std::make_unique<host::Progress>(std::move(group))),
+          slot_bytes_(slot_bytes) {}
 
     HostGroup(const HostGroup&) = delete;
     HostGroup& operator=(const HostGroup&) = delete;
@@ -64,7 +66,8 @@ class HostGroup {
         if (shm::forked_from_member()) static_cast<void>(progress_.release());
     }
 
-    nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op, std::int64_t timeout_ns) {
+    nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
+                          std::int64_t timeout_ns) {
         Call call;
         call.operation = host::Operation::all_reduce;
         call.dtype = static_cast<DType>(dtype);
@@ -139,8 +142,9 @@ class HostGroup {
 
 HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
                         std::size_t slot_bytes, double timeout_s) {
-    const auto deadline = std::chrono::steady_clock::now() +
-                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(timeout_s));
+    const auto deadline =
+        std::chrono::steady_clock::now() +
+        std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(timeout_s));
     std::unique_ptr<host::Group> group;
     {
         const nb::gil_scoped_release release;

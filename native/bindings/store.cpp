@@ -40,11 +40,13 @@ nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb:
     Client::Result result{};
     {
         const nb::gil_scoped_release release;
-        const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout_s));
+        const auto timeout =
+            std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout_s));
         result = client.ask(request, answer, std::chrono::steady_clock::now() + timeout, python_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return nb::make_tuple(static_cast<int>(result), static_cast<int>(answer.code), answer.number, to_list(answer.fields));
+    return nb::make_tuple(static_cast<int>(result), static_cast<int>(answer.code), answer.number,
+                          to_list(answer.fields));
 }
 
 // (status, number, fields), or None when the request has to wait.

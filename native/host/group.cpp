@@ -19,7 +19,9 @@ constexpr int kYields = 20;
 constexpr std::int64_t kSliceNs = 20'000'000;  // how late news of a death may be
 constexpr int kSlicesPerInterruptCheck = 5;
 
-std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
+std::uint64_t bit(int rank) {
+    return std::uint64_t{1} << rank;
+}
 
 int cores() {
     cpu_set_t allowed;
@@ -87,7 +89,8 @@ void Group::publish(std::uint32_t round) {
 bool Group::await(std::uint32_t round) {
     for (int step = 1; step < size_; ++step) {
         const int peer = rank_ + step < size_ ? rank_ + step : rank_ + step - size_;
-        if (cell(peer, round).round.load(std::memory_order_acquire) != round && !await_slowly(peer, round)) return false;
+        if (cell(peer, round).round.load(std::memory_order_acquire) != round && !await_slowly(peer, round))
+            return false;
     }
     return true;
 }
@@ -196,8 +199,8 @@ bool Group::adopt_verdict(int peer, std::uint32_t round) {
 
 // The first round of a call: shows its header and `payload`, takes the peers' and compares.
 bool Group::begin(const Call& call, const void* payload, std::size_t payload_bytes) {
-    header_ = {sequence_,   call.count,     call.root,         call.operation,
-               call.dtype,  call.reduce_op, call.region != 0, call.region, call.offset};
+    header_ = {sequence_,      call.count,       call.root,   call.operation, call.dtype,
+               call.reduce_op, call.region != 0, call.region, call.offset};
     const std::uint32_t round = round_++;
     Cell& mine = cell(rank_, round);
     mine.header = header_;

@@ -19,17 +19,17 @@ enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, out_of_memory
 
 struct Outcome {
     Code code = Code::ok;
-    std::uint64_t missing = 0;             // group ranks that did not come
-    std::uint64_t gone = 0;                // of those: died or left
-    std::uint64_t left = 0;                // of those: said goodbye
-    int reporter = -1;                     // the group rank that gave up first, -1: this one
+    std::uint64_t missing = 0;  // group ranks that did not come
+    std::uint64_t gone = 0;     // of those: died or left
+    std::uint64_t left = 0;     // of those: said goodbye
+    int reporter = -1;          // the group rank that gave up first, -1: this one
     std::int64_t waited_ns = 0;
     // all_to_all: the pair of ranks that disagree on the bytes between them, -1 otherwise.
     int split_from = -1;
     int split_to = -1;
     std::uint64_t split_sent = 0;
     std::uint64_t split_expected = 0;
-    std::vector<CallHeader> calls;         // by group rank; of peers that are missing, their latest
+    std::vector<CallHeader> calls;  // by group rank; of peers that are missing, their latest
 };
 
 struct Call {

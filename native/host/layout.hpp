@@ -36,9 +36,9 @@ struct CallHeader {
     Operation operation;
     DType dtype;
     ReduceOp reduce_op;
-    std::uint8_t shared;       // the tensor lies in a region of its own, described below
-    std::uint64_t region;      // not compared
-    std::uint64_t offset;      // not compared
+    std::uint8_t shared;   // the tensor lies in a region of its own, described below
+    std::uint64_t region;  // not compared
+    std::uint64_t offset;  // not compared
 
     bool fits(const CallHeader& other) const {
         return sequence == other.sequence && count == other.count && root == other.root &&
@@ -63,7 +63,7 @@ constexpr std::uint32_t kSlots = 4;
 
 struct Control {
     Cell cells[kSlots];
-    alignas(128) std::atomic<std::uint32_t> sleepers{0};  // peers asleep on one of the cells
+    alignas(128) std::atomic<std::uint32_t> sleepers{0};   // peers asleep on one of the cells
     alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the four below
     std::uint64_t missing = 0;                             // group ranks that did not come
     std::uint64_t gone = 0;                                // of those: lost or left

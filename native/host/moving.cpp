@@ -69,7 +69,8 @@ bool Group::scatter(Call& call) {
         },
         [&](std::size_t part, std::uint32_t round) {
             if (!root)
-                output.copy_from(slot(call.root, round) + static_cast<std::size_t>(rank_) * part_bytes, parts.size(part));
+                output.copy_from(slot(call.root, round) + static_cast<std::size_t>(rank_) * part_bytes,
+                                 parts.size(part));
         });
 }
 
@@ -109,7 +110,8 @@ bool Group::all_to_all(Call& call) {
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
-            for (std::size_t r = 0; r < ranks; ++r) call.inputs[r].copy_to(slot + r * part_bytes, size_of(call.inputs[r], part));
+            for (std::size_t r = 0; r < ranks; ++r)
+                call.inputs[r].copy_to(slot + r * part_bytes, size_of(call.inputs[r], part));
         },
         [&](std::size_t part, std::uint32_t round) {
             for (int r = 0; r < size_; ++r) {

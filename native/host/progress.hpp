@@ -1,7 +1,8 @@
 // Runs a group's calls in the order in which they were made: synchronous ones on the caller's thread, asynchronous ones
 // on a thread of the group's own, which is started by the first of them.
 //
-// One thread a group, not a process: with one, two groups used in different orders by two ranks would wait for each other.
+// One thread a group, not a process: with one, two groups used in different orders by two ranks would wait for each
+// other.
 #pragma once
 
 #include <atomic>

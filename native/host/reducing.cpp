@@ -11,7 +11,9 @@ constexpr std::size_t kSliceAlignment = 64;
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round of everything costs less than two of slices
 constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are in the cache at a time
 
-constexpr std::size_t align(std::size_t nbytes, std::size_t to) { return (nbytes + to - 1) / to * to; }
+constexpr std::size_t align(std::size_t nbytes, std::size_t to) {
+    return (nbytes + to - 1) / to * to;
+}
 
 }  // namespace
 
@@ -96,7 +98,8 @@ bool Group::reduce_in_slices(Call& call, bool here) {
     Stream& tensor = call.outputs[0];
     Stream input = tensor;
     const auto ranks = static_cast<std::size_t>(size_);
-    const std::size_t part_bytes = (slot_bytes_ - kSliceAlignment) / (ranks + 1) * ranks / kSliceAlignment * kSliceAlignment;
+    const std::size_t part_bytes =
+        (slot_bytes_ - kSliceAlignment) / (ranks + 1) * ranks / kSliceAlignment * kSliceAlignment;
     const Parts parts{tensor.nbytes(), part_bytes};
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
@@ -107,7 +110,8 @@ bool Group::reduce_in_slices(Call& call, bool here) {
     const auto slice_of = [&](std::size_t part, int r) {
         const std::size_t nbytes = parts.size(part);
         const std::size_t each = align((nbytes + ranks - 1) / ranks, kSliceAlignment);
-        const std::size_t from = each * static_cast<std::size_t>(r) < nbytes ? each * static_cast<std::size_t>(r) : nbytes;
+        const std::size_t from =
+            each * static_cast<std::size_t>(r) < nbytes ? each * static_cast<std::size_t>(r) : nbytes;
         return Slice{from, nbytes - from < each ? nbytes - from : each};
     };
 
@@ -119,7 +123,8 @@ bool Group::reduce_in_slices(Call& call, bool here) {
         if (part < parts.count()) {
             const Slice mine = slice_of(part, rank_);
             for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
-            if (mine.nbytes != 0) kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item);
+            if (mine.nbytes != 0)
+                kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item);
         }
         if (part > 0 && here)
             for (int r = 0; r < size_; ++r) tensor.copy_from(slot(r, round) + part_bytes, slice_of(part - 1, r).nbytes);

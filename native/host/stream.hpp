@@ -44,7 +44,8 @@ class Stream {
     }
 
     void copy_to(std::uint8_t* to, std::size_t count) {
-        next(count, [to](const std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(to + done, data, n); });
+        next(count,
+             [to](const std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(to + done, data, n); });
     }
     void copy_from(const std::uint8_t* from, std::size_t count) {
         next(count, [from](std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(data, from + done, n); });

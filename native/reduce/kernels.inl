@@ -1,5 +1,6 @@
 // The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD.
-// Only plain loops and no library templates, so that no function compiled for a newer machine can be linked in elsewhere.
+// Only plain loops and no library templates, so that no function compiled for a newer machine can be linked in
+// elsewhere.
 
 namespace paceline::PACELINE_SIMD {
 namespace {
@@ -18,8 +19,12 @@ struct Complex {
     Real re, im;
 };
 
-inline float as_float(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
-inline std::uint32_t as_bits(float value) { return __builtin_bit_cast(std::uint32_t, value); }
+inline float as_float(std::uint32_t bits) {
+    return __builtin_bit_cast(float, bits);
+}
+inline std::uint32_t as_bits(float value) {
+    return __builtin_bit_cast(std::uint32_t, value);
+}
 
 // What a type is accumulated in, and how it is loaded and stored.
 template <class T>

@@ -23,8 +23,8 @@ struct Level {
 
 Level choose_level() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
         return {"avx512", avx512::find};
     if (__builtin_cpu_supports("avx2")) return {"avx2", avx2::find};
 #endif
@@ -70,8 +70,12 @@ std::size_t item_size(DType dtype) {
     return 0;
 }
 
-ReduceFn find_reduction(DType dtype, ReduceOp op) { return level().find(dtype, op); }
+ReduceFn find_reduction(DType dtype, ReduceOp op) {
+    return level().find(dtype, op);
+}
 
-const char* simd_level() { return level().name; }
+const char* simd_level() {
+    return level().name;
+}
 
 }  // namespace paceline

@@ -26,7 +26,9 @@ std::vector<Mesh*>& registry() {
 }
 std::atomic<bool> forked{false};
 
-std::uint64_t bit(int rank) { return std::uint64_t{1} << rank; }
+std::uint64_t bit(int rank) {
+    return std::uint64_t{1} << rank;
+}
 
 }  // namespace
 
@@ -37,7 +39,9 @@ struct Mesh::Message {
     std::uint64_t size;
 };
 
-bool forked_from_member() { return forked.load(std::memory_order_relaxed); }
+bool forked_from_member() {
+    return forked.load(std::memory_order_relaxed);
+}
 
 void Mesh::forget_in_child() {
     for (Mesh* mesh : registry()) mesh->close_sockets();
@@ -129,7 +133,8 @@ std::shared_ptr<Segment> Mesh::region(int peer, RegionId id, std::chrono::steady
     std::unique_lock hold(mutex_);
     const auto key = std::pair{peer, id};
     const auto there = [&] {
-        const std::uint64_t gone = liveness_.lost.load(std::memory_order_acquire) | liveness_.left.load(std::memory_order_acquire);
+        const std::uint64_t gone =
+            liveness_.lost.load(std::memory_order_acquire) | liveness_.left.load(std::memory_order_acquire);
         return regions_.contains(key) || (gone & bit(peer)) != 0;
     };
     arrived_.wait_until(hold, deadline, there);

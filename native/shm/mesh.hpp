@@ -47,7 +47,8 @@ class Mesh {
     // Tells the peers to forget it.
     void withdraw(RegionId id, std::uint64_t peers);
 
-    // The region that `peer` offered as `id`; waits for it until `deadline`, nullptr when it did not come or the peer went.
+    // The region that `peer` offered as `id`; waits for it until `deadline`, nullptr when it did not come or the peer
+    // went.
     std::shared_ptr<Segment> region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline);
 
     // Says goodbye to every peer and closes the sockets. Idempotent.

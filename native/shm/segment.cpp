@@ -30,7 +30,7 @@ std::shared_ptr<Segment> Segment::create(std::size_t size) {
 }
 
 std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size) {
-    struct stat status {};
+    struct stat status{};
     const int seals = fcntl(fd, F_GET_SEALS);
     const bool sound = fstat(fd, &status) == 0 && status.st_size >= 0 &&
                        static_cast<std::size_t>(status.st_size) >= size && size > 0 && seals >= 0 &&

@@ -17,9 +17,13 @@ constexpr std::int64_t kSliceMs = 100;
 
 }  // namespace
 
-Client::Client(int fd) : fd_(fd) { fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK); }
+Client::Client(int fd) : fd_(fd) {
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+}
 
-Client::~Client() { close(); }
+Client::~Client() {
+    close();
+}
 
 void Client::close() {
     const std::lock_guard hold(mutex_);
@@ -30,7 +34,8 @@ void Client::close() {
 Client::Result Client::wait_for(short events, std::chrono::steady_clock::time_point deadline,
                                 const std::function<bool()>& interrupted) {
     for (;;) {
-        const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+        const auto left =
+            std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
         if (left <= 0) return Result::timed_out;
         pollfd watched{fd_, events, 0};
         if (poll(&watched, 1, static_cast<int>(std::min<std::int64_t>(left, kSliceMs))) > 0) return Result::answered;
@@ -59,7 +64,8 @@ Client::Result Client::exchange(const Message& request, Message& answer, std::ch
         if (n >= 0) {
             sent += static_cast<std::size_t>(n);
         } else if (errno == EAGAIN) {
-            if (const Result waited = wait_for(POLLOUT, deadline, interrupted); waited != Result::answered) return waited;
+            if (const Result waited = wait_for(POLLOUT, deadline, interrupted); waited != Result::answered)
+                return waited;
         } else if (errno != EINTR) {
             return Result::closed;
         }

@@ -27,7 +27,8 @@ class Client {
     void close();
 
   private:
-    Result wait_for(short events, std::chrono::steady_clock::time_point deadline, const std::function<bool()>& interrupted);
+    Result wait_for(short events, std::chrono::steady_clock::time_point deadline,
+                    const std::function<bool()>& interrupted);
     Result exchange(const Message& request, Message& answer, std::chrono::steady_clock::time_point deadline,
                     const std::function<bool()>& interrupted);
 

@@ -137,7 +137,8 @@ void Server::handle_requests(int fd, Connection& connection) {
         } else {
             connection.parked = true;
             constexpr std::int64_t kLongest = std::int64_t{1} << 40;
-            parked_.push_back({fd, request, Clock::now() + std::chrono::milliseconds(std::min(request.number, kLongest))});
+            parked_.push_back(
+                {fd, request, Clock::now() + std::chrono::milliseconds(std::min(request.number, kLongest))});
         }
     }
     connection.in.erase(0, connection.consumed);
@@ -146,7 +147,9 @@ void Server::handle_requests(int fd, Connection& connection) {
     wake_parked();
 }
 
-void Server::answer(Connection& connection, const Message& message) { encode(message, connection.out); }
+void Server::answer(Connection& connection, const Message& message) {
+    encode(message, connection.out);
+}
 
 // Answers what the changed keys were waited for by, in the order of asking, until nothing changes any more.
 void Server::wake_parked() {
@@ -192,7 +195,8 @@ void Server::expire_parked() {
 
 void Server::flush(int fd, Connection& connection) {
     while (connection.sent < connection.out.size()) {
-        const ssize_t n = send(fd, connection.out.data() + connection.sent, connection.out.size() - connection.sent, MSG_NOSIGNAL);
+        const ssize_t n =
+            send(fd, connection.out.data() + connection.sent, connection.out.size() - connection.sent, MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) break;
         if (n < 0) return;  // the peer is gone; its reading side says so and drops it

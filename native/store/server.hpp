@@ -35,7 +35,7 @@ class Server {
         std::size_t consumed = 0;
         std::size_t sent = 0;
         bool blocked = false;  // `out` waits for room in the socket
-        bool parked = false;  // its request waits; a client asks one thing at a time
+        bool parked = false;   // its request waits; a client asks one thing at a time
     };
     struct Parked {
         int fd;

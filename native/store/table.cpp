@@ -9,7 +9,9 @@ Message ok(std::int64_t number = 0, std::vector<std::string> fields = {}) {
     return {static_cast<std::uint8_t>(Status::ok), number, std::move(fields)};
 }
 
-Message refused(std::string why) { return {static_cast<std::uint8_t>(Status::refused), 0, {std::move(why)}}; }
+Message refused(std::string why) {
+    return {static_cast<std::uint8_t>(Status::refused), 0, {std::move(why)}};
+}
 
 std::size_t fields_needed(Op op) {
     switch (op) {

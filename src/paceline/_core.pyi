@@ -32,7 +32,9 @@ class Mesh:
 class HostGroup:
     @staticmethod
     def create(mesh: Mesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float) -> HostGroup | None: ...
-    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None: ...
+    def all_reduce(
+        self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
+    ) -> Outcome | None: ...
     def run(
         self,
         operation: int,

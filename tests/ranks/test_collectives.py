@@ -39,7 +39,7 @@ def expected(op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
     wide = [v.float() if dtype in (torch.float16, torch.bfloat16) else v for v in values]
     if dtype is torch.bool:
         logical = {ReduceOp.SUM: torch.logical_or, ReduceOp.MAX: torch.logical_or, ReduceOp.BOR: torch.logical_or}
-        logical |= {op: torch.logical_and for op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND)}
+        logical |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), torch.logical_and)
         return tree(values, logical.get(op, torch.logical_xor))
     combine = {
         ReduceOp.SUM: torch.add,
@@ -77,9 +77,8 @@ def all_reduce_everything() -> None:
                 tensor = make(dtype, count, rank)
                 dist.all_reduce(tensor, op)
                 wanted = expected(op, [make(dtype, count, r) for r in range(size)])
-                if op is ReduceOp.PRODUCT and dtype in (torch.bfloat16, torch.float16, *COMPLEX):
-                    torch.testing.assert_close(tensor, wanted)
-                elif op is ReduceOp.AVG and dtype in COMPLEX:
+                inexact = (*COMPLEX, torch.bfloat16, torch.float16) if op is ReduceOp.PRODUCT else COMPLEX
+                if dtype in inexact and op in (ReduceOp.PRODUCT, ReduceOp.AVG):
                     torch.testing.assert_close(tensor, wanted)
                 else:
                     assert torch.equal(tensor, wanted), (dtype, op, count)
@@ -98,7 +97,9 @@ def move_everything() -> None:
         for count in [0, 3, 50_000]:
 
             def sent(r, dtype=dtype, count=count):
-                return make(torch.float32, count, r).to(dtype) if dtype is torch.float8_e4m3fn else make(dtype, count, r)
+                return (
+                    make(torch.float32, count, r).to(dtype) if dtype is torch.float8_e4m3fn else make(dtype, count, r)
+                )
 
             def same(a, b):
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -44,7 +44,12 @@ def build(kind: str) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
     if kind == "cnn":
         return nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 3)
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 4, 3),
+            nn.Flatten(),
+            nn.Linear(144, 3),
         ).to(memory_format=torch.channels_last)
     return Transformer() if kind == "transformer" else Unused()
 
@@ -81,7 +86,10 @@ def like_torch(kind: str, file: str) -> None:
     wrapped = dist.DistributedDataParallel(ours, bucket_cap_mb=0.001, **options)
     theirs = copy.deepcopy(ours)
     reference = nn.parallel.DistributedDataParallel(theirs, **options)
-    models = [(wrapped, torch.optim.SGD(wrapped.parameters(), 0.1)), (reference, torch.optim.SGD(reference.parameters(), 0.1))]
+    models = [
+        (wrapped, torch.optim.SGD(wrapped.parameters(), 0.1)),
+        (reference, torch.optim.SGD(reference.parameters(), 0.1)),
+    ]
     generator = torch.Generator().manual_seed(rank)
     for _ in range(20):
         x, target = batch(kind, generator)
@@ -108,7 +116,11 @@ def accumulate() -> None:
     torch.manual_seed(0)
     model = build("mlp")
     wrapped = dist.DistributedDataParallel(copy.deepcopy(model))
-    data = [batch("mlp", torch.Generator().manual_seed(10 * r + step)) for r in range(dist.get_world_size()) for step in range(3)]
+    data = [
+        batch("mlp", torch.Generator().manual_seed(10 * r + step))
+        for r in range(dist.get_world_size())
+        for step in range(3)
+    ]
     for step in range(3):
         x, target = data[3 * rank + step]
         if step < 2:
@@ -154,7 +166,9 @@ def test_unused_parameters_are_handled_or_named(ranks):
 def construction() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
-    with pytest.raises(dist.CollectiveMismatchError, match=r"rank 0 has parameter 'weight' of shape \[3, 2\].*rank 1 has.*\[4, 2\]"):
+    with pytest.raises(
+        dist.CollectiveMismatchError, match=r"rank 0 has parameter 'weight' of shape \[3, 2\].*rank 1 has.*\[4, 2\]"
+    ):
         dist.DistributedDataParallel(nn.Linear(2, 3 + rank))
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(RuntimeError, match="no parameter"):
@@ -198,7 +212,9 @@ def buffers_and_more() -> None:
     for _ in range(3):
         static.zero_grad()
         loss_of(static(torch.full((2, 8), 1.0)), torch.tensor([0, 1])).backward()
-    require_equal_on_all_ranks(nn.ParameterList(nn.Parameter(p.grad) for p in static.parameters() if p.grad is not None))
+    require_equal_on_all_ranks(
+        nn.ParameterList(nn.Parameter(p.grad) for p in static.parameters() if p.grad is not None)
+    )
 
 
 def test_buffers_evaluation_and_static_graphs(ranks):

@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
         "run",
         help="run a script on several processes of this machine",
         description="Runs a script on several processes of this machine, as torchrun does. Each worker finds RANK, "
-        "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; init_process_group() needs no arguments.",
+        "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment; init_process_group() takes none.",
     )
     run.add_argument(
         "--nproc-per-node",
@@ -29,9 +29,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="N|auto",
         help="the number of workers; auto: one for each core (default: 1)",
     )
-    run.add_argument("--standalone", action="store_true", help="one machine, nothing to agree on; always so in this version")
     run.add_argument(
-        "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT of the workers (default: a free one)"
+        "--standalone", action="store_true", help="one machine, nothing to agree on; always so in this version"
+    )
+    run.add_argument(
+        "--master-port",
+        "--master_port",
+        type=_port,
+        metavar="PORT",
+        help="MASTER_PORT of the workers (default: a free one)",
     )
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")

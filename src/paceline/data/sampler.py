@@ -43,7 +43,9 @@ class DistributedSampler(Sampler[int]):
         num_replicas = get_world_size() if num_replicas is None else num_replicas
         rank = get_rank() if rank is None else rank
         if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank is {rank}; with num_replicas {num_replicas} it must be from 0 to {num_replicas - 1}")
+            raise ValueError(
+                f"rank is {rank}; with num_replicas {num_replicas} it must be from 0 to {num_replicas - 1}"
+            )
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank

@@ -1,4 +1,7 @@
-"""The numbers by which the core knows operations, types and reductions (native/host/layout.hpp, native/reduce/reduce.hpp)."""
+"""The numbers by which the core knows operations, types and reductions.
+
+The other halves are native/host/layout.hpp and native/reduce/reduce.hpp.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
         return CollectiveTimeoutError(
             f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' by {reporter}'}; {_names(missing)} did not come ({absent}). "
-            "Either it is slower than the time-out allows (raise timeout=) or it took another way through the program "
+            "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
             "(look where it waits). This group can no longer be used: destroy it and start again"
         )
     return CollectiveError(
@@ -96,7 +96,7 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
     advice = "All ranks of a group must make the same calls in the same order. The group remains usable"
     if outcome.split_from >= 0:
         return CollectiveMismatchError(
-            f"{me}: the splits of all_to_all do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
+            f"{me}: all_to_all's splits do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
             f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
         )
     by_call: dict[str, list[Member]] = {}

@@ -46,7 +46,7 @@ class NativeEngine:
         if channel is None:
             raise RendezvousTimeoutError(
                 f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for "
-                f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. Every rank, member or not, must call new_group "
+                f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
                 "with the same ranks and in the same order"
             )
         self._channels.append(channel)

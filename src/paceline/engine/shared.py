@@ -22,7 +22,8 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     torch.Size([2, 3])
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    shape = torch.empty(*size, device="meta").shape
+    first = size[0] if size else ()
+    shape = torch.Size(first if isinstance(first, Sequence) else [each for each in size if isinstance(each, int)])
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)

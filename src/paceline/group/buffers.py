@@ -35,7 +35,9 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
         if tensor.layout is not torch.strided:
             raise TypeError(f"{call} got a tensor of layout {tensor.layout}; use tensor.to_dense()")
         if not tensor.is_cpu:
-            raise TypeError(f"{call} got a tensor on {tensor.device}; the paceline engine takes CPU tensors: tensor.cpu()")
+            raise TypeError(
+                f"{call} got a tensor on {tensor.device}; the paceline engine takes CPU tensors: tensor.cpu()"
+            )
         if tensor.dtype != first:
             raise TypeError(f"{call} got tensors of {first} and {tensor.dtype}; one call takes one type")
     code = DTYPE_CODES.get(first)

@@ -22,7 +22,7 @@ import torch
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, get_group_rank, resolve
 from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import Reduction, ReduceOp
+from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work
 
 
@@ -148,7 +148,7 @@ def gather(
     group_dst: int | None = None,
     timeout: timedelta | None = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to `gather_list` of the destination, by rank; None elsewhere. Destination: rank 0."""
+    """Copies every rank's `tensor` to `gather_list` of the destination, by rank; None elsewhere. Default: rank 0."""
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -262,6 +262,6 @@ def _split(whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup
         sizes = [rows // group.size()] * group.size()
     if len(sizes) != group.size() or sum(sizes) != rows:
         raise ValueError(
-            f"all_to_all_single: {name}_split_sizes is {list(sizes)}; it needs {group.size()} numbers that add up to {rows}"
+            f"all_to_all_single: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum {rows}"
         )
     return list(whole.detach().split(list(sizes)))

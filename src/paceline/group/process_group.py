@@ -13,11 +13,11 @@ from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.engine.failures import Member, describe_call, to_error
 from paceline.errors import CollectiveError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
-from paceline.group.reduce_op import PremulSum, Reduction, ReduceOp
+from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _reduces(dtype: int, reduce_op: int) -> bool:
     return _core.reduces(dtype, reduce_op)
 
@@ -85,7 +85,9 @@ class ProcessGroup:
         listed = as_list(tensors, "all_reduce")
         code, reduce_code, buffers = self._reduction(listed, op, "all_reduce", any_order)
         outputs = [buffers.write(listed)]
-        return self._run(Operation.ALL_REDUCE, code, reduce_code, -1, _count(listed), [], outputs, buffers, async_op, timeout)
+        return self._run(
+            Operation.ALL_REDUCE, code, reduce_code, -1, _count(listed), [], outputs, buffers, async_op, timeout
+        )
 
     def all_reduce_memory(
         self,
@@ -105,7 +107,12 @@ class ProcessGroup:
         return self._run(Operation.ALL_REDUCE, dtype, op, -1, count, [], [pieces], buffers, async_op, None)
 
     def broadcast(
-        self, tensors: Tensors, root: int, async_op: bool = False, timeout: timedelta | None = None, any_order: bool = False
+        self,
+        tensors: Tensors,
+        root: int,
+        async_op: bool = False,
+        timeout: timedelta | None = None,
+        any_order: bool = False,
     ) -> Work | None:
         """Copies the root's `tensors` to all ranks."""
         listed = as_list(tensors, "broadcast")
@@ -129,7 +136,9 @@ class ProcessGroup:
         code, reduce_code, buffers = self._reduction(listed, op, "reduce")
         root_or_copy = buffers.write if self._rank == root else buffers.read
         outputs = [root_or_copy(listed)]
-        return self._run(Operation.REDUCE, code, reduce_code, root, _count(listed), [], outputs, buffers, async_op, timeout)
+        return self._run(
+            Operation.REDUCE, code, reduce_code, root, _count(listed), [], outputs, buffers, async_op, timeout
+        )
 
     def all_gather(
         self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: timedelta | None = None
@@ -164,14 +173,25 @@ class ProcessGroup:
         """Reduces the ranks' `inputs[r]` into rank r's `output`."""
         written = as_list(output, "reduce_scatter")
         read = self._lists(inputs, "reduce_scatter", "input_list")
-        code, reduce_code, buffers = self._reduction([*written, *(t for each in read for t in each)], op, "reduce_scatter")
+        code, reduce_code, buffers = self._reduction(
+            [*written, *(t for each in read for t in each)], op, "reduce_scatter"
+        )
         self._same_counts(read, _count(written), "reduce_scatter", "input_list")
         flat_inputs = [buffers.read(each) for each in read]
         plain = Buffers()
         flat_outputs = [plain.write(written)]
         plain.kept += buffers.kept
         return self._run(
-            Operation.REDUCE_SCATTER, code, reduce_code, -1, _count(written), flat_inputs, flat_outputs, plain, async_op, timeout
+            Operation.REDUCE_SCATTER,
+            code,
+            reduce_code,
+            -1,
+            _count(written),
+            flat_inputs,
+            flat_outputs,
+            plain,
+            async_op,
+            timeout,
         )
 
     def scatter(
@@ -196,7 +216,16 @@ class ProcessGroup:
         flat_inputs = [buffers.read(each) for each in read]
         flat_outputs = [buffers.write(written)]
         return self._run(
-            Operation.SCATTER, code, ReduceCode.NONE, root, _count(written), flat_inputs, flat_outputs, buffers, async_op, timeout
+            Operation.SCATTER,
+            code,
+            ReduceCode.NONE,
+            root,
+            _count(written),
+            flat_inputs,
+            flat_outputs,
+            buffers,
+            async_op,
+            timeout,
         )
 
     def all_to_all(

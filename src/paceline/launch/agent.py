@@ -117,7 +117,9 @@ class _Agent:
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
             if job.workers > 1:
-                _say(f"OMP_NUM_THREADS={threads} for each of {job.workers} workers; set it yourself to choose otherwise")
+                _say(
+                    f"OMP_NUM_THREADS={threads} for each of {job.workers} workers; set it yourself to choose otherwise"
+                )
         environment["PACELINE_STORE"] = f"unix:{self._store_path}"
         environment["PACELINE_SECRET_FD"] = str(self._secret_fd)
         environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -198,7 +200,7 @@ class _Agent:
                 kill_group(worker.process.pid, number)
 
     def _all_over(self) -> bool:
-        """Every worker has ended and its output is passed on; what its own children still hold open is not waited for."""
+        """Every worker has ended and its output is passed on; what its children hold open is not waited for."""
         if not all(worker.ended for worker in self._workers):
             return False
         ready = self._selector.select(0)

@@ -14,7 +14,9 @@ import traceback
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
+from typing import cast
 
 from paceline.errors import WorkerError
 from paceline.launch.environment import allowed_cores, free_port, threads_per_worker, worker_environment
@@ -114,7 +116,7 @@ def spawn(
             f"{fn.__qualname__} is defined in an interactive session, which new processes cannot import; "
             'pass start_method="fork", or put it into a module'
         )
-    context = multiprocessing.get_context(start_method)
+    context = cast(SpawnContext, multiprocessing.get_context(start_method))  # all have what it has
     directory = tempfile.mkdtemp(prefix="paceline-")
     secret = secrets.token_hex(32)
     store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())

@@ -1,4 +1,4 @@
-"""Data parallel training: every rank holds the model, takes a part of the batch, and averages gradients with the others."""
+"""Data parallel training: every rank holds the model, takes a part of the batch, and averages gradients."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Reducer:
         raise RuntimeError(
             f"rank {rank}: the last backward gave no gradient to {len(missing)} parameters "
             f"({', '.join(missing[:10])}{', ...' if len(missing) > 10 else ''}), so their gradients, and those reduced "
-            "together with them, were not averaged over the ranks. Either all of forward's outputs must enter the loss, "
+            "together with them, were not averaged over the ranks. All of forward's outputs must enter the loss, "
             "or wrap with find_unused_parameters=True"
         )
 

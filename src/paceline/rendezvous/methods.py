@@ -97,7 +97,9 @@ def _place(split: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
         world_size = int(query["world_size"][0])
     if rank < 0 or world_size < 0:
         missing = " and ".join(name for name, value in (("rank", rank), ("world_size", world_size)) if value < 0)
-        raise ValueError(f"{split.scheme}:// needs {missing} as arguments of init_process_group; it has no other source")
+        raise ValueError(
+            f"{split.scheme}:// needs {missing} as arguments of init_process_group; it has no other source"
+        )
     return rank, world_size
 
 

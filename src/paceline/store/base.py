@@ -155,7 +155,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
-        """Does `op`; for those that wait `number` is the time in milliseconds, and TIMED_OUT comes with missing keys."""
+        """Does `op`; for those that wait `number` is the time in milliseconds, and TIMED_OUT has the missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:

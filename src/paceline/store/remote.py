@@ -58,7 +58,9 @@ class RemoteStore(Store):
         )
 
 
-def connect(dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: timedelta) -> socket.socket:
+def connect(
+    dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: timedelta
+) -> socket.socket:
     """Dials until the server answers or `timeout` is over; the connection, authenticated.
 
     Raises:

@@ -1,0 +1,71 @@
+# Every task of the project; `make` lists them. All that is installed goes into .venv, nothing anywhere else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
+CODE := src tests bench examples
+CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench sanitize clean
+.DELETE_ON_ERROR:
+
+help: ## List the tasks
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(VENV)/built ## Train the digits example on 2 ranks (RANKS=n for others)
+	@echo "==> Training a CNN on handwritten digits on $(RANKS) ranks"
+	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
+
+test: $(VENV)/built ## Run the test suite
+	@echo "==> Running the tests"
+	@$(BIN)/python -m pytest -m "not soak and not gpu"
+
+lint: $(VENV)/built ## Check style, formatting, types and layers
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed ## Format Python and C++
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/clang-format -i $(CXX_CODE)
+
+bench: $(VENV)/built ## Run the benchmarks against torch (and MPI, if there)
+	$(BIN)/python bench/all_reduce.py
+	$(BIN)/python bench/ddp.py
+	$(BIN)/python bench/store.py
+	$(BIN)/python bench/startup.py
+
+sanitize: $(VENV)/installed ## Run the core's own tests under the address and the thread sanitizer
+	@for kind in address,undefined thread; do \
+	  echo "==> Core tests under -fsanitize=$$kind"; \
+	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DPACELINE_PYTHON=OFF -DPACELINE_NATIVE_TESTS=ON -DPACELINE_SANITIZE=$$kind >/dev/null && \
+	  $(BIN)/cmake --build build/$$kind && \
+	  $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	done
+
+clean: ## Remove everything the tasks made
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/installed: constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.10 to 3.14, or set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
+	  { echo "$(PYTHON) is not Python 3.10 to 3.14; set PYTHON=..."; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "There is no C++ compiler; install g++ (11 or newer) or set CXX=..."; exit 1; }
+	@echo "==> Making the virtual environment .venv and installing what the project needs into it"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  torch psutil scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
+	  ruff mypy import-linter clang-format types-psutil
+	@touch $@
+
+$(VENV)/built: $(VENV)/installed $(SOURCES)
+	@echo "==> Building Paceline and installing it into .venv"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
