@@ -1,0 +1,150 @@
+// The host collectives with threads as ranks: each has a mesh, a group and segments of its own.
+#include "host/group.hpp"
+
+#include <sys/socket.h>
+
+#include <functional>
+#include <thread>
+
+#include "check.hpp"
+#include "host/progress.hpp"
+
+namespace {
+
+using namespace paceline;
+using namespace paceline::host;
+
+constexpr std::size_t kSlot = 4096;
+constexpr std::int64_t kSecond = 1'000'000'000;
+
+struct Rank {
+    int rank;
+    shm::Mesh& mesh;
+    Group& group;
+};
+
+void with_ranks(int n, const std::function<void(Rank)>& body) {
+    std::vector<std::vector<int>> sockets(static_cast<std::size_t>(n),
+                                          std::vector<int>(static_cast<std::size_t>(n), -1));
+    for (std::size_t i = 0; i < sockets.size(); ++i)
+        for (std::size_t j = i + 1; j < sockets.size(); ++j) {
+            int pair[2];
+            CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+            sockets[i][j] = pair[0];
+            sockets[j][i] = pair[1];
+        }
+    std::vector<std::thread> threads;
+    for (int r = 0; r < n; ++r)
+        threads.emplace_back([&, r] {
+            shm::Mesh mesh(r, sockets[static_cast<std::size_t>(r)]);
+            std::vector<int> members;
+            for (int m = 0; m < n; ++m) members.push_back(m);
+            const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+            const auto group = Group::create(mesh, members, 1, kSlot, deadline);
+            CHECK(group != nullptr);
+            body({r, mesh, *group});
+            mesh.close();
+        });
+    for (std::thread& thread : threads) thread.join();
+}
+
+Call sum_of(std::vector<float>& values) {
+    Call call;
+    call.operation = Operation::all_reduce;
+    call.dtype = DType::f32;
+    call.reduce_op = ReduceOp::sum;
+    call.count = values.size();
+    call.timeout_ns = 20 * kSecond;
+    call.outputs.emplace_back(std::vector<Piece>{{reinterpret_cast<std::uint8_t*>(values.data()), 4 * values.size()}});
+    return call;
+}
+
+Call barrier(std::int64_t timeout_ns) {
+    Call call;
+    call.operation = Operation::barrier;
+    call.timeout_ns = timeout_ns;
+    return call;
+}
+
+void sums_of_every_size() {
+    for (const int n : {1, 2, 3, 5})
+        with_ranks(n, [n](Rank at) {
+            for (const std::size_t count : {0, 1, 18, 19, 1024, 1025, 50'000}) {
+                std::vector<float> values(count, static_cast<float>(at.rank + 1));
+                Call call = sum_of(values);
+                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                for (const float value : values) CHECK(value == static_cast<float>(n * (n + 1) / 2));
+            }
+        });
+}
+
+void a_mismatch_fails_alike_and_leaves_the_group_usable() {
+    with_ranks(3, [](Rank at) {
+        std::vector<float> values(at.rank == 1 ? 7 : 8, 1.0f);
+        Call wrong = sum_of(values);
+        const Outcome outcome = at.group.run(wrong, nullptr, false);
+        CHECK(outcome.code == Code::mismatch);
+        CHECK(outcome.calls.size() == 3 && outcome.calls[0].count == 8 && outcome.calls[1].count == 7);
+        for (const float value : values) CHECK(value == 1.0f);
+        std::vector<float> again(9000, 1.0f);
+        Call right = sum_of(again);
+        CHECK(at.group.run(right, nullptr, false).code == Code::ok);
+        CHECK(again[8999] == 3.0f);
+    });
+}
+
+void a_missing_rank_is_named_when_the_time_is_over() {
+    with_ranks(3, [](Rank at) {
+        if (at.rank == 2) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(600));
+            return;
+        }
+        Call call = barrier(kSecond / 5);
+        const Outcome outcome = at.group.run(call, nullptr, false);
+        CHECK(outcome.code == Code::timed_out);
+        CHECK(outcome.missing == 0b100);
+        Call later = barrier(kSecond);
+        CHECK(at.group.run(later, nullptr, false).code == Code::timed_out);  // broken for good
+    });
+}
+
+void a_rank_that_left_is_named() {
+    with_ranks(2, [](Rank at) {
+        if (at.rank == 1) return;
+        Call call = barrier(10 * kSecond);
+        const Outcome outcome = at.group.run(call, nullptr, false);
+        CHECK(outcome.code == Code::peer_lost);
+        CHECK(outcome.missing == 0b10 && outcome.left == 0b10);
+    });
+}
+
+void parts_go_to_everybody() {
+    with_ranks(3, [](Rank at) {
+        // all_to_all of 3000 * (sender + 1) bytes to each.
+        std::vector<std::vector<std::uint8_t>> out, in;
+        Call call;
+        call.operation = Operation::all_to_all;
+        call.timeout_ns = 20 * kSecond;
+        for (int r = 0; r < 3; ++r) {
+            out.emplace_back(3000 * static_cast<std::size_t>(at.rank + 1), static_cast<std::uint8_t>(10 * at.rank + r));
+            in.emplace_back(3000 * static_cast<std::size_t>(r + 1), std::uint8_t{0});
+        }
+        for (std::size_t r = 0; r < 3; ++r) {
+            call.inputs.emplace_back(std::vector<Piece>{{out[r].data(), out[r].size()}});
+            call.outputs.emplace_back(std::vector<Piece>{{in[r].data(), in[r].size()}});
+        }
+        CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+        for (std::size_t r = 0; r < 3; ++r)
+            for (const std::uint8_t byte : in[r]) CHECK(byte == 10 * r + static_cast<std::size_t>(at.rank));
+    });
+}
+
+}  // namespace
+
+int main() {
+    sums_of_every_size();
+    a_mismatch_fails_alike_and_leaves_the_group_usable();
+    a_missing_rank_is_named_when_the_time_is_over();
+    a_rank_that_left_is_named();
+    parts_go_to_everybody();
+}

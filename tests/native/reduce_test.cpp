@@ -1,0 +1,65 @@
+// The reduction kernels against the same tree written plainly.
+#include "reduce/reduce.hpp"
+
+#include <cmath>
+#include <vector>
+
+#include "check.hpp"
+
+namespace {
+
+using namespace paceline;
+
+float tree(const std::vector<std::vector<float>>& values, std::size_t at, std::size_t low, std::size_t high) {
+    if (high - low == 1) return values[low][at];
+    std::size_t half = 1;
+    while (half * 2 < high - low) half *= 2;
+    return tree(values, at, low, low + half) + tree(values, at, low + half, high);
+}
+
+void sums_follow_the_tree() {
+    for (std::size_t n = 1; n <= 9; ++n)
+        for (const std::size_t count : {1, 7, 1023, 1024, 5000}) {
+            std::vector<std::vector<float>> values(n, std::vector<float>(count));
+            std::vector<const void*> sources;
+            for (std::size_t r = 0; r < n; ++r) {
+                for (std::size_t i = 0; i < count; ++i) values[r][i] = std::sin(static_cast<float>(r * count + i));
+                sources.push_back(values[r].data());
+            }
+            std::vector<float> sum(count), mean(count);
+            find_reduction(DType::f32, ReduceOp::sum)(sum.data(), sources.data(), static_cast<int>(n), count);
+            find_reduction(DType::f32, ReduceOp::avg)(mean.data(), sources.data(), static_cast<int>(n), count);
+            for (std::size_t i = 0; i < count; ++i) {
+                CHECK(sum[i] == tree(values, i, 0, n));
+                CHECK(mean[i] == sum[i] / static_cast<float>(n));
+            }
+        }
+}
+
+void half_precision_rounds_once() {
+    const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: each alone is lost beside 1, two are not
+    const void* sources[] = {&tiny, &tiny, &one};
+    std::uint16_t sum = 0;
+    find_reduction(DType::f16, ReduceOp::sum)(&sum, sources, 3, 1);
+    CHECK(sum == 0x3c01);
+    const std::uint16_t infinite = 0x7c00;
+    const void* overflow[] = {&infinite, &one};
+    find_reduction(DType::f16, ReduceOp::sum)(&sum, overflow, 2, 1);
+    CHECK(sum == infinite);
+}
+
+void what_is_not_defined_is_not_found() {
+    CHECK(find_reduction(DType::i32, ReduceOp::avg) == nullptr);
+    CHECK(find_reduction(DType::f32, ReduceOp::bxor) == nullptr);
+    CHECK(find_reduction(DType::c64, ReduceOp::max) == nullptr);
+    CHECK(find_reduction(DType::f8_e4m3fn, ReduceOp::sum) == nullptr);
+    CHECK(find_reduction(DType::boolean, ReduceOp::bxor) != nullptr);
+}
+
+}  // namespace
+
+int main() {
+    sums_follow_the_tree();
+    half_precision_rounds_once();
+    what_is_not_defined_is_not_found();
+}
