@@ -73,7 +73,7 @@ class ProcessGroup:
         any_order: bool = False,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; `any_order` as in `Buffers`."""
-        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and op.__class__ is ReduceOp:
+        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and op in _PLAIN:
             code = DTYPE_CODES.get(tensors.dtype)
             if code is not None and tensors.is_cpu and is_plain_strided(tensors) and _reduces(code, op):
                 if self._closed:

@@ -6,16 +6,18 @@ other, writes the verdict, which all wait for. So every rank learns the same, at
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreTimeoutError
+from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.store.base import Store
 
 _VERDICT = "verdict"
 _COMPLETE = "complete"
+_LONGEST_LINGER = timedelta(seconds=3)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,17 @@ def agree(store: Store, claim: Claim, timeout_s: float) -> None:
     else:
         told = store.get(_VERDICT).decode()
     if told.startswith("timeout: "):
+        _linger(store, len(decode_claims(store.get("claims"))))
         raise RendezvousTimeoutError(f"rank {claim.rank}: " + told.removeprefix("timeout: "))
     if told != _COMPLETE or (verdict is not None and verdict != _COMPLETE):
+        _linger(store, claim.world_size)
         # A claim that came after the verdict "complete" is one too many.
         raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
+
+
+def _linger(store: Store, ranks: int) -> None:
+    """Keeps the store there until `ranks` have read a verdict that ends them all, but not for long."""
+    if store.add("told", 1) == ranks:
+        store.set("all told", b"")
+    with contextlib.suppress(StoreTimeoutError, StoreConnectionError):
+        store.wait(["all told"], _LONGEST_LINGER)

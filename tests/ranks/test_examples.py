@@ -1,0 +1,40 @@
+"""The examples run, in short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["examples/digits.py", "--epochs", "2"], "all ranks hold the same bits   yes"),
+        (["examples/char_lm.py", "--steps", "2", "--batch-size", "2"], "text it has not seen:"),
+    ],
+)
+def test_an_example_runs_on_two_ranks(arguments, shown):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", *arguments],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+
+
+def test_the_digits_example_is_an_ordinary_script_too():
+    done = subprocess.run(
+        [sys.executable, "examples/digits.py", "--epochs", "1"], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ranks                          1" in done.stdout

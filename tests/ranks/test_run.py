@@ -1,0 +1,177 @@
+"""`paceline run` and `spawn` as a person uses them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import paceline as dist
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PACELINE_SECRET")}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "paceline", "run", *arguments]
+
+
+def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_workers_find_their_place_and_every_line_has_its_rank(script):
+    text = "import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')), sys.argv[1:], __name__)"
+    done = run("--standalone", "--nproc-per-node", "3", script(text), "--flag", "x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {r}] {r} 3 {r} ['--flag', 'x'] __main__" for r in range(3)]
+    assert "OMP_NUM_THREADS=" in done.stderr
+
+
+def test_a_module_runs_with_m():
+    done = run("--nproc-per-node", "1", "-m", "this")
+    assert done.returncode == 0
+    assert "[rank 0] Beautiful is better than ugly." in done.stdout
+
+
+def test_the_failing_ranks_traceback_is_shown_last(script):
+    text = """
+import os, time
+import paceline as dist, torch
+dist.init_process_group()
+if dist.get_rank() == 1:
+    raise ValueError("the cause")
+dist.all_reduce(torch.ones(1))
+"""
+    done = run("--nproc-per-node", "3", script(text))
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("paceline: rank") :]
+    assert last.startswith("paceline: rank 1 failed first (")
+    assert 'raise ValueError("the cause")' in last
+    assert "bootstrap.py" not in last
+    assert last.rstrip().endswith("ended") or "ValueError: the cause" in last
+    assert "PeerLostError" not in last
+
+
+def test_exit_codes_are_the_workers(script):
+    assert run("--nproc-per-node", "2", script("import sys; sys.exit(7)")).returncode == 7
+    killed = run("--nproc-per-node", "2", script("import os; os.kill(os.getpid(), 9)"))
+    assert killed.returncode == 137
+    assert "killed by SIGKILL" in killed.stderr
+
+
+def test_an_unmodified_torchrun_script_runs(script):
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.ones(1); dist.all_reduce(t); print(t.item())
+dist.destroy_process_group()
+"""
+    done = run("--nproc-per-node", "2", script(text))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 2.0", "[rank 1] 2.0"]
+
+
+def wait_until(condition, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SLEEPER = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+with open(sys.argv[1] + os.environ["RANK"] + ".tmp", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(file.name, file.name[:-4])
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def sleepers(script, tmp_path):
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> tuple[subprocess.Popen[str], list[int]]:
+        base = tmp_path / "pid"
+        arguments = command("--nproc-per-node", "2", script(SLEEPER), str(base))
+        launcher = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        started.append(launcher)
+        files = [Path(f"{base}{rank}") for rank in range(2)]
+        wait_until(lambda: all(file.exists() for file in files))
+        return launcher, [int(pid) for file in files for pid in file.read_text().split()]
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_every_worker(sleepers, number, code):
+    launcher, pids = sleepers()
+    launcher.send_signal(number)
+    assert launcher.wait(20) == code
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_no_orphan_when_the_launcher_is_killed(sleepers):
+    launcher, pids = sleepers()
+    os.kill(pids[0], signal.SIGSTOP)
+    launcher.kill()
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def work(rank: int, directory: str, fails: bool) -> None:
+    import torch
+
+    dist.init_process_group()
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    Path(directory, str(rank)).write_text(f"{total.item()} {dist.get_world_size()}")
+    if fails and rank == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_spawn_calls_the_function_on_every_rank(tmp_path, start_method):
+    assert dist.spawn(work, (str(tmp_path), False), nprocs=3, start_method=start_method) is None
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["3 3"] * 3
+
+
+def test_spawn_raises_the_first_failure_with_its_rank(tmp_path):
+    spawned = dist.spawn(work, (str(tmp_path), True), nprocs=2, join=False)
+    assert len(spawned.pids()) == 2
+    with pytest.raises(dist.WorkerError, match=r"rank 1 .* failed first(?s:.*)KeyError: 'lost'") as caught:
+        spawned.join(60)
+    assert caught.value.rank == 1
+    assert caught.value.exit_code == 1
+    assert not any(map(alive, spawned.pids()))
+
+
+def test_spawn_of_no_process_is_refused():
+    with pytest.raises(ValueError, match="nprocs is 0"):
+        dist.spawn(work, nprocs=0)

@@ -1,0 +1,53 @@
+"""What `import paceline` offers, and that its parts agree about it."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(__file__).parents[2]
+NAMES = sorted(paceline.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_and_says_what_it_is(name):
+    value = getattr(paceline, name)
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            if not method.startswith("_") and inspect.isfunction(function):
+                assert inspect.getdoc(getattr(value, method)), f"{name}.{method} has no docstring"
+
+
+def test_the_stub_lists_the_same_names():
+    stub = (Path(paceline.__file__).parent / "__init__.pyi").read_text()
+    assert sorted(re.findall(r"import (\w+) as \1", stub)) == NAMES
+
+
+def test_the_version_is_the_projects():
+    assert f'version = "{paceline.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_importing_paceline_does_not_import_torch():
+    code = "import sys, paceline, paceline.launch.agent; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("module", sorted({getattr(paceline, name).__module__ for name in NAMES if name != "ReduceOp"}))
+def test_examples_in_docstrings_run(module):
+    assert doctest.testmod(import_module(module)).failed == 0
+
+
+def test_the_readmes_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for task in set(re.findall(r"make (\w+)\s+#", (ROOT / "README.md").read_text())):
+        assert re.search(rf"^{task}:", makefile, re.M), f"make {task} is not in the Makefile"
