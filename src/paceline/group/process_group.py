@@ -17,6 +17,13 @@ from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
 
 
+_PREMUL_SUM = ReduceOp.PREMUL_SUM
+
+
+def _is_plain(op: Reduction) -> bool:
+    return op.__class__ is ReduceOp and op is not _PREMUL_SUM
+
+
 @functools.cache
 def _reduces(dtype: int, reduce_op: int) -> bool:
     return _core.reduces(dtype, reduce_op)
@@ -73,7 +80,7 @@ class ProcessGroup:
         any_order: bool = False,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; `any_order` as in `Buffers`."""
-        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and op in _PLAIN:
+        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and _is_plain(op):
             code = DTYPE_CODES.get(tensors.dtype)
             if code is not None and tensors.is_cpu and is_plain_strided(tensors) and _reduces(code, op):
                 if self._closed:
