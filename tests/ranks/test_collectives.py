@@ -325,3 +325,17 @@ def many_ranks() -> int:
 
 def test_sixteen_ranks_on_few_cores(ranks):
     assert ranks(16)(many_ranks, timeout_s=100) == [120] * 16
+
+
+def huge() -> None:
+    dist.init_process_group()
+    tensor = torch.full((2**31 + 5,), dist.get_rank() + 1, dtype=torch.int8)
+    dist.all_reduce(tensor)
+    assert tensor[0] == 3
+    assert tensor[-1] == 3
+    assert bool((tensor[-(1 << 20) :] == 3).all())
+
+
+@pytest.mark.soak
+def test_more_than_two_to_the_31_elements(ranks):
+    ranks(2)(huge, timeout_s=110)
