@@ -6,16 +6,20 @@ other, writes the verdict, which all wait for. So every rank learns the same, at
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreTimeoutError
+from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.store.base import Store
 
 _VERDICT = "verdict"
 _COMPLETE = "complete"
+_HEARD = "heard"
+_LINGER_S, _LINGER_POLL_S = 5.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,25 @@ def agree(store: Store, claim: Claim, timeout_s: float) -> None:
         told = store.compare_set(_VERDICT, b"", "timeout: " + absence).decode()
     else:
         told = store.get(_VERDICT).decode()
+    if told == _COMPLETE and verdict in (None, _COMPLETE):
+        return
+    came_too_late = told == _COMPLETE
+    if not came_too_late:
+        _linger(store, 0 if told.startswith("timeout: ") else claim.world_size)
     if told.startswith("timeout: "):
         raise RendezvousTimeoutError(f"rank {claim.rank}: " + told.removeprefix("timeout: "))
-    if told != _COMPLETE or (verdict is not None and verdict != _COMPLETE):
-        # A claim that came after the verdict "complete" is one too many.
-        raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
+    # A claim that came after the verdict "complete" is one too many.
+    raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
+
+
+def _linger(store: Store, expected: int) -> None:
+    """Waits until those that claimed a rank, and `expected` processes in all, have heard the verdict.
+
+    The store may end with this process, and one that comes a moment later would wait there for nothing.
+    """
+    deadline = time.monotonic() + _LINGER_S
+    with contextlib.suppress(StoreConnectionError):  # it ended with another process, which had lingered
+        heard = store.add(_HEARD, 1)
+        while heard < max(expected, len(decode_claims(store.get("claims")))) and time.monotonic() < deadline:
+            time.sleep(_LINGER_POLL_S)
+            heard = store.add(_HEARD, 0)
