@@ -110,21 +110,25 @@ def agree(store: Store, claim: Claim, timeout_s: float) -> None:
         return
     came_too_late = told == _COMPLETE
     if not came_too_late:
-        _linger(store, 0 if told.startswith("timeout: ") else claim.world_size)
+        _linger(store, all_alive=not told.startswith("timeout: "))
     if told.startswith("timeout: "):
         raise RendezvousTimeoutError(f"rank {claim.rank}: " + told.removeprefix("timeout: "))
     # A claim that came after the verdict "complete" is one too many.
     raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
 
 
-def _linger(store: Store, expected: int) -> None:
-    """Waits until those that claimed a rank, and `expected` processes in all, have heard the verdict.
+def _linger(store: Store, all_alive: bool) -> None:
+    """Waits until those that claimed a rank have heard the verdict, and with `all_alive` those that are about to.
 
     The store may end with this process, and one that comes a moment later would wait there for nothing.
     """
     deadline = time.monotonic() + _LINGER_S
     with contextlib.suppress(StoreConnectionError):  # it ended with another process, which had lingered
         heard = store.add(_HEARD, 1)
-        while heard < max(expected, len(decode_claims(store.get("claims")))) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            claims = decode_claims(store.get("claims"))
+            expected = min(claim.world_size for claim in claims) if all_alive else 0
+            if heard >= max(expected, len(claims)):
+                return
             time.sleep(_LINGER_POLL_S)
             heard = store.add(_HEARD, 0)
