@@ -1,8 +1,10 @@
 // The store's server and client as paceline.store uses them. Values are bytes.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <memory>
 
 #include "bindings/bindings.hpp"
 #include "store/client.hpp"
@@ -23,6 +25,14 @@ bool python_interrupted() {
 
 Message to_message(int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
     Message message{static_cast<std::uint8_t>(op), number, {}};
+    std::size_t nbytes = store::kMessageOverhead;
+    for (const nb::bytes& field : fields) nbytes += store::kFieldOverhead + field.size();
+    if (nbytes > store::kMaxFrame) {
+        const std::string said = "the keys and values of one call to a store are " + std::to_string(nbytes) +
+                                 " bytes together; at most " + std::to_string(store::kMaxFrame) +
+                                 " go at once, so set them in parts";
+        throw nb::value_error(said.c_str());
+    }
     for (const nb::bytes& field : fields) message.fields.emplace_back(field.c_str(), field.size());
     return message;
 }
@@ -32,6 +42,30 @@ nb::list to_list(const std::vector<std::string>& fields) {
     for (const std::string& field : fields) values.append(nb::bytes(field.data(), field.size()));
     return values;
 }
+
+// In a forked child the server's thread does not exist, so there it can neither be ended nor taken apart.
+class OwnedServer {
+  public:
+    OwnedServer() : owner_(getpid()), server_(std::make_unique<store::Server>()) {}
+    OwnedServer(const OwnedServer&) = delete;
+    OwnedServer& operator=(const OwnedServer&) = delete;
+    ~OwnedServer() {
+        if (owner_ != getpid()) static_cast<void>(server_.release());
+    }
+    void adopt(int fd) {
+        if (owner_ == getpid())
+            server_->adopt(fd);
+        else
+            ::close(fd);
+    }
+    void close() {
+        if (owner_ == getpid()) server_->close();
+    }
+
+  private:
+    pid_t owner_;
+    std::unique_ptr<store::Server> server_;
+};
 
 // (result, status, number, fields); the last three count only when the result is `answered`.
 nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields, double timeout_s) {
@@ -57,8 +91,8 @@ nb::object apply(store::Table& table, int op, std::int64_t number, const std::ve
     return nb::make_tuple(static_cast<int>(answer->code), answer->number, to_list(answer->fields));
 }
 
-nb::list missing(const store::Table& table, const std::vector<nb::bytes>& keys) {
-    return to_list(table.missing(to_message(static_cast<int>(store::Op::wait), 0, keys)));
+nb::list missing(const store::Table& table, int op, const std::vector<nb::bytes>& keys) {
+    return to_list(table.missing(to_message(op, 0, keys)));
 }
 
 }  // namespace
@@ -67,11 +101,11 @@ void register_store(nb::module_& module) {
     nb::class_<store::Table>(module, "StoreTable")
         .def(nb::init<>())
         .def("apply", &apply, nb::arg("op"), nb::arg("number"), nb::arg("fields"))
-        .def("missing", &missing, nb::arg("keys"));
-    nb::class_<store::Server>(module, "StoreServer")
+        .def("missing", &missing, nb::arg("op"), nb::arg("keys"));
+    nb::class_<OwnedServer>(module, "StoreServer")
         .def(nb::init<>())
-        .def("adopt", &store::Server::adopt, nb::arg("fd"))
-        .def("close", &store::Server::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("adopt", &OwnedServer::adopt, nb::arg("fd"))
+        .def("close", &OwnedServer::close, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Client>(module, "StoreClient")
         .def(nb::init<int>(), nb::arg("fd"))
         .def("ask", &ask, nb::arg("op"), nb::arg("number"), nb::arg("fields"), nb::arg("timeout_s"))

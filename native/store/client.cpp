@@ -12,12 +12,16 @@
 namespace paceline::store {
 namespace {
 
-constexpr int kSpins = 50;  // looks at the socket before sleeping on it; each lets the server run
+constexpr int kMostSpins = 64;
+constexpr std::uint32_t kProbeEvery = 32;  // asks after which spinning is tried again where it did not pay
+constexpr int kProbeSpins = 8;
 constexpr std::int64_t kSliceMs = 100;
+constexpr std::size_t kReadBytes = 64 << 10;
+constexpr std::size_t kKeptBytes = 1 << 20;  // larger buffers are given back after use
 
 }  // namespace
 
-Client::Client(int fd) : fd_(fd) {
+Client::Client(int fd) : fd_(fd), spins_(kProbeSpins), buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
 }
 
@@ -26,13 +30,21 @@ Client::~Client() {
 }
 
 void Client::close() {
-    const std::lock_guard hold(mutex_);
+    {
+        const std::lock_guard hold(ending_);
+        if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
+    }
+    const std::lock_guard hold(asking_);
+    release();
+}
+
+void Client::release() {
+    const std::lock_guard hold(ending_);
     if (fd_ >= 0) ::close(fd_);
     fd_ = -1;
 }
 
-Client::Result Client::wait_for(short events, std::chrono::steady_clock::time_point deadline,
-                                const std::function<bool()>& interrupted) {
+Client::Result Client::sleep_until(short events, Deadline deadline, const Interrupted& interrupted) {
     for (;;) {
         const auto left =
             std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
@@ -43,53 +55,68 @@ Client::Result Client::wait_for(short events, std::chrono::steady_clock::time_po
     }
 }
 
-Client::Result Client::ask(const Message& request, Message& answer, std::chrono::steady_clock::time_point deadline,
-                           const std::function<bool()>& interrupted) {
-    const std::lock_guard hold(mutex_);
+Client::Result Client::ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted) {
+    const std::lock_guard hold(asking_);
     if (fd_ < 0) return Result::closed;
     const Result result = exchange(request, answer, deadline, interrupted);
-    if (result != Result::answered) {
-        ::close(fd_);
-        fd_ = -1;
-    }
+    if (result != Result::answered) release();
     return result;
 }
 
-Client::Result Client::exchange(const Message& request, Message& answer, std::chrono::steady_clock::time_point deadline,
-                                const std::function<bool()>& interrupted) {
-    out_.clear();
+Client::Result Client::exchange(const Message& request, Message& answer, Deadline deadline,
+                                const Interrupted& interrupted) {
     encode(request, out_);
+    const Result sent = send_all(deadline, interrupted);
+    out_.clear();
+    if (out_.capacity() > kKeptBytes) out_.shrink_to_fit();
+    if (sent != Result::answered) return sent;
+    const Result received = receive(answer, deadline, interrupted);
+    in_.clear();
+    if (in_.capacity() > kKeptBytes) in_.shrink_to_fit();
+    return received;
+}
+
+Client::Result Client::send_all(Deadline deadline, const Interrupted& interrupted) {
     for (std::size_t sent = 0; sent < out_.size();) {
         const ssize_t n = send(fd_, out_.data() + sent, out_.size() - sent, MSG_NOSIGNAL);
         if (n >= 0) {
             sent += static_cast<std::size_t>(n);
         } else if (errno == EAGAIN) {
-            if (const Result waited = wait_for(POLLOUT, deadline, interrupted); waited != Result::answered)
+            if (const Result waited = sleep_until(POLLOUT, deadline, interrupted); waited != Result::answered)
                 return waited;
         } else if (errno != EINTR) {
             return Result::closed;
         }
     }
-    in_.clear();
-    int spins = 0;
+    return Result::answered;
+}
+
+// Spinning hides the time the scheduler takes to wake a sleeper, but takes the server's core where cores are few; so
+// the number of looks follows what the last ones brought.
+Client::Result Client::receive(Message& answer, Deadline deadline, const Interrupted& interrupted) {
+    int looks = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
+    const bool spinning = looks > 0;
     for (;;) {
-        const ssize_t n = recv(fd_, buffer_.data(), buffer_.size(), 0);
-        const int why = errno;
+        const ssize_t n = recv(fd_, buffer_.get(), kReadBytes, 0);
         if (n > 0) {
-            in_.append(buffer_.data(), static_cast<std::size_t>(n));
+            in_.append(buffer_.get(), static_cast<std::size_t>(n));
             std::size_t used = 0;
             const Parse parsed = decode(in_, answer, used);
-            if (parsed == Parse::complete) return Result::answered;
-            if (parsed == Parse::malformed) return Result::closed;
-        } else if (n < 0 && why == EAGAIN) {
-            if (spins++ < kSpins)
+            if (parsed == Parse::malformed || (parsed == Parse::complete && used != in_.size())) return Result::closed;
+            if (parsed == Parse::complete) break;
+        } else if (n == 0) {
+            return Result::closed;
+        } else if (errno == EAGAIN) {
+            if (looks-- > 0)
                 sched_yield();
-            else if (const Result waited = wait_for(POLLIN, deadline, interrupted); waited != Result::answered)
+            else if (const Result waited = sleep_until(POLLIN, deadline, interrupted); waited != Result::answered)
                 return waited;
-        } else if (n == 0 || why != EINTR) {
+        } else if (errno != EINTR) {
             return Result::closed;
         }
     }
+    if (spinning) spins_ = looks >= 0 ? std::min(kMostSpins, spins_ + 4) : spins_ / 2;
+    return Result::answered;
 }
 
 }  // namespace paceline::store

@@ -1,9 +1,9 @@
-// One connection to a store's server: a request, then its answer. Thread-safe.
+// One connection to a store's server: a request, then its answer. Thread-safe; `close` wakes whoever waits in `ask`.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <mutex>
 
 #include "store/message.hpp"
@@ -12,6 +12,9 @@ namespace paceline::store {
 
 class Client {
   public:
+    using Deadline = std::chrono::steady_clock::time_point;
+    using Interrupted = std::function<bool()>;
+
     // Takes over `fd`, a connected and authenticated stream socket.
     explicit Client(int fd);
     Client(const Client&) = delete;
@@ -22,20 +25,23 @@ class Client {
 
     // `interrupted` is asked now and then while the answer is awaited. After anything but `answered` the connection
     // is closed: the answer to this request could be taken for the next one's.
-    Result ask(const Message& request, Message& answer, std::chrono::steady_clock::time_point deadline,
-               const std::function<bool()>& interrupted);
+    Result ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted);
     void close();
 
   private:
-    Result wait_for(short events, std::chrono::steady_clock::time_point deadline,
-                    const std::function<bool()>& interrupted);
-    Result exchange(const Message& request, Message& answer, std::chrono::steady_clock::time_point deadline,
-                    const std::function<bool()>& interrupted);
+    Result exchange(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted);
+    Result send_all(Deadline deadline, const Interrupted& interrupted);
+    Result receive(Message& answer, Deadline deadline, const Interrupted& interrupted);
+    Result sleep_until(short events, Deadline deadline, const Interrupted& interrupted);
+    void release();
 
-    std::mutex mutex_;
+    std::mutex asking_;
+    std::mutex ending_;  // guards fd_ against being closed while `close` shuts it down
     int fd_;
+    int spins_;  // how often the socket is looked at before sleeping on it: more where that paid
+    std::uint32_t asked_ = 0;
     std::string out_, in_;
-    std::array<char, 16 << 10> buffer_;
+    std::unique_ptr<char[]> buffer_;
 };
 
 }  // namespace paceline::store

@@ -9,7 +9,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr std::size_t kPrefix = sizeof(std::uint32_t);
-constexpr std::size_t kFixed = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);
 
 template <class T>
 void put(std::string& out, T value) {
@@ -29,8 +28,8 @@ T take(const char*& at) {
 }  // namespace
 
 void encode(const Message& message, std::string& out) {
-    std::size_t nbytes = kFixed;
-    for (const std::string& field : message.fields) nbytes += kPrefix + field.size();
+    std::size_t nbytes = kMessageOverhead;
+    for (const std::string& field : message.fields) nbytes += kFieldOverhead + field.size();
     out.reserve(out.size() + kPrefix + nbytes);
     put(out, static_cast<std::uint32_t>(nbytes));
     put(out, message.code);
@@ -46,7 +45,7 @@ Parse decode(std::span<const char> bytes, Message& message, std::size_t& used) {
     if (bytes.size() < kPrefix) return Parse::partial;
     const char* at = bytes.data();
     const auto nbytes = take<std::uint32_t>(at);
-    if (nbytes < kFixed || nbytes > kMaxFrame) return Parse::malformed;
+    if (nbytes < kMessageOverhead || nbytes > kMaxFrame) return Parse::malformed;
     if (bytes.size() - kPrefix < nbytes) return Parse::partial;
     const char* const end = at + nbytes;
     message.code = take<std::uint8_t>(at);

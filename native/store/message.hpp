@@ -31,7 +31,9 @@ enum class Op : std::uint8_t {
 
 enum class Status : std::uint8_t { ok = 0, timed_out, refused };
 
-constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;
+constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // bytes of a message after its length
+constexpr std::size_t kMessageOverhead = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);
+constexpr std::size_t kFieldOverhead = sizeof(std::uint32_t);
 
 struct Message {
     std::uint8_t code = 0;

@@ -10,21 +10,53 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <system_error>
 
 namespace paceline::store {
 namespace {
 
 constexpr int kEvents = 64;
 constexpr int kLooks = 50;  // at the sockets after a request, before sleeping: the next one is often close behind
+constexpr std::size_t kReadBytes = 64 << 10;
+constexpr std::size_t kKeptBytes = 1 << 20;  // a larger buffer is given back when it is empty
+constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
+
+[[noreturn]] void fail(const char* what) {
+    throw std::system_error(errno, std::generic_category(), what);
+}
+
+void watch(int epoll, int operation, int fd, std::uint32_t events) {
+    epoll_event event{};
+    event.events = events;
+    event.data.fd = fd;
+    epoll_ctl(epoll, operation, fd, &event);
+}
+
+void empty(std::string& buffer) {
+    buffer.clear();
+    if (buffer.capacity() > kKeptBytes) buffer.shrink_to_fit();
+}
 
 }  // namespace
 
-Server::Server() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = wake_;
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
-    thread_ = std::thread([this] { serve(); });
+Server::Server() : buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
+    epoll_ = epoll_create1(EPOLL_CLOEXEC);
+    if (epoll_ < 0) fail("epoll_create1");
+    wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_ < 0) {
+        const int why = errno;
+        ::close(epoll_);
+        errno = why;
+        fail("eventfd");
+    }
+    watch(epoll_, EPOLL_CTL_ADD, wake_, EPOLLIN);
+    try {
+        thread_ = std::thread([this] { serve(); });
+    } catch (...) {
+        ::close(epoll_);
+        ::close(wake_);
+        throw;
+    }
 }
 
 Server::~Server() {
@@ -59,31 +91,33 @@ void Server::serve() {
     pthread_setname_np(pthread_self(), "paceline-store");
     epoll_event events[kEvents];
     int looks = 0;
-    for (;;) {
+    for (bool open = true; open;) {
         int n = 0;
         for (; looks > 0 && n == 0; --looks) {
             n = epoll_wait(epoll_, events, kEvents, 0);
             if (n == 0) sched_yield();
         }
         if (n == 0) n = epoll_wait(epoll_, events, kEvents, next_timeout_ms());
-        looks = kLooks;
+        looks = n > 0 ? kLooks : 0;
         for (int i = 0; i < n; ++i) {
             const int fd = events[i].data.fd;
             if (fd == wake_) {
                 take_new();
+                const std::lock_guard hold(mutex_);
+                open = !closing_;
                 continue;
             }
             const auto found = connections_.find(fd);
             if (found == connections_.end()) continue;
-            if (events[i].events & EPOLLOUT) flush(fd, found->second);
-            if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive(fd);
+            bool alive = true;
+            if (events[i].events & EPOLLOUT) alive = handle_requests(fd, found->second);
+            if (alive && (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(fd, found->second);
+            if (!alive) drop(fd);
+            if (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
         }
-        expire_parked();
-        const std::lock_guard hold(mutex_);
-        if (closing_) break;
+        send_answers(waiters_.expire(std::chrono::steady_clock::now(), table_));
     }
     for (const auto& [fd, connection] : connections_) ::close(fd);
-    connections_.clear();
     const std::lock_guard hold(mutex_);
     for (const int fd : fresh_) ::close(fd);
     fresh_.clear();
@@ -99,132 +133,89 @@ void Server::take_new() {
     }
     for (const int fd : fresh) {
         connections_.emplace(fd, Connection{});
-        epoll_event event{};
-        event.events = EPOLLIN;
-        event.data.fd = fd;
-        epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+        watch(epoll_, EPOLL_CTL_ADD, fd, EPOLLIN);
     }
 }
 
-void Server::receive(int fd) {
-    Connection& connection = connections_.at(fd);
-    const ssize_t got = recv(fd, buffer_.data(), buffer_.size(), 0);
-    const int why = errno;
-    if (got < 0 && (why == EAGAIN || why == EINTR)) return;
-    if (got <= 0) {
-        drop(fd);
-        return;
-    }
-    connection.in.append(buffer_.data(), static_cast<std::size_t>(got));
-    handle_requests(fd, connection);
+// False when the connection is over.
+bool Server::receive(int fd, Connection& connection) {
+    const ssize_t got = recv(fd, buffer_.get(), kReadBytes, 0);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+    if (got <= 0 || waiters_.holds(fd)) return false;
+    connection.in.append(buffer_.get(), static_cast<std::size_t>(got));
+    return handle_requests(fd, connection);
 }
 
-void Server::handle_requests(int fd, Connection& connection) {
+bool Server::handle_requests(int fd, Connection& connection) {
+    std::size_t done = 0;
     Message request;
-    while (!connection.parked) {
+    for (;;) {
+        if (!flush(fd, connection)) return false;
+        if (connection.blocked) {
+            connection.in.erase(0, done);
+            return true;
+        }
         std::size_t used = 0;
-        const Parse parsed = decode(std::span(connection.in).subspan(connection.consumed), request, used);
-        if (parsed == Parse::malformed) {
-            drop(fd);
-            return;
+        const Parse parsed = decode(std::span(connection.in).subspan(done), request, used);
+        if (parsed == Parse::malformed) return false;
+        if (parsed == Parse::partial) {
+            connection.in.erase(0, done);
+            if (connection.in.empty()) empty(connection.in);
+            return true;
         }
-        if (parsed == Parse::partial) break;
-        connection.consumed += used;
-        if (auto done = table_.apply(request, changed_)) {
-            answer(connection, *done);
+        done += used;
+        if (const auto answer = table_.apply(request, changed_)) {
+            encode(*answer, connection.out);
         } else if (request.number <= 0) {
-            answer(connection, {static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)});
+            encode({static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)}, connection.out);
         } else {
-            connection.parked = true;
-            constexpr std::int64_t kLongest = std::int64_t{1} << 40;
-            parked_.push_back(
-                {fd, request, Clock::now() + std::chrono::milliseconds(std::min(request.number, kLongest))});
-        }
-    }
-    connection.in.erase(0, connection.consumed);
-    connection.consumed = 0;
-    flush(fd, connection);
-    wake_parked();
-}
-
-void Server::answer(Connection& connection, const Message& message) {
-    encode(message, connection.out);
-}
-
-// Answers what the changed keys were waited for by, in the order of asking, until nothing changes any more.
-void Server::wake_parked() {
-    while (!changed_.empty()) {
-        std::vector<std::string> changed;
-        changed.swap(changed_);
-        for (auto at = parked_.begin(); at != parked_.end();) {
-            const auto wants = [&](const std::string& key) {
-                return std::find(at->request.fields.begin(), at->request.fields.end(), key) != at->request.fields.end();
-            };
-            std::optional<Message> done;
-            if (std::any_of(changed.begin(), changed.end(), wants)) done = table_.apply(at->request, changed_);
-            if (!done) {
-                ++at;
-                continue;
-            }
-            const int fd = at->fd;
-            at = parked_.erase(at);
-            Connection& connection = connections_.at(fd);
-            connection.parked = false;
-            answer(connection, *done);
-            flush(fd, connection);
+            const auto wait = std::chrono::milliseconds(std::min(request.number, kLongestWaitMs));
+            waiters_.park(fd, std::move(request), std::chrono::steady_clock::now() + wait, table_);
+            const bool alone = done == connection.in.size();
+            empty(connection.in);
+            return alone;
         }
     }
 }
 
-void Server::expire_parked() {
-    const auto now = Clock::now();
-    for (auto at = parked_.begin(); at != parked_.end();) {
-        if (at->deadline > now) {
-            ++at;
-            continue;
-        }
-        const int fd = at->fd;
-        const Message late{static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(at->request)};
-        at = parked_.erase(at);
-        Connection& connection = connections_.at(fd);
-        connection.parked = false;
-        answer(connection, late);
-        flush(fd, connection);
-    }
-}
-
-void Server::flush(int fd, Connection& connection) {
+// False when the peer is gone.
+bool Server::flush(int fd, Connection& connection) {
     while (connection.sent < connection.out.size()) {
         const ssize_t n =
             send(fd, connection.out.data() + connection.sent, connection.out.size() - connection.sent, MSG_NOSIGNAL);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) break;
-        if (n < 0) return;  // the peer is gone; its reading side says so and drops it
+        if (n < 0) return false;
         connection.sent += static_cast<std::size_t>(n);
     }
-    const bool all = connection.sent == connection.out.size();
-    if (all) {
-        connection.out.clear();
+    const bool blocked = connection.sent < connection.out.size();
+    if (!blocked && !connection.out.empty()) {
+        empty(connection.out);
         connection.sent = 0;
     }
-    epoll_event event{};
-    event.events = all ? EPOLLIN : EPOLLIN | EPOLLOUT;
-    event.data.fd = fd;
-    if (!all || connection.blocked) epoll_ctl(epoll_, EPOLL_CTL_MOD, fd, &event);
-    connection.blocked = !all;
+    if (blocked != connection.blocked) watch(epoll_, EPOLL_CTL_MOD, fd, blocked ? EPOLLOUT : EPOLLIN);
+    connection.blocked = blocked;
+    return true;
+}
+
+void Server::send_answers(const Waiters::Answers& answers) {
+    for (const auto& [fd, answer] : answers) {
+        Connection& connection = connections_.at(fd);
+        encode(answer, connection.out);
+        if (!flush(fd, connection)) drop(fd);
+    }
 }
 
 void Server::drop(int fd) {
-    parked_.remove_if([fd](const Parked& each) { return each.fd == fd; });
+    waiters_.forget(fd);
     connections_.erase(fd);
     ::close(fd);
 }
 
 int Server::next_timeout_ms() const {
-    if (parked_.empty()) return -1;
-    auto first = parked_.front().deadline;
-    for (const Parked& each : parked_) first = std::min(first, each.deadline);
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(first - Clock::now()).count();
+    const auto first = waiters_.next_deadline();
+    if (!first) return -1;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(*first - std::chrono::steady_clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
 }
 

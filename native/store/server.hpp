@@ -1,22 +1,22 @@
 // The store's server: one epoll thread that owns the table and every connection. It never takes the interpreter lock.
 //
-// Connections come in by `adopt`, already authenticated. Requests that wait for a key are parked here and answered
-// when the key comes or their time is over.
+// Connections come in by `adopt`, already authenticated. A client asks one thing at a time: a request that waits for
+// a key is parked until the key comes or its time is over, and whoever sends more meanwhile is dropped. A client that
+// does not read its answers is not read from either, so that no connection holds more than a request and its answer.
 #pragma once
 
-#include <array>
-#include <chrono>
-#include <list>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
 
-#include "store/table.hpp"
+#include "store/waiters.hpp"
 
 namespace paceline::store {
 
 class Server {
   public:
+    // Throws std::system_error when the system has no descriptors or threads left.
     Server();
     Server(const Server&) = delete;
     Server& operator=(const Server&) = delete;
@@ -28,42 +28,34 @@ class Server {
     void close();
 
   private:
-    using Clock = std::chrono::steady_clock;
-
     struct Connection {
-        std::string in, out;
-        std::size_t consumed = 0;
+        std::string in;  // the beginning of a request whose end has not come
+        std::string out;
         std::size_t sent = 0;
         bool blocked = false;  // `out` waits for room in the socket
-        bool parked = false;   // its request waits; a client asks one thing at a time
     };
-    struct Parked {
-        int fd;
-        Message request;
-        Clock::time_point deadline;
-    };
+    using Connections = std::unordered_map<int, Connection>;
 
     void serve();
     void take_new();
-    void receive(int fd);
-    void handle_requests(int fd, Connection& connection);
-    void answer(Connection& connection, const Message& message);
-    void wake_parked();
-    void expire_parked();
-    void flush(int fd, Connection& connection);
+    bool receive(int fd, Connection& connection);
+    bool handle_requests(int fd, Connection& connection);
+    bool flush(int fd, Connection& connection);
+    void send_answers(const Waiters::Answers& answers);
     void drop(int fd);
     int next_timeout_ms() const;
 
-    int epoll_;
-    int wake_;
+    int epoll_ = -1;
+    int wake_ = -1;
     std::mutex mutex_;
     std::vector<int> fresh_;  // guarded by mutex_
     bool closing_ = false;    // guarded by mutex_
+    // All below belong to the thread.
     Table table_;
-    std::unordered_map<int, Connection> connections_;
-    std::list<Parked> parked_;
+    Waiters waiters_;
+    Connections connections_;
     std::vector<std::string> changed_;
-    std::array<char, 64 << 10> buffer_;
+    std::unique_ptr<char[]> buffer_;
     std::thread thread_;
 };
 

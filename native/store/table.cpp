@@ -30,10 +30,16 @@ std::size_t fields_needed(Op op) {
 
 }  // namespace
 
+bool Table::holds(Op op, const std::string& key) const {
+    if (op == Op::queue_pop) return queues_.contains(key);
+    if (values_.contains(key)) return true;
+    return op != Op::get && op != Op::multi_get && queues_.contains(key);
+}
+
 std::vector<std::string> Table::missing(const Message& request) const {
     std::vector<std::string> keys;
     for (const std::string& key : request.fields)
-        if (!values_.contains(key) && !queues_.contains(key)) keys.push_back(key);
+        if (!holds(static_cast<Op>(request.code), key)) keys.push_back(key);
     return keys;
 }
 

@@ -17,6 +17,9 @@ class Table {
     // `changed` is the list of keys that now exist or grew, for which others may be waiting.
     std::optional<Message> apply(const Message& request, std::vector<std::string>& changed);
 
+    // Whether `key` is there for a request of `op`: as a value, as a queue, or (to wait and check) as either.
+    bool holds(Op op, const std::string& key) const;
+
     // Of a request that waits, what it waits for.
     std::vector<std::string> missing(const Message& request) const;
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +18,8 @@ from paceline.store.base import Store
 
 _VERDICT = "verdict"
 _COMPLETE = "complete"
-_LONGEST_LINGER = timedelta(seconds=3)
+_HEARD = "heard"
+_LINGER_S, _LINGER_POLL_S = 5.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,29 @@ def agree(store: Store, claim: Claim, timeout_s: float) -> None:
         told = store.compare_set(_VERDICT, b"", "timeout: " + absence).decode()
     else:
         told = store.get(_VERDICT).decode()
+    if told == _COMPLETE and verdict in (None, _COMPLETE):
+        return
+    came_too_late = told == _COMPLETE
+    if not came_too_late:
+        _linger(store, all_alive=not told.startswith("timeout: "))
     if told.startswith("timeout: "):
-        _linger(store, len(decode_claims(store.get("claims"))))
         raise RendezvousTimeoutError(f"rank {claim.rank}: " + told.removeprefix("timeout: "))
-    if told != _COMPLETE or (verdict is not None and verdict != _COMPLETE):
-        _linger(store, claim.world_size)
-        # A claim that came after the verdict "complete" is one too many.
-        raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
+    # A claim that came after the verdict "complete" is one too many.
+    raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
 
 
-def _linger(store: Store, ranks: int) -> None:
-    """Keeps the store there until `ranks` have read a verdict that ends them all, but not for long."""
-    if store.add("told", 1) == ranks:
-        store.set("all told", b"")
-    with contextlib.suppress(StoreTimeoutError, StoreConnectionError):
-        store.wait(["all told"], _LONGEST_LINGER)
+def _linger(store: Store, all_alive: bool) -> None:
+    """Waits until those that claimed a rank have heard the verdict, and with `all_alive` those that are about to.
+
+    The store may end with this process, and one that comes a moment later would wait there for nothing.
+    """
+    deadline = time.monotonic() + _LINGER_S
+    with contextlib.suppress(StoreConnectionError):  # it ended with another process, which had lingered
+        heard = store.add(_HEARD, 1)
+        while time.monotonic() < deadline:
+            claims = decode_claims(store.get("claims"))
+            expected = min(claim.world_size for claim in claims) if all_alive else 0
+            if heard >= max(expected, len(claims)):
+                return
+            time.sleep(_LINGER_POLL_S)
+            heard = store.add(_HEARD, 0)

@@ -28,6 +28,10 @@ _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 
 
+class HandshakeUnfinishedError(AuthenticationError):
+    """The other end fell silent or closed the connection: no verdict on the secret, and worth another attempt."""
+
+
 @dataclass(frozen=True)
 class Hello:
     """Who connects, to what."""
@@ -41,7 +45,8 @@ def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float 
     """The connecting side.
 
     Raises:
-        AuthenticationError: the other end does not hold the key, refused ours, or did not answer in time.
+        AuthenticationError: the other end does not hold the key.
+        HandshakeUnfinishedError: it did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout_s
     first = _HELLO.pack(_MAGIC, hello.channel.encode(), hello.rank, hello.generation, os.urandom(_NONCE_BYTES))
@@ -62,7 +67,8 @@ def verify(
     """The accepting side: who connected.
 
     Raises:
-        AuthenticationError: the other end does not hold the key, speaks another protocol, or did not answer in time.
+        AuthenticationError: the other end does not hold the key, or speaks another protocol.
+        HandshakeUnfinishedError: it did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout_s
     first = _receive(connection, _HELLO.size, deadline)
@@ -97,7 +103,7 @@ def _name(connection: socket.socket) -> str:
 def _left(connection: socket.socket, deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise AuthenticationError(f"{_name(connection)} did not finish the handshake in time")
+        raise HandshakeUnfinishedError(f"{_name(connection)} did not finish the handshake in time")
     return left
 
 
@@ -106,7 +112,7 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
         connection.settimeout(_left(connection, deadline))
         connection.sendall(data)
     except OSError as error:
-        raise AuthenticationError(f"{_name(connection)} broke off the handshake ({error})") from error
+        raise HandshakeUnfinishedError(f"{_name(connection)} broke off the handshake ({error})") from error
 
 
 def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
@@ -116,9 +122,9 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
             connection.settimeout(_left(connection, deadline))
             more = connection.recv(nbytes - len(data))
         except OSError as error:
-            raise AuthenticationError(f"{_name(connection)} broke off the handshake ({error})") from error
+            raise HandshakeUnfinishedError(f"{_name(connection)} broke off the handshake ({error})") from error
         if not more:
-            raise AuthenticationError(
+            raise HandshakeUnfinishedError(
                 f"{_name(connection)} closed the connection during the handshake: it refused this process's proof of "
                 "the job's secret, or is not a Paceline process"
             )

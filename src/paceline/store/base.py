@@ -86,11 +86,11 @@ class Store(ABC):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all `keys` exist."""
-        self._wait_and_ask(Op.WAIT, [key.encode() for key in keys], timeout)
+        self._wait_and_ask(Op.WAIT, _keys(keys), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` exist now."""
-        return self._ask(Op.CHECK, [key.encode() for key in keys])[0] == 1
+        return self._ask(Op.CHECK, _keys(keys))[0] == 1
 
     def delete_key(self, key: str) -> bool:
         """Removes `key`; whether it was there."""
@@ -102,13 +102,13 @@ class Store(ABC):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of `keys`, in their order; waits until all are set."""
-        return self._wait_and_ask(Op.MULTI_GET, [key.encode() for key in keys], None)[1]
+        return self._wait_and_ask(Op.MULTI_GET, _keys(keys), None)[1]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         """Sets each of `keys` to the value at its place, in one step."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; each key needs one value")
-        fields = [part for key, value in zip(keys, values, strict=True) for part in (key.encode(), _bytes(value))]
+        fields = [part for key, value in zip(_keys(keys), values, strict=True) for part in (key, _bytes(value))]
         self._ask(Op.MULTI_SET, fields)
 
     def append(self, key: str, value: bytes | str) -> None:
@@ -155,11 +155,21 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
-        """Does `op`; for those that wait `number` is the time in milliseconds, and TIMED_OUT has the missing keys."""
+        """Does `op`. For those that wait `number` is the time in ms, and TIMED_OUT comes with the missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise TypeError(f"a store's values are bytes or str, not {type(value).__name__}; encode it first")
+
+
+def _keys(keys: Sequence[str]) -> list[bytes]:
+    if isinstance(keys, (str, bytes)):
+        raise TypeError(f"keys is {keys!r}; it must be a list of keys, [{keys!r}] for one")
+    return [key.encode() for key in keys]
 
 
 def _names(keys: list[bytes]) -> str:

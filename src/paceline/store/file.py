@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from paceline import _core
+from paceline.errors import StoreError
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 
 _OPERATION, _MEMBERS = 1 << 60, (1 << 60) + 1  # beyond any data
@@ -39,30 +41,45 @@ class FileStore(Store):
         super().__init__(timeout)
         self.path = os.fspath(file_name)
         self.world_size = world_size
-        self._table = _core.StoreTable()
-        self._replayed = 0
+        self._fd = -1
         if not Path(self.path).absolute().parent.is_dir():
             raise ValueError(f"FileStore: the directory of {self.path!r} does not exist; create it on every rank first")
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with self._locked():
-            if _lock(self._fd, fcntl.F_WRLCK, _MEMBERS, wait=False):
-                os.ftruncate(self._fd, 0)
-            _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
+        self._open()
+
+    def _open(self) -> None:
+        self._owner = os.getpid()
+        self._threads = threading.Lock()  # the file's locks keep processes apart, not the threads of one
+        self._table = _core.StoreTable()
+        self._replayed = 0
+        while self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with self._locked():
+                if os.fstat(self._fd).st_nlink == 0:  # removed since; others will make a new one
+                    self.close()
+                    continue
+                if _lock(self._fd, fcntl.F_WRLCK, _MEMBERS, wait=False):
+                    os.ftruncate(self._fd, 0)
+                _lock(self._fd, fcntl.F_RDLCK, _MEMBERS, wait=True)
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"
 
     def close(self) -> None:
         """Leaves the store; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             self.close()
 
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
+        if self._owner != os.getpid():  # a forked child shares its parent's locks, so it needs a file of its own
+            self.close()
+            self._open()
+        if self._fd < 0:
+            raise StoreError(f"{self} was closed by this process ({os.getpid()}) before {op.name.lower()}")
         deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_POLL_S
         while True:
@@ -74,20 +91,28 @@ class FileStore(Store):
                         self._write(op, number, fields)
                     return Status(done[0]), done[1], done[2]
             if time.monotonic() >= deadline:
-                return Status.TIMED_OUT, 0, self._table.missing(fields)
+                return Status.TIMED_OUT, 0, self._table.missing(op, fields)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        _lock(self._fd, fcntl.F_WRLCK, _OPERATION, wait=True)
-        try:
-            yield
-        finally:
-            _lock(self._fd, fcntl.F_UNLCK, _OPERATION, wait=True)
+        with self._threads:
+            _lock(self._fd, fcntl.F_WRLCK, _OPERATION, wait=True)
+            try:
+                yield
+            finally:
+                if self._fd >= 0:
+                    _lock(self._fd, fcntl.F_UNLCK, _OPERATION, wait=True)
 
     def _replay(self) -> None:
-        size = os.fstat(self._fd).st_size
+        state = os.fstat(self._fd)
+        if state.st_nlink == 0:
+            raise StoreError(
+                f"{self}: the file was removed while process {os.getpid()} used it, so ranks that open it from now on "
+                "would not meet this one; leave it in place, an old one does no harm"
+            )
+        size = state.st_size
         while self._replayed < size:
             record = _read_record(self._fd, self._replayed)
             if record is None:  # its writer was killed half-way

@@ -29,7 +29,7 @@ class HashStore(Store):
         with self._changed:
             done = self._changed.wait_for(lambda: self._try(op, number, fields), timeout_s)
             if done is None:
-                return Status.TIMED_OUT, 0, self._table.missing(fields)
+                return Status.TIMED_OUT, 0, self._table.missing(op, fields)
             self._changed.notify_all()
             return done
 

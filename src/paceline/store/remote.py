@@ -10,34 +10,55 @@ from datetime import timedelta
 
 from paceline import _core
 from paceline.errors import StoreConnectionError
-from paceline.security.handshake import Hello, prove
+from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 from paceline.store.server import CHANNEL
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_UNFINISHED_FOR_S = 20.0  # a server may be too busy for a handshake, or closing; another program never finishes one
 _GRACE_S = 10.0  # beyond a request's own waiting time, for the server to answer
-
 
 _STATUS = tuple(Status)
 _ANSWERED, _CLOSED = 0, 1  # how an exchange with the server ended (native/bindings/store.cpp)
 
 
 class RemoteStore(Store):
-    """The client's side of a served store, over `connection`, which it takes over."""
+    """The client's side of a served store.
 
-    def __init__(self, connection: socket.socket, name: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    `open_connection` makes an authenticated connection. A thread that waits for a key keeps its connection to itself,
+    so other threads get more of them; they are never remade when the server has closed them.
+    """
+
+    def __init__(
+        self, open_connection: Callable[[], socket.socket], name: str, timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> None:
         super().__init__(timeout)
         self._name = name
-        self._ask_server = _core.StoreClient(connection.detach())
+        self._open_connection = open_connection
         self._owner = os.getpid()
+        self._clients: list[_core.StoreClient] = []
+        self._idle: list[_core.StoreClient] = []
+        self._closed = False
+        self._idle.append(self._connected())
 
     def __repr__(self) -> str:
         return self._name
 
     def close(self) -> None:
-        """Closes the connection; idempotent."""
-        self._ask_server.close()
+        """Closes the connections, which wakes threads that wait; idempotent."""
+        self._closed = True
+        if os.getpid() != self._owner:  # a forked child must not end its parent's connections
+            return
+        for client in tuple(self._clients):
+            client.close()
+
+    def _connected(self) -> _core.StoreClient:
+        client = _core.StoreClient(self._open_connection().detach())
+        self._clients.append(client)
+        if self._closed:  # by another thread, while this one connected
+            client.close()
+        return client
 
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
         if os.getpid() != self._owner:
@@ -45,7 +66,16 @@ class RemoteStore(Store):
                 f"{self} was opened by process {self._owner} and cannot be used by its forked child {os.getpid()}; "
                 "open a store of the child's own"
             )
-        result, status, answer, values = self._ask_server.ask(op, number, fields, timeout_s + _GRACE_S)
+        if self._closed:
+            raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = self._connected()
+        try:
+            result, status, answer, values = client.ask(op, number, fields, timeout_s + _GRACE_S)
+        finally:
+            self._idle.append(client)
         if result == _ANSWERED:
             return _STATUS[status], answer, values
         if result == _CLOSED:
@@ -65,34 +95,37 @@ def connect(
 
     Raises:
         StoreConnectionError: names the place, the time, the number of attempts and the last error.
-        AuthenticationError: the server is not of this job.
+        AuthenticationError: the server is not of this job, or no Paceline process.
     """
     started = time.monotonic()
     deadline = started + timeout.total_seconds()
+    unfinished_since: float | None = None
     pause_s = _FIRST_PAUSE_S
     attempts = 0
     while True:
         attempts += 1
         try:
             connection = dial(max(0.1, deadline - time.monotonic()))
-        except OSError as error:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                elapsed = time.monotonic() - started
+            try:
+                prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
+                return connection
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, HandshakeUnfinishedError) as error:
+            now = time.monotonic()
+            if isinstance(error, HandshakeUnfinishedError):
+                unfinished_since = now if unfinished_since is None else unfinished_since
+                if now >= min(deadline, unfinished_since + _UNFINISHED_FOR_S):
+                    raise
+            elif now >= deadline:
                 raise StoreConnectionError(
-                    f"no store at {place} after {elapsed:.1f} s and {attempts} attempts; the last said: {error}. "
+                    f"no store at {place} after {now - started:.1f} s and {attempts} attempts; the last said: {error}. "
                     "Check that rank 0 (or the launcher) runs, that the address and port are the same on every rank, "
                     "and that no firewall is between"
                 ) from error
-            time.sleep(min(pause_s, left))
+            time.sleep(max(0.0, min(pause_s, deadline - now)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            continue
-        try:
-            prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
 
 def connect_unix(path: str, secret: bytes | None, timeout: timedelta = DEFAULT_TIMEOUT) -> RemoteStore:
@@ -108,4 +141,4 @@ def connect_unix(path: str, secret: bytes | None, timeout: timedelta = DEFAULT_T
             raise
         return connection
 
-    return RemoteStore(connect(dial, f"unix:{path}", secret, timeout), f"the store at unix:{path}", timeout)
+    return RemoteStore(lambda: connect(dial, f"unix:{path}", secret, timeout), f"the store at unix:{path}", timeout)

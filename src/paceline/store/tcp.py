@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import weakref
 from datetime import timedelta
@@ -10,12 +11,17 @@ from datetime import timedelta
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
+from paceline.store.holder import port_holder
 from paceline.store.remote import RemoteStore, connect
 from paceline.store.server import StoreServer
 
 _JOINED, _ALL_JOINED = "paceline/store/joined", "paceline/store/all"
 
 _shared_servers: weakref.WeakValueDictionary[int, StoreServer] = weakref.WeakValueDictionary()
+
+
+class PortInUseError(StoreConnectionError):
+    """Another process listens on the server's port."""
 
 
 class TCPStore(RemoteStore):
@@ -67,17 +73,14 @@ class TCPStore(RemoteStore):
                 self._server = StoreServer(listener, secret)
                 self._owns_server = True
                 _shared_servers[self._server.port] = self._server
-        self.port = self._server.port if self._server is not None else port
+        self.port = served = self._server.port if self._server is not None else port
+        place = f"{host_name}:{served}"
 
         def dial(timeout_s: float) -> socket.socket:
-            connection = socket.create_connection((host_name, self.port), timeout=timeout_s)
-            require_secret(connection.getpeername()[0], secret)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
+            return _dial(host_name, served, timeout_s, secret)
 
         try:
-            place = f"{host_name}:{self.port}"
-            super().__init__(connect(dial, place, secret, timeout), f"TCPStore({place})", timeout)
+            super().__init__(lambda: connect(dial, place, secret, timeout), f"TCPStore({place})", timeout)
             if world_size is not None and wait_for_workers:
                 self._wait_for_workers(world_size)
         except BaseException:
@@ -86,11 +89,12 @@ class TCPStore(RemoteStore):
 
     def close(self) -> None:
         """Closes the connection and, on the serving rank, the server; idempotent."""
-        if hasattr(self, "_ask_server"):
+        if hasattr(self, "_clients"):
             super().close()
         if self._server is not None and self._owns_server:
             self._server.close()
-            _shared_servers.pop(self.port, None)
+            if _shared_servers.get(self.port) is self._server:
+                del _shared_servers[self.port]
 
     def __del__(self) -> None:
         if hasattr(self, "_owns_server"):
@@ -110,6 +114,20 @@ class TCPStore(RemoteStore):
                 ) from error
 
 
+def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> socket.socket:
+    connection = socket.create_connection((host_name, port), timeout=timeout_s)
+    try:
+        require_secret(connection.getpeername()[0], secret)
+        if connection.getpeername() == connection.getsockname():
+            # To dial a free port of this machine again and again can succeed, with oneself at the other end.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
     """A socket that listens on the first address of `host_name`, never on a wider one."""
     family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
@@ -122,8 +140,10 @@ def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise StoreConnectionError(
-                f"port {port} of {host_name} is in use{_holder(port)}; end that process or choose another port "
+            holder = port_holder(port)
+            held = f" by {holder}" if holder is not None else ""
+            raise PortInUseError(
+                f"port {port} of {host_name} is in use{held}; end that process or choose another port "
                 "(`paceline run` chooses a free one by itself)"
             ) from error
         if error.errno == errno.EADDRNOTAVAIL:
@@ -133,16 +153,3 @@ def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
             ) from error
         raise
     return listener
-
-
-def _holder(port: int) -> str:
-    import psutil  # only needed here, and slow to load
-
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                process = psutil.Process(connection.pid)
-                return f" by process {connection.pid} ({' '.join(process.cmdline())[:80] or process.name()})"
-    except (psutil.Error, OSError):
-        pass
-    return ""

@@ -1,0 +1,87 @@
+#include "store/waiters.hpp"
+
+#include <algorithm>
+
+namespace paceline::store {
+
+void Waiters::park(Id id, Message request, Time deadline, const Table& table) {
+    Parked& parked = parked_[id];
+    parked = {std::move(request), deadline, 0};
+    by_deadline_.emplace(deadline, id);
+    register_next(id, parked, 0, table);
+}
+
+// Under the first key from `from` on that is missing; round from the start once, since keys can be deleted meanwhile.
+void Waiters::register_next(Id id, Parked& parked, std::size_t from, const Table& table) {
+    const std::vector<std::string>& keys = parked.request.fields;
+    const auto op = static_cast<Op>(parked.request.code);
+    std::size_t at = from;
+    while (at < keys.size() && table.holds(op, keys[at])) ++at;
+    if (at == keys.size()) {
+        at = 0;
+        while (at + 1 < keys.size() && table.holds(op, keys[at])) ++at;
+    }
+    parked.misses = at;
+    by_key_[keys[at]].push_back(id);
+}
+
+void Waiters::unregister(Id id, const Parked& parked) {
+    const auto found = by_key_.find(parked.request.fields[parked.misses]);
+    if (found == by_key_.end()) return;
+    std::erase(found->second, id);
+    if (found->second.empty()) by_key_.erase(found);
+}
+
+void Waiters::forget(Id id) {
+    const auto found = parked_.find(id);
+    if (found == parked_.end()) return;
+    unregister(id, found->second);
+    by_deadline_.erase({found->second.deadline, id});
+    parked_.erase(found);
+}
+
+Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) {
+    Answers answers;
+    for (std::size_t next = 0; next < changed.size(); ++next) {  // an answer may change keys itself
+        const auto found = by_key_.find(changed[next]);
+        if (found == by_key_.end()) continue;
+        const std::vector<Id> ids = std::move(found->second);
+        by_key_.erase(found);
+        for (const Id id : ids) {
+            Parked& parked = parked_.at(id);
+            const std::vector<std::string>& keys = parked.request.fields;
+            const auto op = static_cast<Op>(parked.request.code);
+            std::size_t at = parked.misses;
+            while (at < keys.size() && table.holds(op, keys[at])) ++at;
+            std::optional<Message> answer;
+            if (at == keys.size()) answer = table.apply(parked.request, changed);
+            if (!answer) {
+                register_next(id, parked, at, table);
+                continue;
+            }
+            by_deadline_.erase({parked.deadline, id});
+            parked_.erase(id);
+            answers.emplace_back(id, std::move(*answer));
+        }
+    }
+    changed.clear();
+    return answers;
+}
+
+Waiters::Answers Waiters::expire(Time now, const Table& table) {
+    Answers answers;
+    while (!by_deadline_.empty() && by_deadline_.begin()->first <= now) {
+        const Id id = by_deadline_.begin()->second;
+        answers.emplace_back(
+            id, Message{static_cast<std::uint8_t>(Status::timed_out), 0, table.missing(parked_.at(id).request)});
+        forget(id);
+    }
+    return answers;
+}
+
+std::optional<Waiters::Time> Waiters::next_deadline() const {
+    if (by_deadline_.empty()) return std::nullopt;
+    return by_deadline_.begin()->first;
+}
+
+}  // namespace paceline::store

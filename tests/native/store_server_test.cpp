@@ -1,0 +1,304 @@
+// The store's table, its waiters, and its server against well-behaved, slow and hostile clients.
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "store/client.hpp"
+#include "store/server.hpp"
+
+namespace {
+
+using namespace paceline::store;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+#define CHECK(condition)                                                         \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                        \
+        }                                                                        \
+    } while (false)
+
+Message request(Op op, std::vector<std::string> fields, std::int64_t number = 0) {
+    return {static_cast<std::uint8_t>(op), number, std::move(fields)};
+}
+
+bool never() {
+    return false;
+}
+
+// A connection to `server`; the other end is the caller's.
+int connect_to(Server& server) {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    server.adopt(ends[0]);
+    return ends[1];
+}
+
+Message ask(Client& client, const Message& what) {
+    Message answer;
+    CHECK(client.ask(what, answer, Clock::now() + 20s, never) == Client::Result::answered);
+    return answer;
+}
+
+bool closed_by_peer(int fd) {
+    pollfd watched{fd, POLLIN, 0};
+    char byte;
+    return poll(&watched, 1, 10'000) == 1 && recv(fd, &byte, 1, 0) <= 0;
+}
+
+void send_raw(int fd, const std::string& bytes) {
+    for (std::size_t sent = 0; sent < bytes.size();) {
+        const ssize_t n = send(fd, bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+        if (n <= 0) return;
+        sent += static_cast<std::size_t>(n);
+    }
+}
+
+std::string encoded(const Message& message) {
+    std::string bytes;
+    encode(message, bytes);
+    return bytes;
+}
+
+void a_waiter_is_answered_when_its_last_key_comes() {
+    Table table;
+    Waiters waiters;
+    std::vector<std::string> changed;
+    const auto later = Clock::now() + 1h;
+    waiters.park(7, request(Op::multi_get, {"a", "b", "c"}, 1000), later, table);
+    for (const char* key : {"b", "a"}) {
+        CHECK(table.apply(request(Op::set, {key, key}), changed));
+        CHECK(waiters.wake(table, changed).empty());
+    }
+    CHECK(table.apply(request(Op::remove, {"a"}), changed));  // it has to come again
+    CHECK(table.apply(request(Op::set, {"c", "c"}), changed));
+    CHECK(waiters.wake(table, changed).empty());
+    CHECK(table.apply(request(Op::set, {"a", "again"}), changed));
+    const auto answers = waiters.wake(table, changed);
+    CHECK(answers.size() == 1 && answers[0].first == 7);
+    CHECK((answers[0].second.fields == std::vector<std::string>{"again", "b", "c"}));
+    CHECK(!waiters.holds(7) && !waiters.next_deadline());
+}
+
+void queued_values_go_to_waiters_in_the_order_of_asking() {
+    Table table;
+    Waiters waiters;
+    std::vector<std::string> changed;
+    const auto later = Clock::now() + 1h;
+    for (int id : {3, 1, 2}) waiters.park(id, request(Op::queue_pop, {"q"}, 1000), later, table);
+    waiters.forget(1);
+    CHECK(table.apply(request(Op::queue_push, {"q", "first"}), changed));
+    auto answers = waiters.wake(table, changed);
+    CHECK(answers.size() == 1 && answers[0].first == 3 && answers[0].second.fields[0] == "first");
+    CHECK(table.apply(request(Op::queue_push, {"q", "second"}), changed));
+    answers = waiters.wake(table, changed);
+    CHECK(answers.size() == 1 && answers[0].first == 2 && answers[0].second.fields[0] == "second");
+}
+
+void a_waiter_whose_time_is_over_hears_what_is_missing() {
+    Table table;
+    Waiters waiters;
+    std::vector<std::string> changed;
+    const auto now = Clock::now();
+    CHECK(table.apply(request(Op::set, {"here", ""}), changed));
+    waiters.park(1, request(Op::wait, {"here", "gone"}, 5), now + 5ms, table);
+    waiters.park(2, request(Op::wait, {"gone"}, 500), now + 500ms, table);
+    CHECK(*waiters.next_deadline() == now + 5ms);
+    CHECK(waiters.expire(now + 4ms, table).empty());
+    const auto answers = waiters.expire(now + 5ms, table);
+    CHECK(answers.size() == 1 && answers[0].first == 1);
+    CHECK(answers[0].second.code == static_cast<std::uint8_t>(Status::timed_out));
+    CHECK((answers[0].second.fields == std::vector<std::string>{"gone"}));
+    CHECK(waiters.holds(2));
+}
+
+void a_get_waits_for_a_value_even_if_a_queue_has_the_name() {
+    Table table;
+    Waiters waiters;
+    std::vector<std::string> changed;
+    CHECK(table.apply(request(Op::queue_push, {"k", "queued"}), changed));
+    CHECK(!table.apply(request(Op::get, {"k"}, 1000), changed));
+    waiters.park(1, request(Op::get, {"k"}, 1000), Clock::now() + 1h, table);
+    CHECK(waiters.wake(table, changed).empty());
+    CHECK(table.apply(request(Op::set, {"k", "value"}), changed));
+    const auto answers = waiters.wake(table, changed);
+    CHECK(answers.size() == 1 && answers[0].second.fields[0] == "value");
+}
+
+void malformed_messages_are_recognised() {
+    Message message;
+    std::size_t used = 0;
+    std::string good = encoded(request(Op::set, {"key", "value"}, -5));
+    CHECK(decode(good, message, used) == Parse::complete && used == good.size() && message.number == -5);
+    for (std::size_t n = 0; n < good.size(); ++n)
+        CHECK(decode(std::string_view(good).substr(0, n), message, used) == Parse::partial);
+    std::string huge = good;
+    huge[3] = '\x7f';  // 2 GB announced
+    CHECK(decode(huge, message, used) == Parse::malformed);
+    std::string many = good;
+    many[4 + 1 + 8 + 3] = '\x7f';  // two thousand million fields announced
+    CHECK(decode(many, message, used) == Parse::malformed);
+    std::string longer = good;
+    longer[4 + 1 + 8 + 4] = '\x40';  // a field longer than the message
+    CHECK(decode(longer, message, used) == Parse::malformed);
+    CHECK(decode(std::string(64, '\0'), message, used) == Parse::malformed);
+}
+
+void hostile_clients_are_dropped_and_the_others_served() {
+    Server server;
+    Client good(connect_to(server));
+
+    const int garbage = connect_to(server);
+    send_raw(garbage, std::string(32, '\0'));
+    CHECK(closed_by_peer(garbage));
+
+    const int oversized = connect_to(server);
+    send_raw(oversized, std::string("\xff\xff\xff\xff", 4) + "x");
+    CHECK(closed_by_peer(oversized));
+
+    const int impatient = connect_to(server);  // sends on while its request waits
+    send_raw(impatient, encoded(request(Op::get, {"never"}, 60'000)) + encoded(request(Op::count, {})));
+    CHECK(closed_by_peer(impatient));
+
+    const int half = connect_to(server);  // never finishes a request
+    send_raw(half, encoded(request(Op::set, {"half", "sent"})).substr(0, 9));
+
+    const int gone = connect_to(server);  // leaves while its request waits
+    send_raw(gone, encoded(request(Op::get, {"late"}, 60'000)));
+    close(gone);
+
+    CHECK(ask(good, request(Op::set, {"late", "now"})).code == static_cast<std::uint8_t>(Status::ok));
+    CHECK(ask(good, request(Op::get, {"late"}, 1000)).fields[0] == "now");
+    CHECK(ask(good, request(Op::check, {"half"})).number == 0);
+    CHECK(ask(good, request(static_cast<Op>(99), {"x"})).code == static_cast<std::uint8_t>(Status::refused));
+    CHECK(ask(good, request(Op::set, {"no value"})).code == static_cast<std::uint8_t>(Status::refused));
+    for (int fd : {garbage, oversized, impatient, half}) close(fd);
+}
+
+void keys_set_before_garbage_wake_their_waiters() {
+    Server server;
+    Client waiting(connect_to(server));
+    std::thread waiter([&] { CHECK(ask(waiting, request(Op::get, {"k"}, 20'000)).fields[0] == "v"); });
+    std::this_thread::sleep_for(50ms);
+    const int odd = connect_to(server);
+    send_raw(odd, encoded(request(Op::set, {"k", "v"})) + std::string(32, '\xff'));
+    waiter.join();
+    close(odd);
+}
+
+void one_who_does_not_read_holds_up_nobody() {
+    Server server;
+    Client good(connect_to(server));
+    ask(good, request(Op::set, {"big", std::string(8 << 20, 'b')}));
+    const int lazy = connect_to(server);
+    for (int i = 0; i < 3; ++i) send_raw(lazy, encoded(request(Op::get, {"big"}, 1000)));
+    CHECK(ask(good, request(Op::add, {"n"}, 4)).number == 4);
+    std::size_t got = 0;  // and is served in full when it begins to read
+    std::vector<char> buffer(1 << 20);
+    while (got < 3 * (std::size_t{8} << 20)) {
+        const ssize_t n = recv(lazy, buffer.data(), buffer.size(), 0);
+        CHECK(n > 0);
+        got += static_cast<std::size_t>(n);
+    }
+    close(lazy);
+    CHECK(ask(good, request(Op::add, {"n"}, 1)).number == 5);
+}
+
+void slow_bytes_make_a_request_in_the_end() {
+    Server server;
+    const int fd = connect_to(server);
+    for (const char byte : encoded(request(Op::set, {"slow", "loris"}))) {
+        send_raw(fd, std::string(1, byte));
+        std::this_thread::sleep_for(1ms);
+    }
+    char answer[64];
+    CHECK(recv(fd, answer, sizeof answer, 0) > 0);
+    Client other(connect_to(server));
+    CHECK(ask(other, request(Op::get, {"slow"}, 1000)).fields[0] == "loris");
+    close(fd);
+}
+
+void many_clients_add_to_one_sum() {
+    Server server;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 16; ++i)
+        threads.emplace_back([&server] {
+            Client client(connect_to(server));
+            for (int n = 0; n < 200; ++n) ask(client, request(Op::add, {"sum"}, 1));
+            ask(client, request(Op::add, {"done"}, 1));
+        });
+    for (std::thread& thread : threads) thread.join();
+    Client client(connect_to(server));
+    CHECK(ask(client, request(Op::get, {"sum"}, 1000)).fields[0] == "3200");
+}
+
+void large_values_come_back_whole() {
+    Server server;
+    Client client(connect_to(server));
+    std::string value(32 << 20, '\0');
+    for (std::size_t i = 0; i < value.size(); i += 4093) value[i] = static_cast<char>(i);
+    ask(client, request(Op::set, {"large", value}));
+    CHECK(ask(client, request(Op::get, {"large"}, 1000)).fields[0] == value);
+}
+
+void closing_the_client_wakes_whoever_asks() {
+    Server server;
+    Client client(connect_to(server));
+    std::thread closer([&] {
+        std::this_thread::sleep_for(50ms);
+        client.close();
+    });
+    Message answer;
+    CHECK(client.ask(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) == Client::Result::closed);
+    closer.join();
+    CHECK(client.ask(request(Op::count, {}), answer, Clock::now() + 1s, never) == Client::Result::closed);
+}
+
+void closing_the_server_wakes_its_clients() {
+    Server server;
+    Client client(connect_to(server));
+    std::thread closer([&] {
+        std::this_thread::sleep_for(50ms);
+        server.close();
+        server.close();
+    });
+    Message answer;
+    CHECK(client.ask(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) == Client::Result::closed);
+    closer.join();
+    CHECK(closed_by_peer(connect_to(server)));
+}
+
+void a_silent_server_is_left_at_the_deadline() {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+    Client client(ends[0]);
+    Message answer;
+    CHECK(client.ask(request(Op::count, {}), answer, Clock::now() + 50ms, never) == Client::Result::timed_out);
+    close(ends[1]);
+}
+
+}  // namespace
+
+int main() {
+    a_waiter_is_answered_when_its_last_key_comes();
+    queued_values_go_to_waiters_in_the_order_of_asking();
+    a_waiter_whose_time_is_over_hears_what_is_missing();
+    a_get_waits_for_a_value_even_if_a_queue_has_the_name();
+    malformed_messages_are_recognised();
+    hostile_clients_are_dropped_and_the_others_served();
+    keys_set_before_garbage_wake_their_waiters();
+    one_who_does_not_read_holds_up_nobody();
+    slow_bytes_make_a_request_in_the_end();
+    many_clients_add_to_one_sum();
+    large_values_come_back_whole();
+    closing_the_client_wakes_whoever_asks();
+    closing_the_server_wakes_its_clients();
+    a_silent_server_is_left_at_the_deadline();
+}
