@@ -35,7 +35,9 @@ def script(tmp_path):
 
 
 def test_workers_find_their_place_and_every_line_has_its_rank(script):
-    text = "import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')), sys.argv[1:], __name__)"
+    text = (
+        "import os, sys; print(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')), sys.argv[1:], __name__)"
+    )
     done = run("--standalone", "--nproc-per-node", "3", script(text), "--flag", "x")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[rank {r}] {r} 3 {r} ['--flag', 'x'] __main__" for r in range(3)]

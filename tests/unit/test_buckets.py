@@ -21,4 +21,6 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_within_the_cap(param
     for at, bucket in enumerate(buckets):
         assert len({dtypes[index] for index in bucket.params}) == 1
         assert bucket.nbytes == sum(sizes[index] for index in bucket.params)
-        assert bucket.nbytes <= (min(first, cap) if at == 0 else cap) or len([i for i in bucket.params if sizes[i]]) == 1
+        assert (
+            bucket.nbytes <= (min(first, cap) if at == 0 else cap) or len([i for i in bucket.params if sizes[i]]) == 1
+        )

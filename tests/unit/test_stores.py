@@ -1,220 +1,430 @@
-"""Every store keeps the same promises."""
+"""Every kind of store keeps the same promises."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from paceline import (
-    AuthenticationError,
-    FileStore,
-    HashStore,
-    PrefixStore,
-    Store,
-    StoreConnectionError,
-    StoreError,
-    StoreTimeoutError,
-    TCPStore,
-)
+from paceline import FileStore, HashStore, PrefixStore, Store, TCPStore
+from paceline.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from paceline.store.remote import connect_unix
+from paceline.store.server import StoreServer
 
-SHORT = timedelta(seconds=0.2)
+SHORT = timedelta(milliseconds=50)
+DEADLINE_S = 20
+SECRET = b"a secret of this test, long enough"
 
 
-@pytest.fixture(params=["hash", "file", "tcp", "prefix"])
-def store(request, tmp_path):
-    kinds = {
-        "hash": HashStore,
-        "file": lambda: FileStore(tmp_path / "store", 1),
-        "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True),
-        "prefix": lambda: PrefixStore("a", PrefixStore("b", HashStore())),
-    }
-    made = kinds[request.param]()
+def _tcp(_: Path) -> Store:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _unix(directory: Path) -> Store:
+    server = StoreServer.on_unix_path(str(directory / "store"), SECRET)
+    store = connect_unix(str(directory / "store"), SECRET)
+    store.server = server  # type: ignore[attr-defined]
+    return store
+
+
+KINDS: dict[str, Callable[[Path], Store]] = {
+    "hash": lambda _: HashStore(),
+    "file": lambda directory: FileStore(directory / "store"),
+    "tcp": _tcp,
+    "unix": _unix,
+    "prefix of tcp": lambda directory: PrefixStore("a", PrefixStore("b", _tcp(directory))),
+    "prefix of file": lambda directory: PrefixStore("a", FileStore(directory / "store")),
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    made = KINDS[request.param](tmp_path)
+    made.set_timeout(timedelta(seconds=DEADLINE_S))
     yield made
     made.close()
+    if hasattr(made, "server"):
+        made.server.close()
 
 
-def test_values_are_set_got_and_deleted(store: Store):
-    store.set("key", "text")
+@pytest.fixture(autouse=True)
+def _no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_values_are_bytes_and_strings_are_encoded(store: Store) -> None:
+    store.set("text", "grün")
     store.set("bytes", b"\0\xff")
-    assert store.get("key") == b"text"
-    assert store.multi_get(["bytes", "key"]) == [b"\0\xff", b"text"]
-    store.multi_set(["x", "y"], [b"1", "2"])
-    store.append("x", "1")
-    store.append("new", "n")
-    assert store.multi_get(["x", "y", "new"]) == [b"11", b"2", b"n"]
-    assert store.check(["x", "y"])
-    assert not store.check(["x", "z"])
-    before = store.num_keys()
-    assert store.delete_key("x")
-    assert not store.delete_key("x")
-    assert store.num_keys() == before - 1
-    assert store.has_extended_api()
+    store.set("empty", b"")
+    assert store.multi_get(["bytes", "text", "empty"]) == [b"\0\xff", "grün".encode(), b""]
 
 
-def test_numbers_add_up_and_other_values_are_refused(store: Store):
+@pytest.mark.parametrize("value", [3, None, ["a"]])
+def test_other_values_are_refused(store: Store, value: object) -> None:
+    with pytest.raises(TypeError, match="bytes or str"):
+        store.set("key", value)  # type: ignore[arg-type]
+
+
+def test_a_string_is_not_a_list_of_keys(store: Store) -> None:
+    with pytest.raises(TypeError, match="list of keys"):
+        store.wait("key")
+
+
+def test_add_counts_in_decimal(store: Store) -> None:
+    assert store.add("n", 0) == 0
     assert store.add("n", 5) == 5
     assert store.add("n", -7) == -2
     assert store.get("n") == b"-2"
-    store.set("word", "four")
-    with pytest.raises(StoreError, match=r"refused add\('word'\).*not a number"):
-        store.add("word", 1)
+    store.set("n", "40")
+    assert store.add("n", 2) == 42
 
 
-def test_compare_set_sets_only_what_was_expected(store: Store):
-    assert store.compare_set("k", "expected", "new") == b"expected"
-    assert not store.check(["k"])
-    assert store.compare_set("k", "", "first") == b"first"
-    assert store.compare_set("k", "wrong", "second") == b"first"
-    assert store.compare_set("k", "first", "second") == b"second"
+def test_add_to_what_is_no_number_is_refused_and_changes_nothing(store: Store) -> None:
+    store.set("name", "paceline")
+    with pytest.raises(StoreError, match=r"add\('name'\).*not a number"):
+        store.add("name", 1)
+    assert store.get("name") == b"paceline"
 
 
-def test_queues_are_first_in_first_out(store: Store):
-    store.queue_push("q", "1")
-    store.queue_push("q", "2")
-    assert store.queue_len("q") == 2
-    assert [store.queue_pop("q"), store.queue_pop("q")] == [b"1", b"2"]
+def test_add_beyond_64_bits_is_refused(store: Store) -> None:
+    store.set("n", str(2**63 - 1))
+    with pytest.raises(StoreError, match="64 bits"):
+        store.add("n", 1)
+
+
+def test_compare_set_changes_only_what_is_expected(store: Store) -> None:
+    assert store.compare_set("key", "old", "new") == b"old"
+    assert not store.check(["key"])
+    assert store.compare_set("key", "", "first") == b"first"
+    assert store.compare_set("key", "other", "second") == b"first"
+    assert store.compare_set("key", "first", "second") == b"second"
+    assert store.get("key") == b"second"
+
+
+def test_keys_are_deleted_and_counted(store: Store) -> None:
+    before = store.num_keys()
+    store.multi_set(["a", "b"], ["1", "2"])
+    assert store.num_keys() == before + 2
+    assert store.delete_key("a") is True
+    assert store.delete_key("a") is False
+    assert store.check(["b"])
+    assert not store.check(["a", "b"])
+    assert store.num_keys() == before + 1
+
+
+def test_multi_set_needs_a_value_for_each_key(store: Store) -> None:
+    with pytest.raises(ValueError, match="2 keys and 1 values"):
+        store.multi_set(["a", "b"], ["1"])
+    assert not store.check(["a"])
+
+
+def test_append_makes_or_lengthens_a_value(store: Store) -> None:
+    store.append("log", "one ")
+    store.append("log", b"two")
+    assert store.get("log") == b"one two"
+    assert store.has_extended_api()
+
+
+def test_queues_are_first_in_first_out(store: Store) -> None:
     assert store.queue_len("q") == 0
-    with pytest.raises(StoreTimeoutError):
+    for each in ("1", "2", "3"):
+        store.queue_push("q", each)
+    assert store.queue_len("q") == 3
+    assert [store.queue_pop("q") for _ in range(3)] == [b"1", b"2", b"3"]
+    with pytest.raises(StoreTimeoutError, match="'q'"):
         store.queue_pop("q", block=False)
 
 
-def test_a_wait_that_is_over_names_the_key_and_the_store(store: Store):
-    store.set("there", "")
-    with pytest.raises(StoreTimeoutError, match=r"waited 0\.\d s in .*Store.* never set: 'absent'") as caught:
-        store.wait(["there", "absent"], SHORT)
-    assert isinstance(caught.value, TimeoutError)
+def test_a_wait_that_ends_names_the_missing_keys(store: Store) -> None:
+    store.set("here", b"")
+    with pytest.raises(StoreTimeoutError, match=r"never set: 'gone', 'away'\.") as error:
+        store.wait(["here", "gone", "away"], SHORT)
+    assert isinstance(error.value, TimeoutError)
     store.set_timeout(SHORT)
     assert store.timeout == SHORT
-    with pytest.raises(StoreTimeoutError):
-        store.get("absent")
+    with pytest.raises(StoreTimeoutError, match="'gone'"):
+        store.get("gone")
 
 
-def test_a_waiter_is_woken_by_the_key(store: Store):
-    threading.Timer(0.1, store.set, ("late", "value")).start()
-    if isinstance(store, TCPStore):  # one connection asks one thing at a time
-        other = TCPStore("127.0.0.1", store.port)
-        assert other.get("late") == b"value"
-    elif isinstance(store, FileStore):
-        assert FileStore(store.path).get("late") == b"value"
-    else:
-        assert store.get("late") == b"value"
+def test_a_thread_that_waits_is_woken_and_holds_up_no_other(store: Store) -> None:
+    got: list[bytes] = []
+    threads = [threading.Thread(target=lambda: got.append(store.get("late"))) for _ in range(3)]
+    threads += [threading.Thread(target=lambda: got.append(store.queue_pop("queue")))]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    store.set("late", b"come")
+    store.queue_push("queue", b"come")
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert got == [b"come"] * 4
+    assert time.monotonic() - started < DEADLINE_S / 2
 
 
-def test_clients_of_one_tcp_store_see_each_other():
-    server = TCPStore("localhost", 0, world_size=3, is_master=True, wait_for_workers=False)
-    others = [TCPStore("localhost", server.port, 3, wait_for_workers=False) for _ in range(2)]
-    threads = [threading.Thread(target=lambda s=s: [s.add("n", 1) for _ in range(200)]) for s in (server, *others)]
+def test_threads_add_without_losing_one(store: Store) -> None:
+    threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert others[0].add("n", 0) == 600
-    assert (server.host, others[0].port) == ("localhost", server.port)
-    big = os.urandom(5 << 20)
-    others[0].set("big", big)
-    assert others[1].get("big") == big
-    shared = TCPStore("localhost", server.port, is_master=True, multi_tenant=True)
-    assert shared.add("n", 0) == 600
+        thread.join(DEADLINE_S)
+    assert store.add("n", 0) == 200
+
+
+def test_large_values_come_back_whole(store: Store) -> None:
+    value = os.urandom(1 << 20) * 8
+    store.set("large", value)
+    assert store.get("large") == value
+
+
+def test_a_prefix_is_a_name_space_of_the_store_below() -> None:
+    below = HashStore()
+    store = PrefixStore("run", below)
+    store.multi_set(["a", "b"], ["1", "2"])
+    store.queue_push("q", "3")
+    assert below.multi_get(["run/a", "run/b"]) == [b"1", b"2"]
+    assert below.queue_pop("run/q") == b"3"
+    with pytest.raises(StoreTimeoutError, match="never set: 'c'"):
+        store.wait(["a", "c"], SHORT)
+
+
+# TCP
+
+
+def test_clients_of_a_server_share_its_keys() -> None:
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert server.host == "localhost"
+    assert server.port > 0
+    client = TCPStore("localhost", server.port)
+    client.set("key", b"value")
+    assert server.get("key") == b"value"
+    client.close()
     server.close()
-    with pytest.raises(StoreConnectionError, match="has ended"):
-        others[0].get("n")
 
 
-def test_ipv6_and_a_socket_of_the_callers():
-    listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
-    store = TCPStore("::1", 0, is_master=True, master_listen_fd=listener.detach())
+def test_ipv6_serves() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    try:
+        store = TCPStore("::1", 0, is_master=True, wait_for_workers=False)
+    except OSError as error:
+        pytest.skip(f"no IPv6 loopback: {error}")
     assert TCPStore("::1", store.port).add("n", 1) == 1
     store.close()
 
 
-def test_a_port_in_use_is_reported_with_its_holder():
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    with pytest.raises(StoreConnectionError, match=rf"port {store.port} .* in use by process {os.getpid()} "):
-        TCPStore("127.0.0.1", store.port, is_master=True)
+def test_the_master_waits_for_its_workers() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    joined: list[Store] = []
+    worker = threading.Thread(target=lambda: joined.append(TCPStore("127.0.0.1", port, 2)))
+    worker.start()
+    store = TCPStore("127.0.0.1", port, 2, is_master=True, master_listen_fd=listener.detach())
+    worker.join(DEADLINE_S)
+    assert len(joined) == 1
+    store.close()
 
 
-def test_nobody_there_is_told_with_place_time_and_attempts():
-    with pytest.raises(StoreConnectionError, match=r"no store at 127\.0\.0\.1:1 after 0\.\d s and \d+ attempts.*refused"):
-        TCPStore("127.0.0.1", 1, timeout=SHORT)
+def test_workers_that_do_not_come_are_counted() -> None:
+    with pytest.raises(TimeoutError, match="for 3 clients; 1 came"):
+        TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=0.3))
 
 
-def test_without_a_secret_only_loopback_is_served(monkeypatch):
-    monkeypatch.delenv("PACELINE_SECRET", raising=False)
-    with pytest.raises(ValueError, match="has no secret.*PACELINE_SECRET"):
-        TCPStore("0.0.0.0", 0, is_master=True)
+def test_a_port_in_use_names_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            StoreConnectionError, match=rf"port {port} of 127.0.0.1 is in use by process {os.getpid()} \("
+        ):
+            TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
-def test_a_client_with_another_secret_is_refused_and_the_server_goes_on(monkeypatch, caplog):
-    monkeypatch.setenv("PACELINE_SECRET", "a secret of this job")
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    monkeypatch.setenv("PACELINE_SECRET", "a secret of another job")
-    with pytest.raises(AuthenticationError, match="does not hold this job's secret"):
-        TCPStore("127.0.0.1", store.port)
-    with socket.create_connection(("127.0.0.1", store.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * 64)
-        stranger.settimeout(10)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    assert store.add("n", 1) == 1
-    assert "spoke another protocol" in caplog.text
+def test_tenants_of_one_process_share_a_server() -> None:
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    second = TCPStore("127.0.0.1", first.port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    first.set("key", b"shared")
+    assert second.get("key") == b"shared"
+    second.close()
+    assert first.get("key") == b"shared"
+    first.close()
 
 
-def test_a_secret_file_that_others_can_read_is_refused(monkeypatch, tmp_path):
-    path = tmp_path / "secret"
-    path.write_text("0123456789abcdef")
-    path.chmod(0o644)
-    monkeypatch.delenv("PACELINE_SECRET", raising=False)
-    monkeypatch.setenv("PACELINE_SECRET_FILE", str(path))
-    with pytest.raises(ValueError, match="chmod 600"):
-        TCPStore("127.0.0.1", 0, is_master=True)
-    path.chmod(0o600)
-    TCPStore("127.0.0.1", 0, is_master=True).close()
+def test_nobody_there_is_said_with_host_time_and_attempts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(
+        StoreConnectionError, match=rf"no store at 127.0.0.1:{port} after 0\.\d s and \d+ attempts; .*refused"
+    ):
+        TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.3))
 
 
-def test_a_file_left_by_an_earlier_run_is_started_anew(tmp_path):
+def test_a_late_server_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    servers: list[Store] = []
+
+    def serve() -> None:
+        servers.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    timer = threading.Timer(0.3, serve)
+    timer.start()
+    client = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S))
+    assert client.add("n", 1) == 1
+    timer.join()
+    servers[0].close()
+
+
+def test_a_server_that_ends_is_said_to_have_ended() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port)
+    threading.Timer(0.1, server.close).start()
+    with pytest.raises(StoreConnectionError, match="closed the connection"):
+        client.get("never")
+    server.close()
+
+
+def test_a_store_closed_here_says_so_and_wakes_its_waiters() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port)
+    threading.Timer(0.1, client.close).start()
+    with pytest.raises(StoreConnectionError):
+        client.get("never")
+    with pytest.raises(StoreConnectionError, match="was closed by this process"):
+        client.add("n", 1)
+    client.close()
+    server.close()
+
+
+def test_a_forked_child_may_not_use_the_connection_and_does_not_harm_it() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            server.add("n", 1)
+        except StoreConnectionError as error:
+            told = "forked child" in str(error)
+            server.close()
+            del server  # takes the server apart in a process without its thread
+            os._exit(0 if told else 1)
+        os._exit(2)
+    assert _exit_code(child) == 0
+    assert server.add("n", 1) == 1
+    server.close()
+
+
+def test_keyboard_interrupt_ends_a_wait() -> None:
+    script = (
+        "import paceline, sys\n"
+        "store = paceline.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print('waiting', flush=True)\n"
+        "store.get('never')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=DEADLINE_S)
+    assert b"KeyboardInterrupt" in told
+
+
+# Files
+
+
+def test_a_file_left_by_an_earlier_run_is_started_anew(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    code = f"from paceline import FileStore; FileStore({str(path)!r}, 1).set('old', 'run'); import os; os._exit(0)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    earlier = FileStore(path)
+    assert earlier.path == str(path)
+    earlier.set("stale", b"yes")
+    earlier.close()
     assert path.stat().st_size > 0
-    first = FileStore(path, 2)
-    second = FileStore(path, 2)
-    assert not second.check(["old"])
-    first.set("new", "run")
-    assert second.get("new") == b"run"
+    later = FileStore(path)
+    assert not later.check(["stale"])
+    later.close()
 
 
-def test_a_record_that_was_cut_off_is_dropped(tmp_path):
-    one, two = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
-    one.set("whole", "1")
-    with Path(one.path).open("ab") as file:
-        file.write(b"\x40\0\0\0half a rec")
-    assert two.get("whole") == b"1"
-    two.set("next", "2")
-    assert one.get("next") == b"2"
+def test_a_file_of_a_killed_process_is_started_anew(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    script = (
+        "import paceline, sys, time\n"
+        f"store = paceline.FileStore({str(path)!r})\n"
+        "store.set('stale', 'yes')\n"
+        "print('set', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    other = FileStore(path)
+    assert other.check(["stale"])  # its member lives
+    other.close()
+    process.kill()
+    process.wait(DEADLINE_S)
+    process.stdout.close()
+    store = FileStore(path)
+    assert not store.check(["stale"])
+    store.close()
 
 
-def test_many_processes_share_a_file(tmp_path):
-    code = f"from paceline import FileStore; s = FileStore({str(tmp_path / 'store')!r}); [s.add('n', 1) for _ in range(50)]"
-    keep = FileStore(tmp_path / "store")
-    children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [child.wait(30) for child in children] == [0, 0, 0]
-    assert keep.add("n", 0) == 150
+def test_half_a_record_of_a_killed_writer_is_dropped(tmp_path: Path) -> None:
+    first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
+    first.set("whole", b"1")
+    with open(tmp_path / "store", "ab") as file:
+        file.write(b"\x40\0\0\0 half a record")
+    second.set("after", b"2")
+    assert first.multi_get(["whole", "after"]) == [b"1", b"2"]
 
 
-def test_a_server_whose_handshakes_stall_admits_others():
-    store = TCPStore("127.0.0.1", 0, is_master=True)
-    silent = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(20)]
-    started = time.monotonic()
-    TCPStore("127.0.0.1", store.port).set("k", "v")
-    assert time.monotonic() - started < 4  # less than a stalled handshake's time-out
-    for each in silent:
-        each.close()
+def test_a_file_removed_in_use_is_noticed(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    (tmp_path / "store").unlink()
+    with pytest.raises(StoreError, match="was removed while"):
+        store.set("key", b"")
+
+
+def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", 2)
+    child = os.fork()
+    if child == 0:
+        for _ in range(100):
+            store.add("n", 1)
+        os._exit(0)
+    for _ in range(100):
+        store.add("n", 1)
+    assert _exit_code(child) == 0
+    assert store.get("n") == b"200"
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"directory of .* does not exist"):
+        FileStore(tmp_path / "no" / "store")
+
+
+def test_a_closed_file_says_so(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="was closed"):
+        store.num_keys()
+
+
+def _exit_code(child: int) -> int:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -signal.SIGKILL

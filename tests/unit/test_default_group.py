@@ -1,0 +1,30 @@
+"""The default group's own rules; how ranks meet is in test_claims.py and test_rendezvous_rules.py."""
+
+from __future__ import annotations
+
+import pytest
+
+import paceline as dist
+
+
+def test_an_unknown_backend_and_a_missing_group_are_named():
+    with pytest.raises(ValueError, match="backend 'nccl' is not known; this version has 'paceline'"):
+        dist.init_process_group("nccl")
+    with pytest.raises(ValueError, match="call paceline.init_process_group"):
+        dist.get_rank()
+    assert not dist.is_initialized()
+    assert dist.is_available()
+
+
+def test_one_process_is_a_group_of_one_again_and_again():
+    import torch
+
+    for _ in range(2):
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        assert tensor.sum() == 1000
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "paceline")
+        with pytest.raises(ValueError, match="exists already"):
+            dist.init_process_group()
+        dist.destroy_process_group()
