@@ -16,7 +16,6 @@ from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_pla
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
 
-
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
