@@ -188,8 +188,8 @@ class DistributedDataParallel(nn.Module):
         if not self._structure.is_unchanged():
             raise RuntimeError(
                 f"rank {self.process_group.ranks[self.process_group.rank()]}: the module changed after wrapping: "
-                "parameters or submodules were added, removed or replaced, and the new ones would not be averaged over the "
-                "ranks. Change the module first, then wrap it (again, if need be)"
+                "parameters or submodules were added, removed or replaced, and the new ones would not be averaged over "
+                "the ranks. Change the module first, then wrap it (again, if need be)"
             )
         for param in self._frozen:
             if param.requires_grad:

@@ -215,8 +215,8 @@ class Reducer:
     def _raise_late(self, index: int) -> None:
         raise RuntimeError(
             f"{self._me()}: parameter {self._names[index]!r} got another gradient in a backward after it was handed "
-            "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): wrap "
-            "the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
+            "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "
+            "wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
         )
 
     def _hand_over(self) -> None:
