@@ -1,8 +1,10 @@
-"""Sees to it that every rank holds the same model before training starts."""
+"""Sees to it that every rank wraps the same model in the same way before training starts."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,10 +12,12 @@ from torch import nn
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
 
+Entry = list[object]
 
-def describe_module(module: nn.Module) -> list[list[object]]:
+
+def describe_module(module: nn.Module) -> list[Entry]:
     """Name, shape, strides, type and requires_grad of each parameter and buffer, in order of registration."""
-    described: list[list[object]] = []
+    described: list[Entry] = []
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
             shape = list(tensor.shape)
@@ -21,32 +25,72 @@ def describe_module(module: nn.Module) -> list[list[object]]:
     return described
 
 
-def require_same_module(module: nn.Module, group: ProcessGroup) -> None:
-    """Compares the model's description with rank 0's, on every rank.
+def require_same_module(
+    module: nn.Module, options: dict[str, object], wish: bool, problem: Exception | None, group: ProcessGroup
+) -> list[bool]:
+    """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's wish.
+
+    Args:
+        module: what this rank wraps.
+        options: arguments that must be the same on every rank.
+        wish: may differ.
+        problem: why this rank cannot wrap it; raised here, after the others were told.
 
     Raises:
-        CollectiveMismatchError: on every rank, naming the first difference.
+        CollectiveMismatchError: on every rank, naming the first difference and who is on which side of it.
     """
-    descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(describe_module(module)).encode())]
-    first = descriptions[0]
-    for rank, other in enumerate(descriptions):
-        if other != first:
+    description = describe_module(module)
+    digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
+    mine = {"digest": digest, "options": options, "wish": wish, "problem": str(problem) if problem else None}
+    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(mine).encode())]
+    if problem is not None:
+        raise problem
+    for rank, other in zip(group.ranks, everyone, strict=True):
+        if other["problem"] is not None:
             raise CollectiveMismatchError(
-                f"the models differ: {_first_difference(first, other, group.ranks[0], group.ranks[rank])}. "
-                "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
+                f"rank {group.ranks[group.rank()]}: rank {rank} could not wrap its module, so no rank can: "
+                f"{other['problem']}. Build the same model on every rank and wrap it the same way"
             )
+    for option, value in options.items():
+        values = [other["options"].get(option) for other in everyone]
+        if any(each != value for each in values):
+            told = _sides([f"passed {option}={each!r}" for each in values], group.ranks)
+            raise CollectiveMismatchError(
+                f"rank {group.ranks[group.rank()]}: the module is not wrapped alike: {told}. "
+                "Pass the same arguments on every rank"
+            )
+    if any(other["digest"] != digest for other in everyone):
+        descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
+        raise CollectiveMismatchError(
+            f"rank {group.ranks[group.rank()]}: the models differ: {_first_difference(descriptions, group.ranks)}. "
+            "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
+        )
+    return [bool(other["wish"]) for other in everyone]
 
 
-def _first_difference(first: list[list[object]], other: list[list[object]], rank: int, other_rank: int) -> str:
-    for left, right in zip(first, other, strict=False):
-        if left != right:
-            return f"rank {rank} has {_say(left)}, rank {other_rank} has {_say(right)}"
-    longer, longer_rank = (first, rank) if len(first) > len(other) else (other, other_rank)
-    extra = longer[min(len(first), len(other))]
-    return f"rank {longer_rank} has {_say(extra)}, which rank {rank + other_rank - longer_rank} does not have"
+def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:
+    for at in range(max(map(len, descriptions))):
+        said = [_say(entries[at] if at < len(entries) else None) for entries in descriptions]
+        if any(each != said[0] for each in said):
+            return _sides([f"has {each}" for each in said], ranks)
+    raise AssertionError("descriptions whose digests differ are equal")
 
 
-def _say(entry: list[object]) -> str:
+def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
+    """Which ranks hold which value, rank 0's first."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    told = []
+    for value, who in holders.items():
+        listed = ", ".join(map(str, who[:most])) + (f" and {len(who) - most} more" if len(who) > most else "")
+        told.append(f"rank{'s' if len(who) > 1 else ''} {listed} {value}")
+    return "; ".join(told)
+
+
+def _say(entry: Entry | None) -> str:
+    if entry is None:
+        return "nothing in its place"
     kind, name, shape, stride, dtype, requires_grad = entry
     return f"{kind} {name!r} of shape {shape}, strides {stride}, {dtype}, requires_grad={requires_grad}"
 
@@ -58,8 +102,9 @@ def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
     """Copies rank 0's values to all ranks, whatever the types and layouts."""
-    plain = [tensor for tensor in tensors if tensor.is_contiguous()]
+    plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
+    kept = {id(tensor) for tensor in plain}
     group.broadcast(byte_views(plain), 0)
     for tensor in tensors:
-        if not tensor.is_contiguous():
+        if id(tensor) not in kept:
             group.broadcast(tensor.detach(), 0)

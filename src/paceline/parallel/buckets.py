@@ -25,7 +25,9 @@ def make_buckets(
     """Cuts the parameters, last registered first, into buckets of at most `cap_bytes`.
 
     That is about the order in which backward computes their gradients. The first bucket is small, so that reduction
-    starts early. A parameter larger than the cap has a bucket of its own; a change of type starts a new bucket.
+    starts early. A parameter larger than the cap has a bucket of its own. Types do not mix in a bucket, but a model
+    that alternates between two of them still gets full buckets of each; the buckets come in the order in which their
+    last gradient is computed.
 
     Args:
         sizes: bytes of each parameter, in order of registration.
@@ -35,21 +37,22 @@ def make_buckets(
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
     """
     buckets: list[Bucket] = []
-    open_params: list[int] = []
-    open_bytes = 0
+    filling: dict[torch.dtype, list[int]] = {}
+    filled_bytes: dict[torch.dtype, int] = {}
+    caps: dict[torch.dtype, int] = {}
 
-    def close() -> None:
-        nonlocal open_bytes
-        if open_params:
-            buckets.append(Bucket(tuple(open_params), open_bytes))
-        open_params.clear()
-        open_bytes = 0
+    def close(dtype: torch.dtype) -> None:
+        buckets.append(Bucket(tuple(filling.pop(dtype)), filled_bytes.pop(dtype)))
+        caps[dtype] = cap_bytes
 
     for index in reversed(range(len(sizes))):
-        cap = cap_bytes if buckets else min(first_cap_bytes, cap_bytes)
-        if open_params and (open_bytes + sizes[index] > cap or dtypes[open_params[-1]] != dtypes[index]):
-            close()
-        open_params.append(index)
-        open_bytes += sizes[index]
-    close()
+        dtype, nbytes = dtypes[index], sizes[index]
+        cap = caps.setdefault(dtype, min(first_cap_bytes, cap_bytes))
+        if dtype in filling and filled_bytes[dtype] + nbytes > cap:
+            close(dtype)
+        filling.setdefault(dtype, []).append(index)
+        filled_bytes[dtype] = filled_bytes.get(dtype, 0) + nbytes
+    for dtype in list(filling):
+        close(dtype)
+    buckets.sort(key=lambda bucket: -bucket.params[-1])
     return buckets

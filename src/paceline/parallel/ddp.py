@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from paceline.engine.codes import DTYPE_CODES
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors, byte_views, require_same_module
 from paceline.parallel.buckets import MIB, make_buckets
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.reducer import Reducer
+from paceline.parallel.structure import ModuleStructure
 
 DEFAULT_BUCKET_CAP_MB = 25
-_CHECK_PARAMETERS_EVERY = 100  # forwards
+_OF_THIS_PROCESS = ("process_group", "_reducer", "_structure", "_params", "_frozen", "_buffers_sent", "_buffer_bytes")
 
 
 class DistributedDataParallel(nn.Module):
@@ -23,24 +29,33 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: a model on CPU, the same on every rank; rank 0's parameters and buffers are copied to all.
-        device_ids, output_device: for GPUs; must be None.
+        device_ids, output_device: for GPUs; leave them out.
         dim: for several devices a process; must be 0.
         broadcast_buffers: copy rank 0's buffers to all ranks before each forward in training mode.
         init_sync: compare and copy the model at the start; without it the ranks must hold the same one already.
         process_group: the ranks that take part; None for the default group.
         bucket_cap_mb: MiB of gradients that are reduced together; None for 25.
-        find_unused_parameters: allow parameters that forward did not use, at the cost of walking its graph.
+        find_unused_parameters: allow parameters that get no gradient. If no rank has one it stays as it is, else
+            zeros stand in where there is none. Nothing is reduced before backward ends.
         check_reduction: without effect, as in torch.
         gradient_as_bucket_view: without effect: gradients are reduced where they are, there are no bucket copies.
-        static_graph: forward uses the same parameters in the same way every time; the first backward shows how.
+        static_graph: backward goes the same way every time; the first one shows which parameters it leaves out, and
+            which it comes to several times.
+        overlap: reduce gradients while backward computes others. None: where each rank of this host has a core to
+            spare for it (see docs/data-parallel.md).
 
     Raises:
-        CollectiveMismatchError: the models differ between ranks.
+        CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
         ValueError: an argument or a parameter is for a GPU.
         RuntimeError: no parameter requires a gradient.
-        TypeError: the module makes sparse gradients.
+        TypeError: the module makes sparse gradients, or has parameters of a type that cannot be averaged.
 
     The attribute `module` is the wrapped model; `state_dict` has its keys with the prefix "module.".
+
+    Example::
+
+        model = paceline.DistributedDataParallel(model)
+        loss_function(model(inputs), targets).backward()  # the same gradients on every rank
     """
 
     def __init__(
@@ -57,42 +72,59 @@ class DistributedDataParallel(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        *,
+        overlap: bool | None = None,
     ) -> None:
         super().__init__()
         if device_ids or output_device is not None:
-            raise ValueError("device_ids and output_device are for GPUs; a model on CPU is wrapped without them")
+            raise ValueError(
+                f"device_ids is {device_ids} and output_device is {output_device}, but they are for GPUs, and this "
+                "version trains models on CPU: DistributedDataParallel(module)"
+            )
         if dim != 0:
             raise ValueError(f"dim is {dim}; it is for splitting a batch between devices of one process and must be 0")
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")
         self.module = module
         self.process_group = default_group() if process_group is None else process_group
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self.require_backward_grad_sync = True
-        self._check_module()
+        self.overlap = bool(overlap)
+        problem = _why_not(module)
         if init_sync:
-            require_same_module(module, self.process_group)
+            wishes = require_same_module(
+                module,
+                {
+                    "broadcast_buffers": broadcast_buffers,
+                    "bucket_cap_mb": self.bucket_cap_mb,
+                    "find_unused_parameters": find_unused_parameters,
+                    "static_graph": static_graph,
+                    "overlap": overlap,
+                },
+                _has_core_to_spare(self.process_group) if overlap is None else overlap,
+                problem,
+                self.process_group,
+            )
+            self.overlap = all(wishes)
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
+        elif problem is not None:
+            raise problem
         self._start()
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`)."""
-        reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
-        if reduces:
-            self._reducer.require_complete()
-            if self._forwards % _CHECK_PARAMETERS_EVERY == 0:
-                self._check_unchanged()
-            self._forwards += 1
-        if self.broadcast_buffers and self.training and self.require_backward_grad_sync:
+        if not (self.require_backward_grad_sync and torch.is_grad_enabled()):
+            return self.module(*args, **kwargs)
+        self._reducer.require_complete()
+        self._require_unchanged()
+        if self.broadcast_buffers and self.training:
             self._broadcast_buffers()
         output = self.module(*args, **kwargs)
-        if reduces:
-            self._reducer.prepare(output)
-        elif torch.is_grad_enabled():
-            self._reducer.skip()
+        self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
         return output
 
     @contextmanager
@@ -109,21 +141,30 @@ class DistributedDataParallel(nn.Module):
             self.require_backward_grad_sync = before
 
     def communication_wait_s(self) -> float:
-        """The seconds that backwards have spent waiting for reductions since the start."""
+        """The seconds that backwards have spent, at their ends, reducing gradients and waiting for reductions."""
         return self._reducer.wait_s
 
     def __getstate__(self) -> dict[str, object]:
-        left_behind = ("process_group", "_reducer", "_params", "_buffer_bytes", "_buffer_addresses")
-        return {name: value for name, value in self.__dict__.items() if name not in left_behind}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
+        self.__dict__.update(state)
         self.process_group = default_group()
         self._start()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DistributedDataParallel:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        copied.process_group = self.process_group
+        copied._start()
+        return copied
 
     def _start(self) -> None:
         named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
         self._params = [param for _, param in named]
+        self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
+        self._structure = ModuleStructure(self.module)
         buckets = make_buckets(
             [param.nbytes for param in self._params],
             [param.dtype for param in self._params],
@@ -134,46 +175,69 @@ class DistributedDataParallel(nn.Module):
             [name for name, _ in named],
             buckets,
             self.process_group,
-            may_skip=self.find_unused_parameters and not self.static_graph,
+            find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
+            overlap=self.overlap,
         )
-        self._forwards = 0
+        # The hooks must not outlive the wrapper: the module may be wrapped again.
+        weakref.finalize(self, self._reducer.close).atexit = False
+        self._buffers_sent: list[int] = []
         self._buffer_bytes: list[torch.Tensor] = []
-        self._buffer_addresses: list[int] = []
 
-    def _check_module(self) -> None:
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if not tensor.is_cpu:
-                raise ValueError(f"{name!r} is on {tensor.device}; the paceline engine works on CPU: module.cpu()")
-        if not any(param.requires_grad for param in self.module.parameters()):
+    def _require_unchanged(self) -> None:
+        if not self._structure.is_unchanged():
             raise RuntimeError(
-                "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
+                f"rank {self.process_group.ranks[self.process_group.rank()]}: the module changed after wrapping: "
+                "parameters or submodules were added, removed or replaced, and the new ones would not be averaged over "
+                "the ranks. Change the module first, then wrap it (again, if need be)"
             )
-        for name, child in self.module.named_modules():
-            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-                raise TypeError(f"{name!r} makes sparse gradients, which are not reduced; build it with sparse=False")
-
-    def _check_unchanged(self) -> None:
-        current = [param for param in self.module.parameters() if param.requires_grad]
-        if len(current) != len(self._params) or any(a is not b for a, b in zip(current, self._params, strict=True)):
-            raise RuntimeError(
-                f"the module's parameters changed after wrapping (there were {len(self._params)} that require a "
-                f"gradient, now there are {len(current)}, or some were replaced); the new ones would not be reduced. "
-                "Add, freeze or replace parameters first, then wrap"
-            )
+        for param in self._frozen:
+            if param.requires_grad:
+                name = next(name for name, each in self.module.named_parameters() if each is param)
+                raise RuntimeError(
+                    f"rank {self.process_group.ranks[self.process_group.rank()]}: parameter {name!r} did not require a "
+                    "gradient when the module was wrapped and does now; it would not be averaged over the ranks. "
+                    "Unfreeze parameters first, then wrap the module (again, if need be)"
+                )
 
     def _broadcast_buffers(self) -> None:
-        buffers = list(self.module.buffers())
+        buffers = self._structure.buffers()
         if not buffers:
             return
         addresses = [buffer.data_ptr() for buffer in buffers]
-        if addresses != self._buffer_addresses:
+        if addresses != self._buffers_sent:
             if not all(buffer.is_contiguous() for buffer in buffers):
                 broadcast_tensors(buffers, self.process_group)
                 return
             self._buffer_bytes = byte_views(buffers)
-            self._buffer_addresses = addresses
+            self._buffers_sent = addresses
         self.process_group.broadcast(self._buffer_bytes, 0)
+
+
+def _why_not(module: nn.Module) -> Exception | None:
+    """Why this module cannot be wrapped, None if it can."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not tensor.is_cpu:
+            return ValueError(f"{name!r} is on {tensor.device}; the paceline engine works on CPU: module.cpu()")
+    trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    if not trained:
+        return RuntimeError(
+            "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
+        )
+    for name, param in trained:
+        if param.dtype not in DTYPE_CODES:
+            return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            return TypeError(f"{name!r} makes sparse gradients, which are not reduced; build it with sparse=False")
+    return None
+
+
+def _has_core_to_spare(group: ProcessGroup) -> bool:
+    """Whether the ranks of this host leave each of their progress threads a core."""
+    named = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(named) if named.isdecimal() else group.size()
+    return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
 
 
 DistributedDataParallelCPU = DistributedDataParallel

@@ -1,35 +1,34 @@
-"""Finds what a forward pass used."""
+"""Finds what a forward pass returned, and which parameters it used."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 
 def find_tensors(output: object) -> Iterator[torch.Tensor]:
-    """The tensors in an output: itself, or nested in lists, tuples, mappings and dataclasses."""
+    """The tensors in an output: itself, or nested in lists, tuples, sets, mappings and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
             yield from find_tensors(value)
-    elif isinstance(output, (list, tuple, set)):
+    elif isinstance(output, (list, tuple, set, frozenset)):
         for value in output:
             yield from find_tensors(value)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
-            yield from find_tensors(getattr(output, field.name))
+            yield from find_tensors(getattr(output, field.name, None))
 
 
-def used_parameters(output: object) -> set[int] | None:
-    """The ids of the leaf tensors that `output`'s graph reaches; None when no tensor is found in it."""
+def used_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the leaf tensors that the outputs' graphs reach."""
     used: set[int] = set()
     seen: set[object] = set()
     waiting = []
-    tensors = list(find_tensors(output))
-    for tensor in tensors:
+    for tensor in outputs:
         if tensor.grad_fn is not None:
             waiting.append(tensor.grad_fn)
         elif tensor.requires_grad:
@@ -43,4 +42,4 @@ def used_parameters(output: object) -> set[int] | None:
         if leaf is not None:
             used.add(id(leaf))
         waiting += [parent for parent, _ in node.next_functions if parent is not None]
-    return used if tensors else None
+    return used

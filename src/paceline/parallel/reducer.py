@@ -1,36 +1,45 @@
-"""Reduces gradients while backward still computes others.
+"""Averages gradients over the ranks: while backward still computes others, or when it ends.
 
-A hook on each parameter counts its bucket down; full buckets are handed, strictly in order, to the group's progress
-thread, which reduces the gradients where autograd put them. When backward ends, the last bucket is reduced on this
-thread and the others are waited for. The last bucket's parameters need no hooks: that backward began is seen at
-forward's output, and what it left out when it ends.
+That a backward began is seen at forward's outputs, and it ends with a callback of the autograd engine. A bucket that
+may be reduced early has a hook on each of its parameters, which count it down; full buckets go, strictly in order, to
+the group's progress thread. Everything else, and always the last bucket, is reduced on this thread when backward ends
+and needs no hooks.
+
+Averaging what is averaged already changes nothing. So a backward that follows the one that was reduced (of a retained
+graph, or of the other of two forwards) is answered by averaging all gradients again, and ends right.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.buckets import Bucket
+from paceline.parallel.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.graph import find_tensors, used_parameters
+
+_NONE = -1  # no backward
 
 
 class Reducer:
     """Averages the gradients of `params` over the ranks of `group`.
 
     Args:
+        params: those that require a gradient, in order of registration.
         names: of the parameters, for messages.
-        buckets: over the indices of `params`.
-        may_skip: whether parameters may stay without a gradient (find_unused_parameters).
-        static_graph: whether the first backward shows how often each parameter gets a gradient in the others.
+        buckets: over the indices of `params`; the same on every rank.
+        group: the ranks.
+        find_unused: parameters may stay without a gradient.
+        static_graph: the first backward shows how often each parameter gets a gradient in the others, and which stay
+            without.
+        overlap: reduce full buckets while backward goes on; the same on every rank.
     """
 
     def __init__(
@@ -39,235 +48,274 @@ class Reducer:
         names: Sequence[str],
         buckets: Sequence[Bucket],
         group: ProcessGroup,
-        may_skip: bool,
+        *,
+        find_unused: bool,
         static_graph: bool,
+        overlap: bool,
     ) -> None:
         self.wait_s = 0.0
         self._params = list(params)
         self._names = list(names)
+        self._buckets = list(buckets)
         self._group = group
-        self._may_skip = may_skip
-        self._learning = static_graph
         self._static_graph = static_graph
-        self._bucket_params = [[self._params[index] for index in bucket.params] for bucket in buckets]
-        # Address and bytes of each gradient; the addresses are those of the latest backward.
-        self._bucket_pieces = [[n for param in each for n in (0, param.nbytes)] for each in self._bucket_params]
-        self._bucket_counts = [sum(param.numel() for param in each) for each in self._bucket_params]
-        self._bucket_dtypes = [DTYPE_CODES[each[0].dtype] for each in self._bucket_params]
-        self._bucket_of = [0] * len(self._params)
-        for at, bucket in enumerate(buckets):
-            for index in bucket.params:
-                self._bucket_of[index] = at
-        self._full = [len(bucket.params) for bucket in buckets]  # gradients that fill each bucket
-        self._expected = [1] * len(self._params)  # times each parameter gets a gradient in a backward
+        self._learning = static_graph
+        self._find_unused = find_unused and not static_graph
+        self._gradients: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in buckets]
+        self._absent: list[nn.Parameter] = []  # to which, in a static graph, only other ranks have a gradient
+        # Which parameters a backward left out is known when it ends.
+        self._early = len(buckets) - 1 if overlap and not self._find_unused else 0
+        self._expected = [1] * len(self._params)  # gradients that a backward brings to each parameter
+        self._full = [len(bucket.params) for bucket in buckets]
 
-        self._expecting = False  # the latest forward asked for reduction
-        self._started = False  # and a gradient has come since
-        self._callback_queued = False
+        self._armed = False  # a forward asked for a reduction that is not complete
+        self._backwards = 0  # that began since then
+        self._task = _NONE  # the engine's number of the backward that runs
         self._left = list(self._full)
         self._counts = [0] * len(self._params)
-        self._next = 0  # the first bucket not yet handed over
-        self._works: list[Work] = []
-        self._used = [False] * len(self._params)  # since the last reduction
-        self._stand_ins: dict[int, torch.Tensor] = {}  # for gradients that other ranks may have
-        # Whether each parameter's gradients are counted, also those of the last bucket.
-        self._counts_all = may_skip or static_graph
-        self._hooks: list[RemovableHandle] = []
-        last = len(buckets) - 1
-        self._install_hooks(i for i in range(len(self._params)) if self._counts_all or self._bucket_of[i] != last)
+        self._next = 0  # the first bucket not handed over
+        self._flying: list[tuple[Work, Memory]] = []
+        self._wary = False  # the user may hold tensors that share memory with gradients
+        self._outputs_left = 0  # that no backward has reached
+        self._unused_at_first: set[str] | None = None  # what the first forward left out
 
-    def _install_hooks(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            hook = self._params[index].register_post_accumulate_grad_hook(self._make_hook(index))
-            self._hooks.append(hook)
+        self._hooks: list[RemovableHandle] = []
+        for at in range(self._early):
+            for index in buckets[at].params:
+                self._add_hook(self._params[index], self._count_hook(index, at))
+        # For a backward that does not come through forward's outputs: it most likely ends here.
+        self._add_hook(self._params[0], self._begin_unseen)
+        self._sees_outputs = True
+
+    def _gradients_of(self, indices: Sequence[int]) -> BucketGradients:
+        return BucketGradients([self._params[i] for i in indices], [self._names[i] for i in indices])
+
+    def _add_hook(self, param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
+        self._hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Takes its hooks off the parameters; idempotent."""
+        self._armed = False
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
-    def skip(self) -> None:
-        """The coming backward only accumulates."""
-        self._expecting = False
+    def expect(self, output: object, wary: bool) -> None:
+        """The backward of `output`, what forward returned, reduces.
 
-    def prepare(self, output: object) -> None:
-        """The coming backward, of what forward returned, reduces."""
-        for work in self._works:  # of a backward that an error ended
-            work.wait()
-        self._works.clear()
-        self._expecting = True
-        self._started = False
-        self._callback_queued = False
-        self._left = list(self._full)
-        self._counts = [0] * len(self._params)
-        self._next = 0
-        self._stand_ins.clear()
-        if not self._counts_all:
-            self._watch(output)
-        used = used_parameters(output) if self._may_skip else None
-        if used is not None:
-            for index, param in enumerate(self._params):
-                if id(param) in used:
-                    self._used[index] = True
-                else:
-                    self._counts[index] = 1
-                    self._left[self._bucket_of[index]] -= 1
-
-    def _watch(self, output: object) -> None:
-        seen = False
-        for tensor in find_tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._backward_reached)
-                seen = True
-        if not seen:  # an output whose tensors are out of sight: count every gradient from now on
-            self._counts_all = True
-            last = len(self._full) - 1
-            self._install_hooks(i for i, bucket in enumerate(self._bucket_of) if bucket == last)
-
-    def _backward_reached(self, _: torch.Tensor) -> None:
-        if self._expecting and not self._callback_queued:
-            self._begin()
+        Args:
+            output: tensors in any nest.
+            wary: forward's inputs require gradients, which may share memory with those of parameters.
+        """
+        if not self._armed:
+            self._armed = True
+            self._backwards = 0
+            self._task = _NONE
+            self._left = list(self._full)
+            self._counts = [0] * len(self._params)
+            self._next = 0
+            self._wary = False
+            self._outputs_left = 0
+        outputs = [tensor for tensor in find_tensors(output) if tensor.grad_fn is not None]
+        self._wary = self._wary or wary
+        self._outputs_left += len(outputs)
+        for tensor in outputs:
+            tensor.register_hook(self._output_hook())
+        if self._unused_at_first is None:
+            used = set() if self._find_unused or self._static_graph else used_parameters(outputs)
+            self._unused_at_first = {
+                name for name, param in zip(self._names, self._params, strict=True) if id(param) not in used
+            }
+        if not outputs and self._sees_outputs:
+            self._sees_outputs = False
+            for param in self._params:
+                self._add_hook(param, self._begin_unseen)
 
     def require_complete(self) -> None:
-        """Raises if the latest backward left buckets unreduced.
+        """Raises if the latest backward left gradients unreduced.
 
         Raises:
             RuntimeError: names the parameters without a gradient, and the fix.
         """
-        if not self._expecting or not self._started or self._next == len(self._full):
+        if not self._armed or self._backwards == 0:
             return
-        last = len(self._full) - 1
-        missing = [
-            name
-            for index, name in enumerate(self._names)
-            if (
-                self._counts[index] < self._expected[index]
-                if self._counts_all or self._bucket_of[index] != last
-                else self._params[index].grad is None
+        if self._task != _NONE:
+            raise RuntimeError(
+                f"{self._me()}: the last backward ended with an error before its gradients were averaged, and other "
+                "ranks may have averaged theirs. End the program, or wrap the module again on every rank"
             )
-        ]
-        rank = self._group.ranks[self._group.rank()]
+        self._raise_missing("the last backward")
+
+    def _raise_missing(self, which: str) -> None:
+        missing = self._missing()
+        frozen = [n for n, p in zip(self._names, self._params, strict=True) if n in missing and not p.requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"{self._me()}: {which} gave no gradient to {_listed(frozen)}: frozen after the module was wrapped. "
+                "Freeze parameters first, then wrap the module (again, if need be)"
+            )
+        if self._static_graph:
+            raise RuntimeError(
+                f"{self._me()}: {which} gave no gradient to {_listed(missing)}, which had one in the first backward, "
+                "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
+            )
         raise RuntimeError(
-            f"rank {rank}: the last backward gave no gradient to {len(missing)} parameters "
-            f"({', '.join(missing[:10])}{', ...' if len(missing) > 10 else ''}), so their gradients, and those reduced "
-            "together with them, were not averaged over the ranks. All of forward's outputs must enter the loss, "
-            "or wrap with find_unused_parameters=True"
+            f"{self._me()}: {which} gave no gradient to {len(missing)} of {len(self._names)} parameters "
+            f"({_listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
+            "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
         )
 
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        bucket = self._bucket_of[index]
+    def _missing(self) -> list[str]:
+        return [name for gradients in self._gradients if gradients is not None for name in gradients.missing()]
 
-        def ready(_: torch.Tensor) -> None:
-            if not self._expecting:
-                self._used[index] = True
+    def _me(self) -> str:
+        return f"rank {self._group.ranks[self._group.rank()]}"
+
+    def _output_hook(self) -> Callable[[torch.Tensor], None]:
+        reached = False
+
+        def reach(_: torch.Tensor) -> None:
+            nonlocal reached
+            if not reached:
+                reached = True
+                self._outputs_left -= 1
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._begin(task)
+
+        return reach
+
+    def _begin_unseen(self, _: torch.Tensor) -> None:
+        if self._armed and self._task == _NONE:
+            self._begin(torch._C._current_graph_task_id())
+
+    def _begin(self, task: int) -> None:
+        self._task = task
+        self._backwards += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _count_hook(self, index: int, at: int) -> Callable[[torch.Tensor], None]:
+        def count(param: torch.Tensor) -> None:
+            if not self._armed:
                 return
-            if not self._callback_queued:
-                self._begin()
-            count = self._counts[index] + 1
-            self._counts[index] = count
-            if self._learning:
-                return
-            if count != self._expected[index]:
-                if count > self._expected[index]:
-                    self._raise_twice(index)
-                return
-            left = self._left[bucket] - 1
-            self._left[bucket] = left
-            # The last bucket is reduced by `_finish`, on this thread.
-            if left == 0 and bucket == self._next and bucket + 1 < len(self._left):
-                self._hand_over(len(self._left) - 1)
+            if self._task == _NONE:
+                self._begin_unseen(param)
+            if self._backwards != 1:
+                return  # reduced when it ends, with all others
+            self._counts[index] += 1
+            if self._counts[index] == self._expected[index]:
+                self._left[at] -= 1
+                if self._left[at] == 0 and not self._learning:
+                    self._hand_over()
+            elif at < self._next:
+                self._raise_late(index)
 
-        return ready
+        return count
 
-    def _begin(self) -> None:
-        self._started = True
-        self._callback_queued = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    def _raise_twice(self, index: int) -> None:
+    def _raise_late(self, index: int) -> None:
         raise RuntimeError(
-            f"parameter {self._names[index]!r} got a gradient twice in one backward, after it was handed over for "
-            "reduction. It is used in several graphs (for example by reentrant activation checkpointing): wrap with "
-            "static_graph=True, or use checkpoint(..., use_reentrant=False)"
+            f"{self._me()}: parameter {self._names[index]!r} got another gradient in a backward after it was handed "
+            "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "
+            "wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
         )
 
-    def _hand_over(self, end: int) -> None:
-        """Starts the reduction of the full buckets before `end`, in order."""
-        while self._next < end and self._left[self._next] == 0:
-            work = self._reduce(self._next, async_op=True)
-            assert work is not None
-            self._works.append(work)
+    def _hand_over(self) -> None:
+        """Starts the reduction of the full buckets that may go early, in order."""
+        self._fill_absent()
+        while self._next < self._early and self._left[self._next] == 0:
+            gradients = self._gradients[self._next]
+            if gradients is not None:
+                memory = gradients.collect(wary=True)
+                if memory is None:
+                    return  # a hook of the user's took a gradient away; told when backward ends
+                work = gradients.reduce(memory, self._group, async_op=True)
+                assert work is not None
+                self._flying.append((work, memory))
             self._next += 1
 
-    def _reduce(self, bucket: int, async_op: bool) -> Work | None:
-        if self._may_skip or self._static_graph:
-            return self._group.all_reduce(self._gradients(bucket), ReduceOp.AVG, async_op, any_order=True)
-        params = self._bucket_params[bucket]
-        gradients = [param.grad for param in params if param.grad is not None]
-        for gradient, param in zip(gradients, params, strict=True):
-            if not gradient.is_contiguous() and gradient.stride() != param.stride():
-                return self._group.all_reduce(gradients, ReduceOp.AVG, async_op)
-        pieces = self._bucket_pieces[bucket]
-        pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
-        dtype, count = self._bucket_dtypes[bucket], self._bucket_counts[bucket]
-        return self._group.all_reduce_memory(pieces, gradients, dtype, count, ReduceOp.AVG, async_op)
+    def _end(self) -> None:
+        """At the end of a backward."""
+        started = time.perf_counter()
+        self._task = _NONE
+        try:
+            self._complete()
+        except BaseException:
+            self._armed = False  # the error is told once, here
+            self._flying.clear()
+            raise
+        finally:
+            self.wait_s += time.perf_counter() - started
 
-    def _gradients(self, bucket: int) -> list[torch.Tensor]:
-        """With stand-ins for those that this rank does not have."""
-        gradients = []
-        for index, param in enumerate(self._params):
-            if self._bucket_of[index] != bucket or self._expected[index] == 0:
-                continue
-            if param.grad is not None and (not self._may_skip or self._used[index]):
-                gradients.append(param.grad)
-                continue
-            # Others may have used it: an untouched copy, or zeros, stand in until that is known.
-            stand_in = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-            self._stand_ins[index] = stand_in
-            gradients.append(stand_in)
-        return gradients
-
-    def _finish(self) -> None:
-        """At the end of backward."""
-        self._callback_queued = False
+    def _complete(self) -> None:
         if self._learning:
             self._learn()
-        if not self._counts_all and self._next < len(self._full):
-            self._left[-1] = sum(param.grad is None for param in self._bucket_params[-1])
-        if any(self._left[self._next :]):
-            return  # another backward of the same forward may follow; if not, the next forward tells
-        started = time.perf_counter()
-        self._hand_over(len(self._full) - 1)
-        if self._next < len(self._full):
-            self._reduce(self._next, async_op=False)
-            self._next += 1
-        for work in self._works:
+        self._fill_absent()
+        present = self._present() if self._find_unused else self._gradients
+        first = self._next if self._armed and self._backwards == 1 else 0
+        rest = [gradients for gradients in present[first:] if gradients is not None]
+        memories = [memory for gradients in rest if (memory := gradients.collect(self._wary)) is not None]
+        if len(memories) != len(rest):
+            self._await_flying()
+            if self._unused_at_first and self._outputs_left == 0 and self._unused_at_first.issuperset(self._missing()):
+                self._raise_missing("this backward")
+            return  # another backward may bring the others; if not, the next forward tells
+        if have_aliases(memories):
+            # On another rank, with a batch of another size, they may be apart, and all must reduce the same.
+            memories = [memory for gradients in rest if (memory := gradients.collect(wary=True)) is not None]
+        for gradients, memory in zip(rest, memories, strict=True):
+            gradients.reduce(memory, self._group, async_op=False)
+        self._await_flying()
+        for memory in memories:
+            memory.write_back()
+        self._armed = False
+
+    def _await_flying(self) -> None:
+        flying, self._flying = self._flying, []
+        for work, _ in flying:
             work.wait()
-        self._works.clear()
-        if self._may_skip:
-            self._settle_stand_ins()
-        self._expecting = False
-        self.wait_s += time.perf_counter() - started
+        for _, memory in flying:
+            memory.write_back()
+
+    def _present(self) -> list[BucketGradients | None]:
+        """The buckets without the parameters to which no rank has a gradient; the others have one afterwards."""
+        everybodys = self._exchange_present()
+        present: list[BucketGradients | None] = []
+        for bucket, gradients in zip(self._buckets, self._gradients, strict=True):
+            kept = [index for index in bucket.params if everybodys[index]]
+            if len(kept) != len(bucket.params):
+                present.append(self._gradients_of(kept) if kept else None)
+            else:
+                present.append(gradients)
+        for param, has in zip(self._params, everybodys, strict=True):
+            if has and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        return present
+
+    def _exchange_present(self) -> list[int]:
+        """For each parameter, 1 if any rank has a gradient to it."""
+        present = torch.frombuffer(bytearray(param.grad is not None for param in self._params), dtype=torch.uint8)
+        self._group.all_reduce(present, ReduceOp.MAX)
+        listed: list[int] = present.tolist()
+        return listed
 
     def _learn(self) -> None:
+        """How backward goes in this static graph."""
         self._learning = False
+        mine = [param.grad is not None for param in self._params]
+        everybodys = self._exchange_present()
+        self._absent = [p for p, own, has in zip(self._params, mine, everybodys, strict=True) if has and not own]
         self._expected = list(self._counts)
-        self._full = [0] * len(self._full)
-        for index, expected in enumerate(self._expected):
-            if expected:
-                self._full[self._bucket_of[index]] += 1
-        self._left = [0] * len(self._full)
+        for at, bucket in enumerate(self._buckets):
+            kept = [index for index in bucket.params if everybodys[index]]
+            self._full[at] = sum(self._expected[index] > 0 for index in kept)
+            if len(kept) != len(bucket.params):
+                self._gradients[at] = self._gradients_of(kept) if kept else None
 
-    def _settle_stand_ins(self) -> None:
-        """Parameters that no rank used keep the gradient they had, or none."""
-        used = torch.tensor(self._used, dtype=torch.uint8)
-        self._group.all_reduce(used, ReduceOp.MAX)
-        for index, stand_in in self._stand_ins.items():
-            if used[index]:
-                param = self._params[index]
-                if param.grad is None:
-                    param.grad = stand_in
-                else:
-                    param.grad.copy_(stand_in)
-        self._stand_ins.clear()
-        self._used = [False] * len(self._params)
+    def _fill_absent(self) -> None:
+        for param in self._absent:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

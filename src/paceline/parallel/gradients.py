@@ -1,0 +1,152 @@
+"""The gradients of a bucket as memory that is reduced where autograd put it.
+
+A gradient is taken as it is when it has its parameter's type and layout, which is what autograd makes. Whatever does
+not is reduced in a copy, and the copy is written back when all reductions are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from paceline.engine.codes import DTYPE_CODES
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+from paceline.group.work import Work
+
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_is_contiguous = torch.Tensor.is_contiguous
+_dtype = attrgetter("dtype")
+
+
+def _references(tensor: torch.Tensor) -> int:
+    assert _storage_use_count is not None
+    return _storage_use_count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _references(torch.empty(1)) if _storage_use_count is not None else 0
+
+
+def shares_memory(gradient: torch.Tensor) -> bool:
+    """Whether another tensor has the same storage.
+
+    Autograd may take over a gradient that is still on its way to other layers: in `x + p.unsqueeze(0)`, with one
+    sample, the gradients of `x` and `p` are views of one tensor. Reduced in place, it would reach those layers
+    averaged. Says yes when torch does not tell.
+    """
+    return _storage_use_count is None or _references(gradient) > _ALONE
+
+
+@dataclass
+class Memory:
+    """What one call reduces: addresses and numbers of bytes in turn, with the tensors that own them."""
+
+    pieces: list[int]
+    tensors: list[torch.Tensor]
+    count: int
+    copies: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+
+    def write_back(self) -> None:
+        """Moves what was reduced in copies to the gradients."""
+        for param, reduced in self.copies:
+            assert param.grad is not None
+            param.grad.detach().copy_(reduced)
+
+
+class BucketGradients:
+    """The gradients of `params`, which have one type; `names` are for messages."""
+
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self.params = list(params)
+        self._names = list(names)
+        self._dtype = self.params[0].dtype
+        self._code = DTYPE_CODES[self._dtype]
+        self._count = sum(param.numel() for param in self.params)
+        self._layouts = [_layout_of(param) for param in self.params]
+        self._pieces = [0] * (2 * len(self.params))
+        self._pieces[1::2] = [param.nbytes for param in self.params]
+        # A complex gradient may be a conjugate view, which only its own flag tells.
+        self._plain = all(param.is_contiguous() for param in self.params) and not self._dtype.is_complex
+
+    def missing(self) -> list[str]:
+        """The names of the parameters that have no gradient."""
+        return [name for name, param in zip(self._names, self.params, strict=True) if param.grad is None]
+
+    def collect(self, wary: bool) -> Memory | None:
+        """The gradients as they are now; None when a parameter has none.
+
+        Args:
+            wary: copy what shares memory with other tensors.
+
+        Raises:
+            TypeError: a gradient is sparse, or of another type than its parameter had.
+            ValueError: a gradient is not on CPU.
+        """
+        gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
+        if len(gradients) != len(self.params):
+            return None
+        if (
+            self._plain
+            and all(map(_is_contiguous, gradients))
+            and all([dtype is self._dtype for dtype in map(_dtype, gradients)])  # noqa: C419  faster than a generator
+            and not (wary and any(map(shares_memory, gradients)))
+        ):
+            pieces = self._pieces.copy()
+            pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
+            return Memory(pieces, gradients, self._count)
+        return self._collect_each(gradients, wary)
+
+    def _collect_each(self, gradients: Sequence[torch.Tensor], wary: bool) -> Memory:
+        memory = Memory([], [], self._count)
+        for param, name, layout, gradient in zip(self.params, self._names, self._layouts, gradients, strict=True):
+            self._require_reducible(name, param, gradient)
+            dense = gradient.detach()
+            if not _lies_as(dense, layout) or (wary and shares_memory(dense)):
+                dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype).copy_(dense)
+                memory.copies.append((param, dense))
+            memory.pieces += (dense.data_ptr(), dense.nbytes)
+            memory.tensors.append(dense)
+        return memory
+
+    def _require_reducible(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of parameter {name!r} is {gradient.layout}, and only dense gradients are reduced; "
+                "build its layer with sparse=False"
+            )
+        if not gradient.is_cpu:
+            raise ValueError(
+                f"the gradient of parameter {name!r} is on {gradient.device}; the paceline engine works on CPU. "
+                "Do not move the module after wrapping it"
+            )
+        if gradient.dtype is not self._dtype:
+            raise TypeError(
+                f"the gradient of parameter {name!r} is of {gradient.dtype}; when the module was wrapped, the "
+                f"parameter was of {self._dtype} (now it is of {param.dtype}). Convert the module first, then wrap it"
+            )
+
+    def reduce(self, memory: Memory, group: ProcessGroup, async_op: bool) -> Work | None:
+        """Averages `memory` over the ranks."""
+        return group.all_reduce_memory(memory.pieces, memory.tensors, self._code, memory.count, ReduceOp.AVG, async_op)
+
+
+def have_aliases(memories: Sequence[Memory]) -> bool:
+    """Whether two gradients are the same memory."""
+    addresses = [address for memory in memories for address in memory.pieces[0::2] if address]
+    return len(set(addresses)) != len(addresses)
+
+
+def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
+    """The strides that autograd gives to the parameter's gradient."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def _lies_as(tensor: torch.Tensor, layout: tuple[int, ...]) -> bool:
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    strides = zip(tensor.shape, tensor.stride(), layout, strict=True)
+    return tensor.numel() == 0 or all(size == 1 or stride == wanted for size, stride, wanted in strides)
