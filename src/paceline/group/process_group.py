@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeGuard
 
 import torch
 
@@ -19,7 +20,7 @@ from paceline.group.work import Work
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
-def _is_plain(op: Reduction) -> bool:
+def _is_plain(op: Reduction) -> TypeGuard[ReduceOp]:
     return op.__class__ is ReduceOp and op is not _PREMUL_SUM
 
 
