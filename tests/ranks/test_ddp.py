@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import os
+import pickle
+import signal
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -67,47 +72,48 @@ def loss_of(output: object, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, target)
 
 
-def require_equal_on_all_ranks(module: nn.Module) -> None:
-    for tensor in (*module.parameters(), *module.buffers()):
-        low, high = tensor.detach().clone(), tensor.detach().clone()
-        dist.broadcast(low, 0)
-        assert torch.equal(low, high)
+def require_equal_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
 
 
-def like_torch(kind: str, file: str) -> None:
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [param.grad for param in module.parameters() if param.grad is not None]
+
+
+def like_torch(file: str) -> None:
     import torch.distributed as gloo
 
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     gloo.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    torch.manual_seed(rank)  # different on each rank: wrapping must make them the same
-    ours = build(kind)
-    options = {"find_unused_parameters": kind == "unused"}
-    wrapped = dist.DistributedDataParallel(ours, bucket_cap_mb=0.001, **options)
-    theirs = copy.deepcopy(ours)
-    reference = nn.parallel.DistributedDataParallel(theirs, **options)
-    models = [
-        (wrapped, torch.optim.SGD(wrapped.parameters(), 0.1)),
-        (reference, torch.optim.SGD(reference.parameters(), 0.1)),
-    ]
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(20):
-        x, target = batch(kind, generator)
-        for model, optimizer in models:
-            optimizer.zero_grad()
-            loss_of(model(x), target).backward()
-            optimizer.step()
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
-    assert list(wrapped.state_dict()) == list(reference.state_dict())
-    wrapped.eval()
-    require_equal_on_all_ranks(nn.ParameterList(ours.parameters()))
+    for kind in ("mlp", "cnn", "transformer", "unused"):
+        torch.manual_seed(rank)  # different on each rank: wrapping must make them the same
+        options = {"find_unused_parameters": kind == "unused"}
+        early = dist.DistributedDataParallel(build(kind), bucket_cap_mb=0.001, overlap=True, **options)
+        late = dist.DistributedDataParallel(copy.deepcopy(early.module), overlap=False, **options)
+        reference = nn.parallel.DistributedDataParallel(copy.deepcopy(early.module), **options)
+        models = [(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (early, late, reference)]
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(20):
+            x, target = batch(kind, generator)
+            for model, optimizer in models:
+                optimizer.zero_grad()
+                loss_of(model(x), target).backward()
+                optimizer.step()
+        for mine, also_mine, other in zip(early.parameters(), late.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=lambda m, k=kind: f"{k}: {m}")
+            assert torch.equal(mine, also_mine)
+        assert list(early.state_dict()) == list(reference.state_dict())
+        require_equal_on_all_ranks(early.parameters())
     gloo.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn", "transformer", "unused"])
-def test_twenty_steps_end_where_torchs_do(ranks, kind, tmp_path):
-    ranks(2)(like_torch, kind, str(tmp_path / "gloo"))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_twenty_steps_end_where_torchs_do(ranks, size, tmp_path):
+    ranks(size)(like_torch, str(tmp_path / "gloo"))
 
 
 def accumulate() -> None:
@@ -132,7 +138,7 @@ def accumulate() -> None:
         (loss_of(model(x), target) / dist.get_world_size()).backward()
     for mine, other in zip(wrapped.module.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6)
-    require_equal_on_all_ranks(nn.ParameterList(nn.Parameter(p.grad) for p in wrapped.parameters()))
+    require_equal_on_all_ranks(gradients(wrapped))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -145,92 +151,195 @@ def unused() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Unused()
+    reference = copy.deepcopy(model)
     wrapped = dist.DistributedDataParallel(model, find_unused_parameters=True)
-    x = torch.full((2, 8), 1.0 if rank == 0 else -1.0)
-    loss_of(wrapped(x), torch.tensor([0, 1])).backward()
+    target = torch.tensor([0, 1])
+    inputs = [torch.full((2, 8), 1.0), torch.full((2, 8), -1.0)]  # leave out layer 1, layer 0
+    loss_of(wrapped(inputs[rank]), target).backward()
     assert model.layers[3].weight.grad is None  # used by nobody
-    assert model.layers[0].weight.grad is not None and model.layers[1].weight.grad is not None
-    with pytest.raises(AssertionError):  # and layer 2 is used by both, so it is not half of one rank's
-        assert model.layers[2].weight.grad is None
+    for x in inputs:
+        (loss_of(reference(x), target) / 2).backward()
+    for mine, other in zip(gradients(model), gradients(reference), strict=True):
+        torch.testing.assert_close(mine, other)
 
-    strict = dist.DistributedDataParallel(Unused())
-    loss = loss_of(strict(torch.full((2, 8), 1.0)), torch.tensor([0, 1]))
-    with pytest.raises(RuntimeError, match=r"(?s)layers\.1\.weight.*find_unused_parameters=True"):
-        loss.backward()
+    wrapped.zero_grad(set_to_none=False)
+    model.layers[3].weight.grad = torch.full((8, 8), 5.0)
+    loss_of(wrapped(inputs[rank]), target).backward()
+    assert (model.layers[3].weight.grad == 5).all()  # and is left alone
+    require_equal_on_all_ranks(gradients(model))
 
 
-def test_unused_parameters_are_handled_or_named(ranks):
+def test_a_parameter_that_some_ranks_left_out_is_averaged_and_one_that_all_did_is_left_alone(ranks):
     ranks(2)(unused)
 
 
-def construction() -> None:
+def unused_by_mistake() -> None:
     dist.init_process_group()
-    rank = dist.get_rank()
+    always = dist.DistributedDataParallel(Unused())
+    target = torch.tensor([0, 1])
     with pytest.raises(
-        dist.CollectiveMismatchError, match=r"rank 0 has parameter 'weight' of shape \[3, 2\].*rank 1 has.*\[4, 2\]"
+        RuntimeError, match=r"rank \d: this backward gave no gradient to 4 of 10 .*layers\.1\.weight.*find_unused_p"
     ):
-        dist.DistributedDataParallel(nn.Linear(2, 3 + rank))
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.raises(RuntimeError, match="no parameter"):
-        dist.DistributedDataParallel(frozen)
+        loss_of(always(torch.full((2, 8), 1.0)), target).backward()
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.skip_b = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) if self.skip_b else self.b(self.a(x))
+
+    for overlap in (False, True):
+        sometimes = dist.DistributedDataParallel(Sometimes(), bucket_cap_mb=1e-5, overlap=overlap)
+        sometimes(torch.ones(1, 2)).sum().backward()
+        sometimes.zero_grad()
+        sometimes.module.skip_b = True
+        sometimes(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"rank \d: the last backward gave no gradient to 2 of 4 .*b\.weight, b\.bias"
+        ):
+            sometimes(torch.ones(1, 2))
+
+
+def test_a_parameter_without_a_gradient_is_named(ranks):
+    ranks(2)(unused_by_mistake)
+
+
+def construction() -> None:
+    dist.init_process_group(timeout=datetime.timedelta(seconds=20))
+    rank = dist.get_rank()
+    odd = rank == 1
+    shapes = r"ranks 0, 2: parameter 'weight' of shape \[3, 2\].*; rank 1: .*\[4, 2\]"
+    for module, told in (
+        (nn.Linear(2, 3 + odd), shapes),
+        (nn.Linear(2, 2, bias=not odd), r"ranks 0, 2: parameter 'bias'.*rank 1: nothing in its place"),
+        (nn.Linear(2, 2, dtype=torch.float64 if odd else None), r"rank 1: parameter 'weight'.*float64"),
+        (nn.Linear(2, 2).requires_grad_(not odd), r"rank 1 could not wrap.*no parameter|^no parameter"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            dist.DistributedDataParallel(module)
+    with pytest.raises(
+        dist.CollectiveMismatchError, match=r"ranks 0, 2: static_graph=False; rank 1: static_graph=True"
+    ):
+        dist.DistributedDataParallel(nn.Linear(2, 2), static_graph=odd)
     with pytest.raises(TypeError, match="sparse=False"):
         dist.DistributedDataParallel(nn.Embedding(3, 3, sparse=True))
     with pytest.raises(ValueError, match="GPU"):
         dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
-    wrapped = dist.DistributedDataParallelCPU(nn.Linear(2, 2))
-    wrapped.module.extra = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="changed after wrapping"):
-        wrapped(torch.ones(1, 2))
-    dist.barrier()
+    with pytest.raises(ValueError, match="bucket_cap_mb is 0"):
+        dist.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)
+    assert dist.DistributedDataParallelCPU is dist.DistributedDataParallel
+    dist.barrier()  # all of it left the group usable
 
 
 def test_what_cannot_be_wrapped_is_refused_on_every_rank(ranks):
-    ranks(2)(construction)
+    ranks(3)(construction)
 
 
-def buffers_and_more() -> None:
+def changed() -> None:
+    dist.init_process_group()
+
+    def wrapped() -> dist.DistributedDataParallel:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module[0].bias.requires_grad_(False)
+        return dist.DistributedDataParallel(module)
+
+    x = torch.ones(1, 2)
+    added, replaced, unfrozen, frozen = wrapped(), wrapped(), wrapped(), wrapped()
+    added.module.extra = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="changed after wrapping"):
+        added(x)
+    replaced.module[1].weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="changed after wrapping"):
+        replaced(x)
+    unfrozen.module[0].bias.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"'0\.bias' did not require a gradient when"):
+        unfrozen(x)
+    frozen.module[1].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"1\.weight: frozen after the module was wrapped"):
+        frozen(x).sum().backward()
+
+
+def test_a_module_changed_after_wrapping_is_refused(ranks):
+    ranks(1)(changed)
+
+
+def buffers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
-    wrapped = dist.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    wrapped.module[1].running_mean.fill_(float(rank))
-    wrapped(torch.randn(3, 4))
-    mean = wrapped.module[1].num_batches_tracked.clone()
-    assert mean.item() == 1
-    wrapped.module[1].running_mean.fill_(float(rank))
-    with torch.no_grad():
-        wrapped.eval()
-        if rank == 0:
-            wrapped(torch.randn(3, 4))  # evaluation on one rank alone waits for nobody
-    wrapped.train()
-    wrapped.module[1].momentum = 0.0
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    norm = module[1]
+    norm.momentum = 0.0
+    wrapped = dist.DistributedDataParallel(module)
+    norm.running_mean.fill_(float(rank))
     wrapped(torch.randn(3, 4)).sum().backward()
-    assert (wrapped.module[1].running_mean == 0).all()
-    assert wrapped.communication_wait_s() > 0
-    assert set(wrapped.state_dict()) == {f"module.{name}" for name in wrapped.module.state_dict()}
+    assert (norm.running_mean == 0).all()
+    norm.running_mean = torch.full((4,), float(rank))  # another tensor
+    wrapped(torch.randn(3, 4)).sum().backward()
+    assert (norm.running_mean == 0).all()
 
-    static = dist.DistributedDataParallel(Unused(), static_graph=True)
-    for _ in range(3):
-        static.zero_grad()
-        loss_of(static(torch.full((2, 8), 1.0)), torch.tensor([0, 1])).backward()
-    require_equal_on_all_ranks(
-        nn.ParameterList(nn.Parameter(p.grad) for p in static.parameters() if p.grad is not None)
-    )
+    norm.running_mean.fill_(float(rank))
+    if rank == 0:  # nobody is waited for
+        with torch.no_grad():
+            wrapped(torch.randn(3, 4))
+        wrapped.eval()
+        wrapped(torch.randn(3, 4))
+        wrapped.train()
+        with wrapped.no_sync():
+            wrapped(torch.randn(3, 4))
+    assert (norm.running_mean == rank).all()
+    del wrapped
+    own = dist.DistributedDataParallel(module, broadcast_buffers=False)
+    norm.running_mean.fill_(float(rank))
+    own(torch.randn(3, 4)).sum().backward()
+    assert (norm.running_mean == rank).all()
 
 
-def test_buffers_evaluation_and_static_graphs(ranks):
-    ranks(2)(buffers_and_more)
+def test_buffers_follow_rank_0_in_training_and_nobody_waits_in_evaluation(ranks):
+    ranks(2)(buffers)
 
 
-def train_until_killed() -> str:
-    import os
-    import signal
-
+def copies() -> None:
     dist.init_process_group()
-    wrapped = dist.DistributedDataParallel(build("mlp"))
-    for step in range(1000):
-        loss = loss_of(wrapped(torch.randn(6, 8)), torch.zeros(6, dtype=torch.int64))
-        if step == 3 and dist.get_rank() == 1:
+    rank = dist.get_rank()
+    wrapped = dist.DistributedDataParallel(build("mlp"), find_unused_parameters=True)
+    assert wrapped.communication_wait_s() == 0
+    assert {f"module.{name}" for name in wrapped.module.state_dict()} == set(wrapped.state_dict())
+    for model in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped)), wrapped):
+        model(torch.randn(2, 8) + rank).sum().backward()
+        require_equal_on_all_ranks(gradients(model))
+    assert wrapped.communication_wait_s() > 0
+    module = wrapped.module
+    del wrapped, model
+    again = dist.DistributedDataParallel(module, bucket_cap_mb=1e-5, overlap=True)
+    again.zero_grad()
+    again(torch.randn(2, 8) + rank).sum().backward()
+    require_equal_on_all_ranks(gradients(again))
+    hooks = [len(param._post_accumulate_grad_hooks) for param in module.parameters()]
+    assert hooks == [1] * 6  # none of the first wrapper's
+
+
+def test_wrappers_are_copied_pickled_and_replaced(ranks):
+    ranks(2)(copies)
+
+
+def train_until_killed(where: str) -> str:
+    dist.init_process_group()
+    wrapped = dist.DistributedDataParallel(build("mlp"), bucket_cap_mb=0.001, overlap=True)
+    step = 0
+
+    def die(_: torch.Tensor) -> None:
+        if step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1 and where == "in":
+        wrapped.module[2].weight.register_post_accumulate_grad_hook(die)  # some buckets went out, others did not
+    for step in range(1000):  # noqa: B007  read by the hook
+        loss = loss_of(wrapped(torch.randn(6, 8)), torch.zeros(6, dtype=torch.int64))
+        if dist.get_rank() == 1 and where == "before":
+            die(loss)
         try:
             loss.backward()
         except dist.PeerLostError as error:
@@ -238,8 +347,9 @@ def train_until_killed() -> str:
     return "never"
 
 
-def test_a_rank_killed_before_its_backward_ends_the_others_backward(ranks):
-    with ranks(3).start(train_until_killed) as world:
+@pytest.mark.parametrize("where", ["before", "in"])
+def test_a_rank_killed_before_or_in_its_backward_ends_the_others_backward(ranks, where):
+    with ranks(3).start(train_until_killed, where) as world:
         told = world.join(20, expect_dead=frozenset({1}))
     assert told[0].startswith("1 rank 1 (") and "died" in told[0]
     assert told[2].startswith("1 rank 1 (")

@@ -1,26 +1,79 @@
+"""How parameters are cut into buckets."""
+
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.parallel.buckets import make_buckets
+from paceline.parallel.buckets import FIRST_BUCKET_BYTES, MIB, make_buckets
 
-TYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+models = st.lists(st.tuples(st.integers(0, 100), st.sampled_from(DTYPES)), max_size=60)
+caps = st.integers(1, 300)
 
 
-@given(
-    params=st.lists(st.tuples(st.integers(0, 100), st.sampled_from(TYPES)), max_size=50),
-    cap=st.integers(1, 200),
-    first=st.integers(1, 200),
-)
-def test_buckets_hold_every_parameter_once_in_reverse_order_within_the_cap(params, cap, first):
-    sizes, dtypes = [size for size, _ in params], [dtype for _, dtype in params]
-    buckets = make_buckets(sizes, dtypes, cap, first)
-    assert [index for bucket in buckets for index in bucket.params] == list(reversed(range(len(params))))
-    for at, bucket in enumerate(buckets):
-        assert len({dtypes[index] for index in bucket.params}) == 1
-        assert bucket.nbytes == sum(sizes[index] for index in bucket.params)
-        assert (
-            bucket.nbytes <= (min(first, cap) if at == 0 else cap) or len([i for i in bucket.params if sizes[i]]) == 1
-        )
+@given(models, caps, caps)
+def test_every_parameter_is_in_one_bucket(model, cap, first_cap):
+    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap)
+    assert sorted(index for bucket in buckets for index in bucket.params) == list(range(len(model)))
+
+
+@given(models, caps, caps)
+def test_a_bucket_has_one_type_and_tells_its_bytes(model, cap, first_cap):
+    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap):
+        assert len({model[index][1] for index in bucket.params}) == 1
+        assert bucket.nbytes == sum(model[index][0] for index in bucket.params)
+
+
+@given(models, caps, caps)
+def test_a_bucket_keeps_to_the_cap_unless_one_parameter_alone_exceeds_it(model, cap, first_cap):
+    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap):
+        assert bucket.nbytes <= cap or sum(model[index][0] > 0 for index in bucket.params) == 1
+
+
+@given(models, caps, caps)
+def test_a_bucket_is_closed_only_when_the_next_parameter_of_its_type_does_not_fit(model, cap, first_cap):
+    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap)
+    for dtype in DTYPES:
+        of_type = [bucket for bucket in buckets if model[bucket.params[0]][1] is dtype]
+        for at, (bucket, later) in enumerate(pairwise(of_type)):
+            limit = cap if at else min(first_cap, cap)
+            assert bucket.nbytes + model[later.params[0]][0] > limit
+
+
+@given(models, caps, caps)
+def test_buckets_follow_the_order_in_which_backward_completes_them(model, cap, first_cap):
+    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap)
+    last_computed = [min(bucket.params) for bucket in buckets]
+    assert last_computed == sorted(last_computed, reverse=True)
+    for bucket in buckets:
+        assert list(bucket.params) == sorted(bucket.params, reverse=True)
+
+
+@given(models, caps)
+def test_the_first_bucket_of_a_type_is_small(model, cap):
+    first_cap = max(1, cap // 4)
+    seen = set()
+    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap):
+        dtype = model[bucket.params[0]][1]
+        if dtype not in seen:
+            assert bucket.nbytes <= first_cap or sum(model[index][0] > 0 for index in bucket.params) == 1
+        seen.add(dtype)
+
+
+def test_types_that_alternate_do_not_cut_buckets():
+    buckets = make_buckets([8] * 20, [torch.float32, torch.bfloat16] * 10, cap_bytes=1000)
+    assert [len(bucket.params) for bucket in buckets] == [10, 10]
+
+
+def test_the_default_caps_are_torchs():
+    buckets = make_buckets([MIB // 2] * 60, [torch.float32] * 60, 25 * MIB)
+    assert FIRST_BUCKET_BYTES == MIB
+    assert [bucket.nbytes // MIB for bucket in buckets] == [1, 25, 4]
+
+
+def test_no_parameters_make_no_buckets():
+    assert make_buckets([], [], 25 * MIB) == []

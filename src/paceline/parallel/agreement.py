@@ -54,7 +54,7 @@ def require_same_module(
     for option, value in options.items():
         values = [other["options"].get(option) for other in everyone]
         if any(each != value for each in values):
-            told = _sides([f"passed {option}={each!r}" for each in values], group.ranks)
+            told = _sides([f"{option}={each!r}" for each in values], group.ranks)
             raise CollectiveMismatchError(
                 f"rank {group.ranks[group.rank()]}: the module is not wrapped alike: {told}. "
                 "Pass the same arguments on every rank"
@@ -72,7 +72,7 @@ def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int])
     for at in range(max(map(len, descriptions))):
         said = [_say(entries[at] if at < len(entries) else None) for entries in descriptions]
         if any(each != said[0] for each in said):
-            return _sides([f"has {each}" for each in said], ranks)
+            return _sides(said, ranks)
     raise AssertionError("descriptions whose digests differ are equal")
 
 
@@ -84,7 +84,7 @@ def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
     told = []
     for value, who in holders.items():
         listed = ", ".join(map(str, who[:most])) + (f" and {len(who) - most} more" if len(who) > most else "")
-        told.append(f"rank{'s' if len(who) > 1 else ''} {listed} {value}")
+        told.append(f"rank{'s' if len(who) > 1 else ''} {listed}: {value}")
     return "; ".join(told)
 
 

@@ -104,8 +104,9 @@ class BucketGradients:
         memory = Memory([], [], self._count)
         for param, name, layout, gradient in zip(self.params, self._names, self._layouts, gradients, strict=True):
             self._require_reducible(name, param, gradient)
+            as_it_is = _lies_as(gradient, layout) and not (wary and shares_memory(gradient))
             dense = gradient.detach()
-            if not _lies_as(dense, layout) or (wary and shares_memory(dense)):
+            if not as_it_is:
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype).copy_(dense)
                 memory.copies.append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)

@@ -122,10 +122,11 @@ class Reducer:
         for tensor in outputs:
             tensor.register_hook(self._output_hook())
         if self._unused_at_first is None:
-            used = set() if self._find_unused or self._static_graph else used_parameters(outputs)
-            self._unused_at_first = {
-                name for name, param in zip(self._names, self._params, strict=True) if id(param) not in used
-            }
+            self._unused_at_first = set()
+            if outputs and not (self._find_unused or self._static_graph):
+                used = used_parameters(outputs)
+                named = zip(self._names, self._params, strict=True)
+                self._unused_at_first.update(name for name, param in named if id(param) not in used)
         if not outputs and self._sees_outputs:
             self._sees_outputs = False
             for param in self._params:
@@ -166,7 +167,8 @@ class Reducer:
         )
 
     def _missing(self) -> list[str]:
-        return [name for gradients in self._gradients if gradients is not None for name in gradients.missing()]
+        missing = {name for gradients in self._gradients if gradients is not None for name in gradients.missing()}
+        return [name for name in self._names if name in missing]
 
     def _me(self) -> str:
         return f"rank {self._group.ranks[self._group.rank()]}"
@@ -213,6 +215,11 @@ class Reducer:
         return count
 
     def _raise_late(self, index: int) -> None:
+        if self._static_graph:
+            raise RuntimeError(
+                f"{self._me()}: parameter {self._names[index]!r} got more gradients than in the first backward, "
+                "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
+            )
         raise RuntimeError(
             f"{self._me()}: parameter {self._names[index]!r} got another gradient in a backward after it was handed "
             "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "

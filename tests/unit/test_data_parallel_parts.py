@@ -1,0 +1,163 @@
+"""What DistributedDataParallel looks at: outputs, graphs, modules and gradients."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.parallel.gradients import BucketGradients, have_aliases, shares_memory
+from paceline.parallel.graph import find_tensors, used_parameters
+from paceline.parallel.structure import ModuleStructure
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    extra: object = None
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: (a, (b,)),
+        lambda a, b: {"a": a, "more": {"b": b}},
+        lambda a, b: OrderedDict(a=a, b=[b, 3, None]),
+        lambda a, b: Pair(a, b),
+        lambda a, b: Answer(a, Answer(b)),
+        lambda a, b: {a, b},
+    ],
+)
+def test_tensors_are_found_in_any_nest(nest):
+    a, b = torch.ones(1), torch.zeros(1)
+    assert {id(tensor) for tensor in find_tensors(nest(a, b))} == {id(a), id(b)}
+
+
+def test_only_the_parameters_in_the_graph_are_used():
+    a, b, c = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    used = used_parameters([torch.relu(a(torch.ones(1, 2))), c])
+    assert used == {id(a.weight), id(a.bias), id(c)}
+    assert id(b.weight) not in used
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda m: m[0].register_parameter("extra", nn.Parameter(torch.ones(2))),
+        lambda m: setattr(m, "1", nn.ReLU()),
+        lambda m: m.append(nn.Linear(2, 2)),
+        lambda m: setattr(m[1], "inner", nn.Linear(2, 2)),  # a layer that had neither parameters nor submodules
+        lambda m: delattr(m[0], "bias"),
+    ],
+)
+def test_a_change_of_the_module_is_seen(change):
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    structure = ModuleStructure(module)
+    assert structure.is_unchanged()
+    change(module)
+    assert not structure.is_unchanged()
+
+
+def test_training_does_not_change_the_module():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    structure = ModuleStructure(module)
+    module(torch.ones(3, 2)).sum().backward()
+    torch.optim.SGD(module.parameters(), 0.1).step()
+    module.load_state_dict(module.state_dict())
+    module.double().eval()
+    assert structure.is_unchanged()
+
+
+def test_buffers_are_listed_once_and_anew_when_replaced():
+    module = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2)])
+    module[1].running_mean = module[0].running_mean
+    structure = ModuleStructure(module)
+    assert len(structure.buffers()) == 5
+    module[0].running_var = torch.zeros(2)
+    assert any(buffer is module[0].running_var for buffer in structure.buffers())
+
+
+def gradients_of(*params: nn.Parameter) -> BucketGradients:
+    return BucketGradients(params, [f"p{at}" for at in range(len(params))])
+
+
+def with_gradient(param: torch.Tensor, gradient: torch.Tensor) -> nn.Parameter:
+    param = nn.Parameter(param)
+    param.grad = gradient
+    return param
+
+
+def test_gradients_are_taken_where_they_are():
+    param = with_gradient(torch.ones(2, 3), torch.ones(2, 3))
+    memory = gradients_of(param).collect(wary=False)
+    assert memory.pieces == [param.grad.data_ptr(), 24]
+    assert memory.copies == []
+
+
+def test_a_channels_last_gradient_is_taken_where_it_is():
+    weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    param = with_gradient(weight, torch.ones_like(weight))
+    assert gradients_of(param).collect(wary=True).pieces[0] == param.grad.data_ptr()
+
+
+def test_a_gradient_of_another_layout_is_reduced_in_a_copy_of_the_parameters_layout():
+    weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    param = with_gradient(weight, torch.randn(2, 3, 4, 4))
+    memory = gradients_of(param).collect(wary=False)
+    (_, copy), gradient = memory.copies[0], param.grad.clone()
+    assert copy.stride() == param.stride()
+    copy.mul_(2)
+    memory.write_back()
+    assert torch.equal(param.grad, 2 * gradient)
+
+
+def test_a_conjugate_gradient_is_reduced_in_a_copy():
+    value = torch.randn(3, dtype=torch.complex64)
+    param = with_gradient(torch.ones(3, dtype=torch.complex64), value.conj())
+    memory = gradients_of(param).collect(wary=False)
+    assert torch.equal(memory.tensors[0], value.conj().resolve_conj())
+    assert not memory.tensors[0].is_conj()
+
+
+def test_a_gradient_that_shares_memory_is_copied_only_when_wary():
+    storage = torch.randn(4)
+    param = with_gradient(torch.ones(4), storage.view(4))
+    assert shares_memory(param.grad)
+    assert gradients_of(param).collect(wary=False).copies == []
+    assert len(gradients_of(param).collect(wary=True).copies) == 1
+
+
+def test_a_missing_gradient_is_named():
+    gradients = gradients_of(nn.Parameter(torch.ones(1)), with_gradient(torch.ones(1), torch.ones(1)))
+    assert gradients.collect(wary=False) is None
+    assert gradients.missing() == ["p0"]
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    param = with_gradient(torch.ones(2, 2), torch.ones(2, 2).to_sparse())
+    with pytest.raises(TypeError, match=r"'p0'.*sparse_coo.*sparse=False"):
+        gradients_of(param).collect(wary=False)
+
+
+def test_a_gradient_of_another_type_is_refused_by_name():
+    param = nn.Parameter(torch.ones(2))
+    gradients = gradients_of(param)
+    param.data = param.data.double()
+    param.grad = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"'p0'.*float64.*float32.*Convert the module first"):
+        gradients.collect(wary=False)
+
+
+def test_gradients_in_one_memory_are_seen():
+    storage = torch.randn(4)
+    a, b = with_gradient(torch.ones(4), storage.view(4)), with_gradient(torch.ones(2, 2), storage.view(2, 2))
+    empty = [with_gradient(torch.ones(0), torch.ones(0)) for _ in range(2)]
+    assert have_aliases([gradients_of(a).collect(wary=False), gradients_of(b).collect(wary=False)])
+    assert not have_aliases([gradients_of(a, *empty).collect(wary=False)])
