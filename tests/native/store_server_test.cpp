@@ -3,11 +3,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "store/client.hpp"
 #include "store/server.hpp"
 
@@ -16,14 +15,6 @@ namespace {
 using namespace paceline::store;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                        \
-        }                                                                        \
-    } while (false)
 
 Message request(Op op, std::vector<std::string> fields, std::int64_t number = 0) {
     return {static_cast<std::uint8_t>(op), number, std::move(fields)};

@@ -84,7 +84,7 @@ def test_a_rank_claimed_twice_fails_at_once_on_every_rank(ranks: type[Ranks], ur
         results = world.join(TIMEOUT_S * 2)
         rank = max(set(claimed), key=claimed.count)
         pids = [pid for pid, each in zip(world.pids, claimed, strict=True) if each == rank]
-    for told, seconds in results:  # type: ignore[misc]
+    for told, seconds in results:
         assert f"rank {rank} was claimed twice" in told
         for pid in pids:
             assert f"process {pid} on {socket.gethostname()}" in told
@@ -92,7 +92,7 @@ def test_a_rank_claimed_twice_fails_at_once_on_every_rank(ranks: type[Ranks], ur
 
 
 def test_different_world_sizes_fail_at_once_on_every_rank(ranks: type[Ranks], url: str) -> None:
-    for told, seconds in ranks(3)(_claim, url, [0, 1, 2], [3, 3, 4], TIMEOUT_S):  # type: ignore[misc]
+    for told, seconds in ranks(3)(_claim, url, [0, 1, 2], [3, 3, 4], TIMEOUT_S):
         assert "different world sizes" in told
         assert "has 3" in told
         assert "has 4" in told
@@ -100,14 +100,14 @@ def test_different_world_sizes_fail_at_once_on_every_rank(ranks: type[Ranks], ur
 
 
 def test_a_rank_that_does_not_come_is_named_on_every_rank(ranks: type[Ranks], url: str) -> None:
-    for told, _ in ranks(3)(_claim, url, [0, 1, 3], [4, 4, 4], 2.0):  # type: ignore[misc]
+    for told, _ in ranks(3)(_claim, url, [0, 1, 3], [4, 4, 4], 2.0):
         assert told.startswith("RendezvousTimeoutError: ")
         assert "waited 2 s for 4 ranks; 0, 1, 3 arrived, 2 did not" in told
 
 
 def test_rank_0_that_does_not_come_is_named(ranks: type[Ranks]) -> None:
     url = f"tcp://127.0.0.1:{_free_port()}"
-    for told, _ in ranks(2)(_claim, url, [1, 2], [3, 3], 1.0):  # type: ignore[misc]
+    for told, _ in ranks(2)(_claim, url, [1, 2], [3, 3], 1.0):
         assert told.startswith("RendezvousTimeoutError: ")
         assert "waited 1 s for 3 ranks; rank 0" in told
         assert "did not arrive" in told
@@ -116,7 +116,7 @@ def test_rank_0_that_does_not_come_is_named(ranks: type[Ranks]) -> None:
 def test_a_port_held_by_another_program_is_reported_with_it(ranks: type[Ranks]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ((told, _),) = ranks(1)(_claim, f"tcp://127.0.0.1:{port}", [0], [1], TIMEOUT_S)  # type: ignore[misc]
+        ((told, _),) = ranks(1)(_claim, f"tcp://127.0.0.1:{port}", [0], [1], TIMEOUT_S)
     assert f"port {port} of 127.0.0.1 is in use by process {os.getpid()} (" in told
 
 

@@ -176,7 +176,7 @@ def test_a_recorded_handshake_cannot_be_replayed() -> None:
             return getattr(self._connection, name)
 
     hello = Hello("store")
-    assert _both(lambda s: prove(Recorder(s), KEY, hello), lambda s: verify(s, KEY, "store"))[1] == hello  # type: ignore[arg-type]
+    assert _both(lambda s: prove(Recorder(s), KEY, hello), lambda s: verify(s, KEY, "store"))[1] == hello
 
     def replay(connection: socket.socket) -> None:
         connection.sendall(b"".join(sent))

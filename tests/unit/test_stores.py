@@ -32,7 +32,7 @@ def _tcp(_: Path) -> Store:
 def _unix(directory: Path) -> Store:
     server = StoreServer.on_unix_path(str(directory / "store"), SECRET)
     store = connect_unix(str(directory / "store"), SECRET)
-    store.server = server  # type: ignore[attr-defined]
+    store.server = server
     return store
 
 
@@ -72,7 +72,7 @@ def test_values_are_bytes_and_strings_are_encoded(store: Store) -> None:
 @pytest.mark.parametrize("value", [3, None, ["a"]])
 def test_other_values_are_refused(store: Store, value: object) -> None:
     with pytest.raises(TypeError, match="bytes or str"):
-        store.set("key", value)  # type: ignore[arg-type]
+        store.set("key", value)
 
 
 def test_a_string_is_not_a_list_of_keys(store: Store) -> None:

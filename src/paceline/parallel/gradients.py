@@ -92,7 +92,7 @@ class BucketGradients:
         if (
             self._plain
             and all(map(_is_contiguous, gradients))
-            and all([dtype is self._dtype for dtype in map(_dtype, gradients)])  # noqa: C419  faster than a generator
+            and set(map(_dtype, gradients)) <= {self._dtype}
             and not (wary and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()
