@@ -3,9 +3,10 @@
     python bench/ddp.py [--ranks 2] [--models NAME ...] [--json FILE]
 
 Every rank has one thread and a batch of its own. The three take turns within the same processes, a few steps each, so
-that the machine's moods fall on all alike. Efficiency is the step without communication divided by the step with it;
-"none" runs the bare module on every rank at once. The last column is the memory wrapping and training add to a process
-beyond the bare model's, against the bytes of the gradients.
+that the machine's moods fall on all alike. "none" runs the bare module on every rank at once. Efficiency is its step
+divided by the step with communication; ratio is torch's step divided by ours; waiting is the share of our step that is
+spent reducing, and waiting for it, when backward ends. Memory added is what wrapping and training add to a process
+beyond the bare model's, to hold against the bytes of the gradients.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
                 "torch ms": ms["torch"],
                 "paceline efficiency": ms["none"] / ms["paceline"],
                 "torch efficiency": ms["none"] / ms["torch"],
+                "ratio": ms["torch"] / ms["paceline"],
                 "waiting": (ours.communication_wait_s() - waited) / ran,
                 "memory added MiB": added / 2**20,
                 "gradients MiB": gradients / 2**20,

@@ -254,9 +254,16 @@ def changed() -> None:
     replaced.module[1].weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="changed after wrapping"):
         replaced(x)
+    for _ in range(3):
+        unfrozen(x).sum().backward()
     unfrozen.module[0].bias.requires_grad_()
+
+    def train_on() -> None:
+        for _ in range(20):
+            unfrozen(x).sum().backward()
+
     with pytest.raises(RuntimeError, match=r"'0\.bias' did not require a gradient when"):
-        unfrozen(x)
+        train_on()
     frozen.module[1].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"1\.weight: frozen after the module was wrapped"):
         frozen(x).sum().backward()

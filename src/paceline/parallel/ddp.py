@@ -21,6 +21,7 @@ from paceline.parallel.reducer import Reducer
 from paceline.parallel.structure import ModuleStructure
 
 DEFAULT_BUCKET_CAP_MB = 25
+_LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
 _OF_THIS_PROCESS = ("process_group", "_reducer", "_structure", "_params", "_frozen", "_buffers_sent", "_buffer_bytes")
 
 
@@ -120,7 +121,9 @@ class DistributedDataParallel(nn.Module):
         if not (self.require_backward_grad_sync and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._reducer.require_complete()
-        self._require_unchanged()
+        if self._forwards % _LOOK_AGAIN_EVERY == 0:
+            self._require_unchanged()
+        self._forwards += 1
         if self.broadcast_buffers and self.training:
             self._broadcast_buffers()
         output = self.module(*args, **kwargs)
@@ -181,6 +184,7 @@ class DistributedDataParallel(nn.Module):
         )
         # The hooks must not outlive the wrapper: the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False
+        self._forwards = 0
         self._buffers_sent: list[int] = []
         self._buffer_bytes: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Sees whether a module was changed, cheaply enough to look before every forward."""
+"""Sees whether a module was changed, cheaply enough to look again and again while it trains."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 class ModuleStructure:
     """What a module was made of when this was made.
 
-    Comparing identities runs at C speed: about 20 µs for a module of 200 layers, where walking the module with
-    `parameters()` takes a millisecond.
+    It compares identities at C speed, in about 0.1 ms for a module of 400 layers, where walking the module with
+    `parameters()` takes several times as long.
     """
 
     def __init__(self, module: nn.Module) -> None:
