@@ -107,8 +107,16 @@ def gradients_of_inputs() -> None:
     rank = dist.get_rank()
     module = Plus()
     wrapped = dist.DistributedDataParallel(module)
-    x = inputs(1, 16, 64)[rank].requires_grad_()
-    (wrapped(x) * (rank + 1)).sum().backward()
+    x = inputs(16, 64)[rank].requires_grad_()
+
+    def backward_of(model: nn.Module) -> None:
+        (model(x.unsqueeze(0)) * (rank + 1)).sum().backward()
+
+    backward_of(module)
+    assert x.grad.data_ptr() == module.terms[0].grad.data_ptr()  # what makes it hard
+    x.grad = None
+    module.zero_grad()
+    backward_of(wrapped)
     assert (x.grad == rank + 1).all()
     assert (module.terms[0].grad == 1.5).all()
 

@@ -126,12 +126,34 @@ def test_a_conjugate_gradient_is_reduced_in_a_copy():
     assert not memory.tensors[0].is_conj()
 
 
-def test_a_gradient_that_shares_memory_is_copied_only_when_wary():
-    storage = torch.randn(4)
-    param = with_gradient(torch.ones(4), storage.view(4))
+def test_a_gradient_that_shares_memory_is_reduced_in_place_unless_wary():
+    param = with_gradient(torch.ones(4), torch.randn(4))
+    other = param.grad.detach()
     assert shares_memory(param.grad)
-    assert gradients_of(param).collect(wary=False).copies == []
-    assert len(gradients_of(param).collect(wary=True).copies) == 1
+    memory = gradients_of(param).collect(wary=False)
+    assert memory.pieces[0] == other.data_ptr()
+    assert memory.copies == memory.successors == []
+
+
+def test_a_gradient_that_autograd_shares_is_replaced_and_the_other_stays():
+    kept = torch.ones(2, 3, requires_grad=True)
+    param = nn.Parameter(torch.ones(3, 2))
+    (2 * (kept.view(6) + param.view(6))).sum().backward()
+    assert kept.grad.data_ptr() == param.grad.data_ptr()
+    memory = gradients_of(param).collect(wary=True)
+    memory.tensors[0].fill_(5)
+    memory.write_back()
+    assert (param.grad == 5).all()
+    assert (kept.grad == 2).all()
+
+
+def test_a_gradient_that_is_a_view_of_the_users_buffer_stays_one():
+    buffer = torch.zeros(8)
+    param = with_gradient(torch.ones(4), buffer[4:])
+    memory = gradients_of(param).collect(wary=True)
+    memory.tensors[0].fill_(5)
+    memory.write_back()
+    assert buffer.tolist() == [0] * 4 + [5] * 4
 
 
 def test_a_missing_gradient_is_named():

@@ -1,7 +1,8 @@
 """The gradients of a bucket as memory that is reduced where autograd put it.
 
 A gradient is taken as it is when it has its parameter's type and layout, which is what autograd makes. Whatever does
-not is reduced in a copy, and the copy is written back when all reductions are over.
+not is reduced in a copy, which is written back when all reductions are over. A gradient whose memory others read is
+reduced in a copy as well where that matters; the copy takes its place, and the others keep what they had.
 """
 
 from __future__ import annotations
@@ -43,18 +44,24 @@ def shares_memory(gradient: torch.Tensor) -> bool:
 
 @dataclass
 class Memory:
-    """What one call reduces: addresses and numbers of bytes in turn, with the tensors that own them."""
+    """What one call reduces: addresses and numbers of bytes in turn, with the tensors that own them.
+
+    `copies` are gradients to be written back, `successors` those that take a gradient's place.
+    """
 
     pieces: list[int]
     tensors: list[torch.Tensor]
     count: int
     copies: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
     def write_back(self) -> None:
-        """Moves what was reduced in copies to the gradients."""
+        """Moves what was reduced in copies to the parameters."""
         for param, reduced in self.copies:
             assert param.grad is not None
             param.grad.detach().copy_(reduced)
+        for param, reduced in self.successors:
+            param.grad = reduced
 
 
 class BucketGradients:
@@ -104,11 +111,12 @@ class BucketGradients:
         memory = Memory([], [], self._count)
         for param, name, layout, gradient in zip(self.params, self._names, self._layouts, gradients, strict=True):
             self._require_reducible(name, param, gradient)
-            as_it_is = _lies_as(gradient, layout) and not (wary and shares_memory(gradient))
+            shared = wary and shares_memory(gradient)
             dense = gradient.detach()
-            if not as_it_is:
+            if shared or not _lies_as(gradient, layout):
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype).copy_(dense)
-                memory.copies.append((param, dense))
+                # A view was made by the user, who reads its base; autograd takes over tensors that are none.
+                (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
         return memory
