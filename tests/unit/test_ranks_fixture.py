@@ -1,0 +1,121 @@
+"""The `ranks` fixture itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import RankFailed
+
+
+def place(extra: str) -> tuple[str, ...]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    return (*(os.environ[name] for name in names), extra)
+
+
+def meeting_point() -> tuple[int, str, int]:
+    import torch
+
+    return int(os.environ["MASTER_PORT"]), os.environ["PACELINE_SECRET"], torch.get_num_threads()
+
+
+def fail_late_on_rank_0_because_of_rank_2() -> None:
+    if os.environ["RANK"] == "2":
+        raise KeyError("the cause")
+    time.sleep(0.3)
+    raise RuntimeError("a consequence")
+
+
+def return_what_cannot_be_sent() -> object:
+    return lambda: None
+
+
+def exit_without_a_word() -> None:
+    os._exit(3)
+
+
+def sleep_for_ever(directory: str) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+    draft = Path(directory, f"{os.environ['RANK']}.tmp")
+    draft.write_text(f"{os.getpid()} {child.pid}")
+    draft.rename(draft.with_suffix(".pids"))
+    time.sleep(300)
+
+
+def rank_1_sleeps_for_ever() -> str:
+    if os.environ["RANK"] == "1":
+        time.sleep(300)
+    return "done"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def pids_in(directory: Path, size: int) -> list[int]:
+    wait_until(lambda: len(list(directory.glob("*.pids"))) == size)
+    return [int(pid) for file in directory.glob("*.pids") for pid in file.read_text().split()]
+
+
+def test_each_rank_finds_its_place_and_its_value_comes_back_in_order(ranks):
+    told = ranks(3)(place, "x")
+    assert told == [(str(rank), str(rank), "3", "3", "127.0.0.1", "1", "x") for rank in range(3)]
+
+
+def test_ranks_share_a_port_and_a_secret_that_other_worlds_do_not_have(ranks):
+    (first, second), (other, _) = ranks(2)(meeting_point), ranks(2)(meeting_point)
+    assert first == second
+    assert first[1] != other[1]
+    assert first[2] == 1
+
+
+def test_the_first_failure_is_raised_with_its_rank_and_traceback(ranks):
+    with pytest.raises(RankFailed, match=r"rank 2 failed:\nTraceback(?s:.*)KeyError: 'the cause'"):
+        ranks(3)(fail_late_on_rank_0_because_of_rank_2)
+
+
+def test_a_rank_that_dies_is_told_with_its_exit_code(ranks):
+    with pytest.raises(RankFailed, match="rank [01] died with exit code 3"):
+        ranks(2)(exit_without_a_word)
+
+
+def test_a_value_that_cannot_be_sent_is_a_failure_of_its_rank(ranks):
+    with pytest.raises(RankFailed, match="rank 0 failed:(?s:.*)return_what_cannot_be_sent"):
+        ranks(1)(return_what_cannot_be_sent)
+
+
+def test_at_the_deadline_the_silent_ranks_are_named_and_killed(ranks, tmp_path):
+    with ranks(2).start(sleep_for_ever, str(tmp_path)) as world:
+        pids = pids_in(tmp_path, 2)
+        with pytest.raises(RankFailed, match=r"ranks \[0, 1\] did not finish within 0.05 s"):
+            world.join(0.05)
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_a_stopped_rank_and_what_ranks_have_started_end_with_the_world(ranks, tmp_path):
+    with ranks(2).start(sleep_for_ever, str(tmp_path)) as world:
+        pids = pids_in(tmp_path, 2)
+        world.kill(0, signal.SIGSTOP)
+    wait_until(lambda: not any(map(alive, pids)))
+    world.close()
+
+
+def test_an_expected_death_is_no_failure(ranks):
+    with ranks(3).start(rank_1_sleeps_for_ever) as world:
+        world.kill(1)
+        assert world.join(20, expect_dead={1}) == ["done", None, "done"]
