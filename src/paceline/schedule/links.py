@@ -1,0 +1,85 @@
+"""Which SEND meets which RECV or REDUCE: on every link the k-th meets the k-th."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from paceline.schedule.steps import Kind, Schedule, Slice, Step
+
+
+class ScheduleError(AssertionError):
+    """The schedules of a world do not do what their operation promises; the message names rank, number and step."""
+
+
+class Move(NamedTuple):
+    """Blocks that go from a SEND to the step that takes them. A COPY is a move from and to the same step."""
+
+    source: int
+    source_step: int
+    target: int
+    target_step: int
+
+
+def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
+    """Return the moves of every link in their order, and every COPY as a list of its own."""
+    sends: dict[tuple[int, int], list[int]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[int]] = defaultdict(list)
+    moves: list[list[Move]] = []
+    for rank, schedule in enumerate(schedules):
+        for number, step in enumerate(schedule.steps):
+            if step.kind == Kind.COPY:
+                moves.append([Move(rank, number, rank, number)])
+            elif step.peer == rank or not 0 <= step.peer < len(schedules):
+                raise fault(schedule, number, f"there is no peer {step.peer}")
+            elif step.kind == Kind.SEND:
+                sends[rank, step.peer].append(number)
+            else:
+                receives[step.peer, rank].append(number)
+    for link in {**sends, **receives}:
+        moves.append(_meet(schedules, *link, sends[link], receives[link]))
+    return moves
+
+
+def _meet(schedules: Sequence[Schedule], source: int, target: int, sends: list[int], receives: list[int]) -> list[Move]:
+    met = []
+    for sending, receiving in zip_longest(sends, receives):
+        if receiving is None:
+            raise fault(schedules[source], sending, f"rank {target} never receives it")
+        if sending is None:
+            raise fault(schedules[target], receiving, f"rank {source} never sends it")
+        src, dst = schedules[source].steps[sending].src, schedules[target].steps[receiving].dst
+        if not (src and dst and src.count == dst.count):
+            raise fault(schedules[target], receiving, f"rank {source} sends {src and src.count} blocks for it")
+        met.append(Move(source, sending, target, receiving))
+    return met
+
+
+def fault(schedule: Schedule, number: int, what: str) -> ScheduleError:
+    """Return the error that says what is wrong with a step."""
+    step = schedule.steps[number]
+    where = f"{schedule.algorithm} {schedule.operation} of {schedule.world_size}, rank {schedule.rank}"
+    return ScheduleError(f"{where}, step {number} ({spell(step)}): {what}")
+
+
+def spell(step: Step) -> str:
+    """Return a step as one reads it: `REDUCE OUTPUT[3:5] = OUTPUT[3:5] + from 2, final`."""
+    match step.kind:
+        case Kind.SEND:
+            return f"SEND {_place(step.src)} to {step.peer}"
+        case Kind.RECV:
+            return f"RECV {_place(step.dst)} from {step.peer}"
+        case Kind.REDUCE:
+            final = ", final" if step.final else ""
+            return f"REDUCE {_place(step.dst)} = {_place(step.src)} + from {step.peer}{final}"
+        case Kind.COPY:
+            return f"COPY {_place(step.dst)} = {_place(step.src)}"
+
+
+def _place(blocks: Slice | None) -> str:
+    if blocks is None:
+        return "?"
+    end = "" if blocks.count == 1 else f":{blocks.first + blocks.count}"
+    return f"{blocks.buffer.name}[{blocks.first}{end}]"

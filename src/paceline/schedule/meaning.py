@@ -1,0 +1,77 @@
+"""What the buffers of an operation hold before and after it, symbolically: for the proof in `symbolic.py`.
+
+A block's value is (identity, contributors): which block of the tensors it is, and the set of ranks, as bits, whose
+contributions are summed up in it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from paceline.schedule.steps import Operation, Schedule
+
+Value: TypeAlias = tuple[int, int]
+Blocks: TypeAlias = list[Value | None]
+
+REDUCING: frozenset[Operation] = frozenset(("all_reduce", "reduce", "reduce_scatter"))
+_CUT_LIKE_THE_TENSOR: frozenset[Operation] = frozenset(("all_reduce", "reduce", "broadcast"))
+
+
+def starts(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
+    """Return INPUT, OUTPUT and SCRATCH of the schedule's rank before its first step; None is undefined."""
+    n, rank, blocks = schedule.world_size, schedule.rank, schedule.blocks
+    is_root = rank == schedule.root
+    tensor: Blocks = [(block, 1 << rank) for block in range(blocks)]
+    of_each: Blocks = [(block, 1 << rank) for block in range(n)]
+    own: Blocks = [(rank, 1 << rank)]
+    match schedule.operation:
+        case "all_reduce":
+            return [], tensor, [None] * blocks
+        case "reduce":
+            return ([], tensor, [None] * blocks) if is_root else (tensor, [], [None] * blocks)
+        case "broadcast":
+            return [], tensor if is_root else [None] * blocks, []
+        case "all_gather":
+            return own, [None] * n, []
+        case "gather":
+            return own, [None] * n if is_root else [], [None] * n
+        case "scatter":
+            return of_each if is_root else [], [None], [None] * n
+        case "reduce_scatter":
+            return of_each, [None], [None] * n
+        case "all_to_all":
+            return of_each, [None] * n, []
+        case "barrier":
+            return [], [], []
+
+
+def ends(schedule: Schedule) -> Blocks:
+    """Return what OUTPUT of the schedule's rank must hold after its last step."""
+    n, rank, root = schedule.world_size, schedule.rank, schedule.root
+    everyone = (1 << n) - 1
+    match schedule.operation:
+        case "all_reduce":
+            return [(block, everyone) for block in range(schedule.blocks)]
+        case "reduce":
+            return [(block, everyone) for block in range(schedule.blocks)] if rank == root else []
+        case "broadcast":
+            return [(block, 1 << root) for block in range(schedule.blocks)]
+        case "all_gather":
+            return [(source, 1 << source) for source in range(n)]
+        case "gather":
+            return [(source, 1 << source) for source in range(n)] if rank == root else []
+        case "scatter":
+            return [(rank, 1 << root)]
+        case "reduce_scatter":
+            return [(rank, everyone)]
+        case "all_to_all":
+            return [(rank, 1 << source) for source in range(n)]
+        case "barrier":
+            return []
+
+
+def fits(operation: Operation, rank: int, index: int, value: Value) -> bool:
+    """Whether a block of a buffer that is written has the size of the value: not all blocks are equally long."""
+    if operation in _CUT_LIKE_THE_TENSOR:
+        return value[0] == index
+    return operation != "all_to_all" or value == (rank, 1 << index)

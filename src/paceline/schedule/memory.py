@@ -1,0 +1,91 @@
+"""The blocks of all ranks as one row of places, and what every step must wait for there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from paceline.schedule.links import fault
+from paceline.schedule.meaning import Blocks, starts
+from paceline.schedule.steps import Buffer, Kind, Schedule, Slice
+
+
+class Accesses(NamedTuple):
+    """The places a step reads and writes, block by block, with what must have happened there before.
+
+    A read waits until the place was written as often as the earlier steps of its rank do; a write until it was read
+    and written as often as they do. A step that updates in place (src is dst) is one write.
+    """
+
+    reads: list[tuple[int, int]]
+    writes: list[tuple[int, int]]
+
+
+class Memory:
+    """`values`, and how often each was `written` and `accessed` (read or written) so far."""
+
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        buffers = [buffer for schedule in schedules for buffer in starts(schedule)]
+        self._firsts = [0, *accumulate(len(buffer) for buffer in buffers)]
+        self.values: Blocks = [value for buffer in buffers for value in buffer]
+        self.written = [0] * len(self.values)
+        self.accessed = [0] * len(self.values)
+        self.accesses = _plan_accesses(self, schedules)
+
+    def buffer(self, rank: int, buffer: Buffer) -> range:
+        """Return the places of a rank's buffer."""
+        at = 3 * rank + buffer
+        return range(self._firsts[at], self._firsts[at + 1])
+
+    def name(self, place: int, rank: int) -> str:
+        """Return a place as one reads it."""
+        for buffer in Buffer:
+            places = self.buffer(rank, buffer)
+            if place in places:
+                return f"{buffer.name}[{place - places.start}]"
+        raise IndexError(place)
+
+
+def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[Accesses]]:
+    """Return for each step of each rank its accesses, as they follow from the order of the rank's steps."""
+    written = [0] * len(memory.values)
+    accessed = [0] * len(memory.values)
+    planned: list[list[Accesses]] = []
+    for rank, schedule in enumerate(schedules):
+        of_rank: list[Accesses] = []
+        for number, step in enumerate(schedule.steps):
+            _check_slices(memory, schedule, number)
+            sources = () if step.src is None or step.src == step.dst else _places(memory, rank, step.src)
+            targets = () if step.dst is None else _places(memory, rank, step.dst)
+            of_rank.append(Accesses([(at, written[at]) for at in sources], [(at, accessed[at]) for at in targets]))
+            for at in sources:
+                accessed[at] += 1
+            for at in targets:
+                accessed[at] += 1
+                written[at] += 1
+        planned.append(of_rank)
+    return planned
+
+
+def _places(memory: Memory, rank: int, blocks: Slice) -> range:
+    return memory.buffer(rank, blocks.buffer)[blocks.first : blocks.first + blocks.count]
+
+
+def _check_slices(memory: Memory, schedule: Schedule, number: int) -> None:
+    step = schedule.steps[number]
+    src, dst = step.src, step.dst
+    if (src is None) != (step.kind == Kind.RECV) or (dst is None) != (step.kind == Kind.SEND):
+        raise fault(schedule, number, "SEND has a src, RECV a dst, REDUCE and COPY have both")
+    for blocks in (src, dst):
+        if blocks is not None:
+            size = len(memory.buffer(schedule.rank, blocks.buffer))
+            if not (blocks.first >= 0 and blocks.count > 0 and blocks.first + blocks.count <= size):
+                raise fault(schedule, number, f"{blocks.buffer.name} has {size} blocks on this rank")
+    if dst is not None and dst.buffer == Buffer.INPUT:
+        raise fault(schedule, number, "INPUT is never written")
+    if src is not None and dst is not None and src != dst:
+        if src.count != dst.count:
+            raise fault(schedule, number, "src and dst differ in their number of blocks")
+        if src.buffer == dst.buffer and abs(src.first - dst.first) < src.count:
+            raise fault(schedule, number, "src and dst overlap")

@@ -1,0 +1,163 @@
+"""What a schedule is: a rank's sends, receives, reductions and copies over slices of three buffers.
+
+How a schedule is executed, and what its author may rely on:
+
+- Each ordered pair of ranks is a first-in-first-out link. The k-th SEND to a peer meets the peer's k-th RECV or REDUCE
+  from this rank, and both move equally many bytes.
+- A step starts once the earlier steps of its rank that touch the same bytes in a conflicting way (read after write,
+  write after read, write after write) are done with these bytes. Otherwise the order between different peers, and
+  between sending and receiving, is free: a long chain of steps is a pipeline without being cut up.
+- A link may hold nothing: a SEND may end only when its receiver has taken it.
+- A slice of no blocks (in a barrier) has no bytes to order it by. Instead a SEND of nothing starts once all earlier
+  receives of its rank are done; a RECV of nothing may always start.
+
+The buffers, where n is the world size. An operation has no buffers but these:
+
+| operation | INPUT (never written) | OUTPUT | SCRATCH |
+| --- | --- | --- | --- |
+| all_reduce | | the tensor in `blocks` nearly equal blocks, in place | cut as the tensor |
+| reduce | the tensor, on all but the root | the tensor in place, on the root only | cut as the tensor |
+| broadcast | | the tensor in `blocks` nearly equal blocks | |
+| all_gather | own tensor, block 0 | n equal blocks | |
+| gather | own tensor, block 0 | n equal blocks, on the root only | n equal blocks |
+| scatter | n equal blocks, on the root only | block 0 | n equal blocks |
+| reduce_scatter | n equal blocks | block 0 | n equal blocks |
+| all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
+| barrier | | | |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+Operation: TypeAlias = Literal[
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+ROOTED: frozenset[Operation] = frozenset(("broadcast", "reduce", "gather", "scatter"))
+
+
+class Buffer(IntEnum):
+    """Where a slice lies; the table above says what an operation keeps there."""
+
+    INPUT = 0
+    OUTPUT = 1
+    SCRATCH = 2
+
+
+class Kind(IntEnum):
+    """What a step does."""
+
+    SEND = 0
+    RECV = 1
+    REDUCE = 2
+    COPY = 3
+
+
+class Slice(NamedTuple):
+    """The blocks first..first+count-1 of a buffer. (Tuples are made in half the time of frozen dataclasses.)"""
+
+    buffer: Buffer
+    first: int
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a slice
+
+
+class Step(NamedTuple):
+    """SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
+
+    `final` is set on the REDUCE after which dst holds the contributions of all ranks: an average is divided there.
+    """
+
+    kind: Kind
+    peer: int
+    dst: Slice | None
+    src: Slice | None
+    final: bool = False
+
+
+class Schedule(NamedTuple):
+    """All that one rank does in one collective."""
+
+    operation: Operation
+    algorithm: str
+    rank: int
+    world_size: int
+    root: int
+    blocks: int
+    steps: tuple[Step, ...]
+
+
+class Place(NamedTuple):
+    """For whom a schedule is made. `root` is -1 where there is none; `hosts` lists the ranks of each host."""
+
+    rank: int
+    world_size: int
+    root: int = -1
+    hosts: Sequence[Sequence[int]] = ()
+
+
+Plan: TypeAlias = tuple[int, list[Step]]
+"""What an algorithm answers: into how many blocks a tensor is cut, and the steps."""
+
+Builder: TypeAlias = Callable[[Place], Plan]
+
+NOTHING = Slice(Buffer.OUTPUT, 0, 0)
+OWN_INPUT = Slice(Buffer.INPUT, 0, 1)
+OWN_OUTPUT = Slice(Buffer.OUTPUT, 0, 1)
+
+
+def send(peer: int, src: Slice) -> Step:
+    """Send src to the peer."""
+    return Step(Kind.SEND, peer, None, src)
+
+
+def receive(peer: int, dst: Slice) -> Step:
+    """Receive dst from the peer."""
+    return Step(Kind.RECV, peer, dst, None)
+
+
+def combine(peer: int, dst: Slice, src: Slice, final: bool = False) -> Step:
+    """Receive from the peer and set dst to src combined with it."""
+    return Step(Kind.REDUCE, peer, dst, src, final)
+
+
+def copy(dst: Slice, src: Slice) -> Step:
+    """Set dst to src."""
+    return Step(Kind.COPY, -1, dst, src)
+
+
+def runs(buffer: Buffer, blocks: Iterable[int]) -> list[Slice]:
+    """Return the blocks, in their order, as few slices: 4, 5, 0, 1, 2 are two."""
+    found: list[Slice] = []
+    first = count = 0
+    for block in blocks:
+        if count and block == first + count:
+            count += 1
+            continue
+        if count:
+            found.append(Slice(buffer, first, count))
+        first, count = block, 1
+    if count:
+        found.append(Slice(buffer, first, count))
+    return found
+
+
+def singles(buffer: Buffer, blocks: Iterable[int]) -> list[list[Slice]]:
+    """Return for each block the chunk that is that block alone."""
+    return [[Slice(buffer, block)] for block in blocks]
+
+
+def rotated(ranks: Sequence[int], first: int) -> list[int]:
+    """Return the ranks in their order, beginning with `first`."""
+    at = ranks.index(first)
+    return [*ranks[at:], *ranks[:at]]
