@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.schedule import ring
+from paceline.schedule import halving_doubling, ring, star, tree
 from paceline.schedule.steps import OPERATIONS, ROOTED, Builder, Operation, Place, Schedule
 
 ALGORITHMS: dict[str, Mapping[Operation, Builder]] = {
     "ring": ring.OFFERS,
+    "halving_doubling": halving_doubling.OFFERS,
+    "tree": tree.OFFERS,
+    "star": star.OFFERS,
 }
 
 

@@ -1,0 +1,191 @@
+"""Recursive halving and doubling: log2(n) rounds as in a tree, few bytes as in a ring.
+
+A reduce-scatter in which partners exchange halves of what they still have, then an all-gather that goes the same way
+back: Rabenseifner 2004, "Optimization of Collective Reduction Operations". For a world that is no power of two, as
+there, the first ranks are folded: of each of the first pairs the odd rank hands its data to the even one, and gets the
+result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994; Thakur, Rabenseifner, Gropp 2005);
+the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.schedule import tree
+from paceline.schedule.steps import (
+    NOTHING,
+    OWN_INPUT,
+    OWN_OUTPUT,
+    Buffer,
+    Builder,
+    Operation,
+    Place,
+    Plan,
+    Slice,
+    Step,
+    combine,
+    copy,
+    receive,
+    rotated,
+    send,
+)
+
+
+class _Fold(NamedTuple):
+    """Who takes part after folding. `slot` is this rank's number in `active`, whose length is a power of two.
+
+    `partner` is the other one of a folded pair, -1 without one; `folded` if this rank is the one that only waits.
+    """
+
+    active: list[int]
+    slot: int
+    partner: int
+    folded: bool
+
+
+def _fold(group: Sequence[int], me: int) -> _Fold:
+    extra = len(group) - (1 << len(group).bit_length() - 1)
+    active = [*group[: 2 * extra : 2], *group[2 * extra :]]
+    if me < 2 * extra:
+        return _Fold(active, me // 2, group[me ^ 1], folded=me % 2 == 1)
+    return _Fold(active, me - extra, -1, folded=False)
+
+
+def _even_edges(fold: _Fold) -> range:
+    """One block a slot: slot i's blocks are those from edges[i] up to edges[i + 1]."""
+    return range(len(fold.active) + 1)
+
+
+def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
+    """The blocks of the slot's ranks: of both, where a pair was folded."""
+    return [*fold.active, world_size]
+
+
+def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
+    """Reduce-scatter: slot i's blocks of all slots' `own` end up reduced in its `into`."""
+    steps: list[Step] = []
+    low, high = 0, len(fold.active)
+    while (half := (high - low) // 2) > 0:
+        middle = low + half
+        kept, given = ((low, middle), (middle, high)) if fold.slot < middle else ((middle, high), (low, middle))
+        partner = fold.active[fold.slot ^ half]
+        steps.append(send(partner, _span(own, edges, *given)))
+        steps.append(combine(partner, _span(into, edges, *kept), _span(own, edges, *kept), final=half == 1))
+        own, (low, high) = into, kept
+    return steps
+
+
+def doubling_phase(fold: _Fold, edges: Sequence[int], buffer: Buffer) -> list[Step]:
+    """All-gather: the blocks of each slot end up in all."""
+    steps: list[Step] = []
+    width = 1
+    while width < len(fold.active):
+        mine, theirs = fold.slot & -width, (fold.slot ^ width) & -width
+        partner = fold.active[fold.slot ^ width]
+        steps.append(send(partner, _span(buffer, edges, mine, mine + width)))
+        steps.append(receive(partner, _span(buffer, edges, theirs, theirs + width)))
+        width *= 2
+    return steps
+
+
+def _span(buffer: Buffer, edges: Sequence[int], low: int, high: int) -> Slice:
+    return Slice(buffer, edges[low], edges[high] - edges[low])
+
+
+def all_reduce(at: Place) -> Plan:
+    """Fold, halve, double, unfold, all in place."""
+    fold = _fold(range(at.world_size), at.rank)
+    edges = _even_edges(fold)
+    tensor = _span(Buffer.OUTPUT, edges, 0, -1)
+    if fold.folded:
+        return tensor.count, [send(fold.partner, tensor), receive(fold.partner, tensor)]
+    steps = halving_phase(fold, edges, Buffer.OUTPUT, Buffer.OUTPUT) + doubling_phase(fold, edges, Buffer.OUTPUT)
+    if fold.partner >= 0:
+        steps = [combine(fold.partner, tensor, tensor), *steps, send(fold.partner, tensor)]
+    return tensor.count, steps
+
+
+def reduce(at: Place) -> Plan:
+    """Fold, halve, and gather to the root, which is slot 0."""
+    world = rotated(range(at.world_size), at.root)
+    fold = _fold(world, world.index(at.rank))
+    edges = _even_edges(fold)
+    own, into = (Buffer.OUTPUT, Buffer.OUTPUT) if at.rank == at.root else (Buffer.INPUT, Buffer.SCRATCH)
+    tensor, partial = _span(own, edges, 0, -1), _span(into, edges, 0, -1)
+    if fold.folded:
+        return tensor.count, [send(fold.partner, tensor)]
+    steps: list[Step] = []
+    if fold.partner >= 0:
+        steps, own = [combine(fold.partner, partial, tensor)], into
+    steps += halving_phase(fold, edges, own, into)
+    return tensor.count, steps + tree.gather_phase(fold.active, fold.slot, [[i] for i in edges[:-1]], into)
+
+
+def broadcast(at: Place) -> Plan:
+    """Scatter from the root, which is slot 0, then double and unfold."""
+    world = rotated(range(at.world_size), at.root)
+    fold = _fold(world, world.index(at.rank))
+    edges = _even_edges(fold)
+    tensor = _span(Buffer.OUTPUT, edges, 0, -1)
+    if fold.folded:
+        return tensor.count, [receive(fold.partner, tensor)]
+    steps = tree.scatter_phase(fold.active, fold.slot, [[i] for i in edges[:-1]], Buffer.OUTPUT)
+    steps += doubling_phase(fold, edges, Buffer.OUTPUT)
+    return tensor.count, [*steps, send(fold.partner, tensor)] if fold.partner >= 0 else steps
+
+
+def all_gather(at: Place) -> Plan:
+    """Fold, double, unfold."""
+    n = at.world_size
+    fold = _fold(range(n), at.rank)
+    everything = Slice(Buffer.OUTPUT, 0, n)
+    if fold.folded:
+        return n, [send(fold.partner, OWN_INPUT), receive(fold.partner, everything)]
+    own = copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT)
+    steps = doubling_phase(fold, _rank_edges(fold, n), Buffer.OUTPUT)
+    if fold.partner >= 0:
+        taken = receive(fold.partner, Slice(Buffer.OUTPUT, fold.partner))
+        return n, [own, taken, *steps, send(fold.partner, everything)]
+    return n, [own, *steps]
+
+
+def reduce_scatter(at: Place) -> Plan:
+    """Fold, halve, and hand the folded rank its block."""
+    n = at.world_size
+    if n == 1:
+        return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
+    fold = _fold(range(n), at.rank)
+    tensor, partial = Slice(Buffer.INPUT, 0, n), Slice(Buffer.SCRATCH, 0, n)
+    if fold.folded:
+        return n, [send(fold.partner, tensor), receive(fold.partner, OWN_OUTPUT)]
+    own = copy(OWN_OUTPUT, Slice(Buffer.SCRATCH, at.rank))
+    edges = _rank_edges(fold, n)
+    if fold.partner < 0:
+        return n, [*halving_phase(fold, edges, Buffer.INPUT, Buffer.SCRATCH), own]
+    steps = [combine(fold.partner, partial, tensor), *halving_phase(fold, edges, Buffer.SCRATCH, Buffer.SCRATCH)]
+    return n, [*steps, send(fold.partner, Slice(Buffer.SCRATCH, fold.partner)), own]
+
+
+def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
+    """Barrier: in each round the news come from twice as many members to the left."""
+    n, steps, distance = len(group), list[Step](), 1
+    while distance < n:
+        steps += [send(group[(me + distance) % n], NOTHING), receive(group[me - distance], NOTHING)]
+        distance *= 2
+    return steps
+
+
+def barrier(at: Place) -> Plan:
+    """The dissemination barrier."""
+    return 0, disseminate_phase(range(at.world_size), at.rank)
+
+
+OFFERS: dict[Operation, Builder] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "barrier": barrier,
+}

@@ -1,0 +1,115 @@
+"""The star, or parameter server: everything goes through one rank, the root or rank 0.
+
+Here for comparison. A message has two hops at most, but all bytes of all ranks cross the one link of the middle, so its
+time grows with the world where the others' hardly does. It may win for a handful of ranks and tiny tensors.
+"""
+
+from __future__ import annotations
+
+from paceline.schedule.steps import (
+    NOTHING,
+    OWN_INPUT,
+    OWN_OUTPUT,
+    Buffer,
+    Builder,
+    Operation,
+    Place,
+    Plan,
+    Slice,
+    Step,
+    combine,
+    copy,
+    receive,
+    send,
+)
+
+
+def _others(at: Place, middle: int) -> list[int]:
+    return [(middle + distance) % at.world_size for distance in range(1, at.world_size)]
+
+
+def _add_up(others: list[int], own: Slice, into: Slice) -> list[Step]:
+    """Take in the others' tensors one after another."""
+    return [
+        combine(peer, into, into if turn else own, final=turn == len(others) - 1) for turn, peer in enumerate(others)
+    ]
+
+
+def all_reduce(at: Place) -> Plan:
+    """Rank 0 sums up and answers."""
+    others = _others(at, 0)
+    if at.rank:
+        return 1, [send(0, OWN_OUTPUT), receive(0, OWN_OUTPUT)]
+    return 1, _add_up(others, OWN_OUTPUT, OWN_OUTPUT) + [send(peer, OWN_OUTPUT) for peer in others]
+
+
+def reduce(at: Place) -> Plan:
+    """The root sums up."""
+    if at.rank != at.root:
+        return 1, [send(at.root, OWN_INPUT)]
+    return 1, _add_up(_others(at, at.root), OWN_OUTPUT, OWN_OUTPUT)
+
+
+def broadcast(at: Place) -> Plan:
+    """The root sends to each."""
+    if at.rank != at.root:
+        return 1, [receive(at.root, OWN_OUTPUT)]
+    return 1, [send(peer, OWN_OUTPUT) for peer in _others(at, at.root)]
+
+
+def gather(at: Place) -> Plan:
+    """The root receives from each."""
+    if at.rank != at.root:
+        return at.world_size, [send(at.root, OWN_INPUT)]
+    steps = [receive(peer, Slice(Buffer.OUTPUT, peer)) for peer in _others(at, at.root)]
+    return at.world_size, [copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT), *steps]
+
+
+def scatter(at: Place) -> Plan:
+    """The root sends each its block."""
+    if at.rank != at.root:
+        return at.world_size, [receive(at.root, OWN_OUTPUT)]
+    steps = [send(peer, Slice(Buffer.INPUT, peer)) for peer in _others(at, at.root)]
+    return at.world_size, [*steps, copy(OWN_OUTPUT, Slice(Buffer.INPUT, at.rank))]
+
+
+def all_gather(at: Place) -> Plan:
+    """Rank 0 collects and sends all to each."""
+    n, everything = at.world_size, Slice(Buffer.OUTPUT, 0, at.world_size)
+    if at.rank:
+        return n, [send(0, OWN_INPUT), receive(0, everything)]
+    steps = [copy(Slice(Buffer.OUTPUT, 0), OWN_INPUT)]
+    steps += [receive(peer, Slice(Buffer.OUTPUT, peer)) for peer in _others(at, 0)]
+    return n, steps + [send(peer, everything) for peer in _others(at, 0)]
+
+
+def reduce_scatter(at: Place) -> Plan:
+    """Rank 0 sums up and sends each its block."""
+    n, others = at.world_size, _others(at, 0)
+    if n == 1:
+        return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
+    if at.rank:
+        return n, [send(0, Slice(Buffer.INPUT, 0, n)), receive(0, OWN_OUTPUT)]
+    steps = _add_up(others, Slice(Buffer.INPUT, 0, n), Slice(Buffer.SCRATCH, 0, n))
+    steps += [send(peer, Slice(Buffer.SCRATCH, peer)) for peer in others]
+    return n, [*steps, copy(OWN_OUTPUT, Slice(Buffer.SCRATCH, 0))]
+
+
+def barrier(at: Place) -> Plan:
+    """All tell rank 0, and it answers."""
+    if at.rank:
+        return 0, [send(0, NOTHING), receive(0, NOTHING)]
+    others = _others(at, 0)
+    return 0, [receive(peer, NOTHING) for peer in others] + [send(peer, NOTHING) for peer in others]
+
+
+OFFERS: dict[Operation, Builder] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "barrier": barrier,
+}
