@@ -53,12 +53,13 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
     accessed = [0] * len(memory.values)
     planned: list[list[Accesses]] = []
     for rank, schedule in enumerate(schedules):
+        buffers = [memory.buffer(rank, buffer) for buffer in Buffer]
         of_rank: list[Accesses] = []
-        for number, step in enumerate(schedule.steps):
-            _check_slices(memory, schedule, number)
-            sources = () if step.src is None or step.src == step.dst else _places(memory, rank, step.src)
-            targets = () if step.dst is None else _places(memory, rank, step.dst)
-            of_rank.append(Accesses([(at, written[at]) for at in sources], [(at, accessed[at]) for at in targets]))
+        for number in range(len(schedule.steps)):
+            sources, targets = _touched(schedule, number, buffers)
+            reads = [(at, written[at]) for at in sources]
+            writes = [(at, accessed[at]) for at in targets]
+            of_rank.append(Accesses(reads, writes))
             for at in sources:
                 accessed[at] += 1
             for at in targets:
@@ -68,24 +69,31 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
     return planned
 
 
-def _places(memory: Memory, rank: int, blocks: Slice) -> range:
-    return memory.buffer(rank, blocks.buffer)[blocks.first : blocks.first + blocks.count]
-
-
-def _check_slices(memory: Memory, schedule: Schedule, number: int) -> None:
-    step = schedule.steps[number]
-    src, dst = step.src, step.dst
-    if (src is None) != (step.kind == Kind.RECV) or (dst is None) != (step.kind == Kind.SEND):
+def _touched(schedule: Schedule, number: int, buffers: Sequence[range]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the places that a step reads and writes."""
+    kind, _, dst, src, _ = schedule.steps[number]
+    if (src is None) != (kind is Kind.RECV) or (dst is None) != (kind is Kind.SEND):
         raise fault(schedule, number, "SEND has a src, RECV a dst, REDUCE and COPY have both")
-    for blocks in (src, dst):
-        if blocks is not None:
-            size = len(memory.buffer(schedule.rank, blocks.buffer))
-            if not (blocks.first >= 0 and blocks.count > 0 and blocks.first + blocks.count <= size):
-                raise fault(schedule, number, f"{blocks.buffer.name} has {size} blocks on this rank")
-    if dst is not None and dst.buffer == Buffer.INPUT:
+    if dst is None:
+        return _places(schedule, number, src, buffers), ()
+    if dst.buffer is Buffer.INPUT:
         raise fault(schedule, number, "INPUT is never written")
-    if src is not None and dst is not None and src != dst:
-        if src.count != dst.count:
-            raise fault(schedule, number, "src and dst differ in their number of blocks")
-        if src.buffer == dst.buffer and abs(src.first - dst.first) < src.count:
-            raise fault(schedule, number, "src and dst overlap")
+    targets = _places(schedule, number, dst, buffers)
+    if src is None or src == dst:
+        return (), targets
+    sources = _places(schedule, number, src, buffers)
+    if src.count != dst.count:
+        raise fault(schedule, number, "src and dst differ in their number of blocks")
+    if src.buffer is dst.buffer and abs(src.first - dst.first) < src.count:
+        raise fault(schedule, number, "src and dst overlap")
+    return sources, targets
+
+
+def _places(schedule: Schedule, number: int, blocks: Slice | None, buffers: Sequence[range]) -> range:
+    if blocks is None:
+        return range(0)
+    buffer, first, count = blocks
+    places = buffers[buffer][first : first + count]
+    if first < 0 or count < 1 or len(places) != count:
+        raise fault(schedule, number, f"{buffer.name} has {len(buffers[buffer])} blocks on this rank")
+    return places

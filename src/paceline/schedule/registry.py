@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.schedule import halving_doubling, ring, star, tree
+from paceline.schedule import halving_doubling, hierarchical, ring, star, tree
 from paceline.schedule.steps import OPERATIONS, ROOTED, Builder, Operation, Place, Schedule
 
 ALGORITHMS: dict[str, Mapping[Operation, Builder]] = {
@@ -12,6 +12,7 @@ ALGORITHMS: dict[str, Mapping[Operation, Builder]] = {
     "halving_doubling": halving_doubling.OFFERS,
     "tree": tree.OFFERS,
     "star": star.OFFERS,
+    "hierarchical": hierarchical.OFFERS,
 }
 
 

@@ -1,0 +1,190 @@
+"""Hierarchical: within each host first, then between hosts, since links between hosts are the slow ones.
+
+Where all hosts have equally many ranks there are as many rails: the l-th ranks of all hosts. A rank owns the l-th slice
+of the tensor: rings within the hosts reduce it, the rail's ring exchanges it between hosts, rings within the hosts pass
+the slices around, so that all ranks drive the network at once (as Horovod's and NCCL's hierarchical all-reduce; Jia et
+al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). Otherwise, and for operations with a
+root, each host's first rank is its leader and speaks for it; in the root's host that is the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.schedule import halving_doubling, ring, tree
+from paceline.schedule.steps import (
+    OWN_INPUT,
+    OWN_OUTPUT,
+    Buffer,
+    Builder,
+    Operation,
+    Place,
+    Plan,
+    Slice,
+    Step,
+    copy,
+    receive,
+    rotated,
+    runs,
+    send,
+    singles,
+)
+
+Hosts = Sequence[Sequence[int]]
+
+
+class _Home(NamedTuple):
+    """The hosts, and where this rank is: on hosts[host], whose ranks are `local`, as local[me]."""
+
+    hosts: Hosts
+    host: int
+    local: Sequence[int]
+    me: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all hosts have equally many ranks."""
+        return len({len(host) for host in self.hosts}) == 1
+
+    @property
+    def rail(self) -> list[int]:
+        """The ranks at this rank's place on all hosts. For a leader these are the leaders."""
+        return [host[self.me] for host in self.hosts]
+
+
+def _home(at: Place) -> _Home:
+    """Find this rank's host. Where there is a root, its host comes first, and it comes first on it."""
+    if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
+        raise ValueError(f"hosts must list each of the {at.world_size} ranks once and no empty host; it is {at.hosts}")
+    hosts = at.hosts
+    if at.root >= 0:
+        first = next(number for number, host in enumerate(hosts) if at.root in host)
+        hosts = [rotated(hosts[first], at.root), *hosts[first + 1 :], *hosts[:first]]
+    number = next(number for number, host in enumerate(hosts) if at.rank in host)
+    return _Home(hosts, number, hosts[number], hosts[number].index(at.rank))
+
+
+def all_reduce(at: Place) -> Plan:
+    """Rails; without them the leaders' ring exchanges what trees have summed up."""
+    hosts, host, local, me = home = _home(at)
+    n_hosts = len(hosts)
+    if home.is_even:
+        slices = [[Slice(Buffer.OUTPUT, owner * n_hosts, n_hosts)] for owner in range(len(local))]
+        mine = singles(Buffer.OUTPUT, range(me * n_hosts, (me + 1) * n_hosts))
+        steps = ring.reduce_phase(local, me, slices, slices, final=n_hosts == 1)
+        steps += ring.reduce_phase(home.rail, host, mine, mine) + ring.gather_phase(home.rail, host, mine)
+        return at.world_size, steps + ring.gather_phase(local, me, slices)
+    tensor, chunks = Slice(Buffer.OUTPUT, 0, n_hosts), singles(Buffer.OUTPUT, range(n_hosts))
+    steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
+    if me == 0:
+        steps += ring.reduce_phase(home.rail, host, chunks, chunks) + ring.gather_phase(home.rail, host, chunks)
+    return n_hosts, steps + tree.broadcast_phase(local, me, tensor)
+
+
+def reduce_scatter(at: Place) -> Plan:
+    """In the host each rank collects the sums for its rail, which reduces them; or the leaders do for their hosts."""
+    n, (hosts, host, local, me) = at.world_size, (home := _home(at))
+    if n == 1:
+        return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
+    if home.is_even:
+        return n, _reduce_scatter_on_rails(home)
+    tensor, partial = Slice(Buffer.INPUT, 0, n), Slice(Buffer.SCRATCH, 0, n)
+    steps = tree.reduce_phase(local, me, tensor, partial, final=False)
+    if me == 0:
+        held = Buffer.SCRATCH if steps else Buffer.INPUT
+        own, into = ([runs(buffer, ranks) for ranks in hosts] for buffer in (held, Buffer.SCRATCH))
+        steps += ring.reduce_phase(home.rail, host, own, into)
+    steps += tree.scatter_phase(local, me, [[rank] for rank in local], Buffer.SCRATCH)
+    return n, [*steps, copy(OWN_OUTPUT, Slice(Buffer.SCRATCH, at.rank))]
+
+
+def _reduce_scatter_on_rails(home: _Home) -> list[Step]:
+    hosts, host, local, me = home
+    if len(hosts) == 1:
+        return _ring_to_output(local, me, Buffer.INPUT)
+    own, into = (
+        [[Slice(buffer, ranks[owner]) for ranks in hosts] for owner in range(len(local))]
+        for buffer in (Buffer.INPUT, Buffer.SCRATCH)
+    )
+    steps = ring.reduce_phase(local, me, own, into, final=False)
+    return steps + _ring_to_output(home.rail, host, Buffer.SCRATCH if steps else Buffer.INPUT)
+
+
+def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]:
+    into = singles(Buffer.SCRATCH, members)
+    into[me] = [OWN_OUTPUT]
+    return ring.reduce_phase(members, me, singles(held, members), into)
+
+
+def all_gather(at: Place) -> Plan:
+    """Along the rails, and around each host as the rails bring the blocks; or through the leaders."""
+    n, (hosts, host, local, me) = at.world_size, (home := _home(at))
+    steps = [copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT)]
+    if home.is_even:
+        in_order = [hosts[host - turn] for turn in range(len(hosts))]
+        brought = [[Slice(Buffer.OUTPUT, ranks[owner]) for ranks in in_order] for owner in range(len(local))]
+        steps += ring.gather_phase(home.rail, host, singles(Buffer.OUTPUT, home.rail))
+        return n, steps + ring.gather_phase(local, me, brought)
+    steps += tree.gather_phase(local, me, [[rank] for rank in local], Buffer.OUTPUT)
+    if me == 0:
+        steps += ring.gather_phase(home.rail, host, [runs(Buffer.OUTPUT, ranks) for ranks in hosts])
+    return n, steps + tree.broadcast_phase(local, me, Slice(Buffer.OUTPUT, 0, n))
+
+
+def broadcast(at: Place) -> Plan:
+    """Down a tree of the leaders, then down a tree in each host."""
+    _, host, local, me = home = _home(at)
+    between = tree.broadcast_phase(home.rail, host, OWN_OUTPUT) if me == 0 else []
+    return 1, between + tree.broadcast_phase(local, me, OWN_OUTPUT)
+
+
+def reduce(at: Place) -> Plan:
+    """Up a tree in each host, then up a tree of the leaders."""
+    hosts, host, local, me = home = _home(at)
+    own, into = (OWN_OUTPUT, OWN_OUTPUT) if at.rank == at.root else (OWN_INPUT, Slice(Buffer.SCRATCH, 0))
+    steps = tree.reduce_phase(local, me, own, into, final=len(hosts) == 1)
+    if me == 0:
+        steps += tree.reduce_phase(home.rail, host, into if steps else own, into)
+    return 1, steps
+
+
+def gather(at: Place) -> Plan:
+    """The leaders collect, and send up a tree of theirs."""
+    hosts, host, local, me = home = _home(at)
+    if me:
+        return at.world_size, [send(local[0], OWN_INPUT)]
+    store = Buffer.OUTPUT if at.rank == at.root else Buffer.SCRATCH
+    steps = [copy(Slice(store, at.rank), OWN_INPUT)]
+    steps += [receive(rank, Slice(store, rank)) for rank in local[1:]]
+    return at.world_size, steps + tree.gather_phase(home.rail, host, hosts, store)
+
+
+def scatter(at: Place) -> Plan:
+    """Down a tree of the leaders, which hand out."""
+    hosts, host, local, me = home = _home(at)
+    if me:
+        return at.world_size, [receive(local[0], OWN_OUTPUT)]
+    store = Buffer.INPUT if at.rank == at.root else Buffer.SCRATCH
+    steps = tree.scatter_phase(home.rail, host, hosts, store)
+    steps += [send(rank, Slice(store, rank)) for rank in local[1:]]
+    return at.world_size, [*steps, copy(OWN_OUTPUT, Slice(store, at.rank))]
+
+
+def barrier(at: Place) -> Plan:
+    """Trees in the hosts, a dissemination barrier of the leaders."""
+    _, host, local, me = home = _home(at)
+    between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
+    return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)
+
+
+OFFERS: dict[Operation, Builder] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "barrier": barrier,
+}
