@@ -56,7 +56,9 @@ class _Home(NamedTuple):
 def _home(at: Place) -> _Home:
     """Find this rank's host. Where there is a root, its host comes first, and it comes first on it."""
     if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
-        raise ValueError(f"hosts must list each of the {at.world_size} ranks once and no empty host; it is {at.hosts}")
+        raise ValueError(
+            f"hierarchical needs hosts that list each of the {at.world_size} ranks once, and none empty; got {at.hosts}"
+        )
     hosts = at.hosts
     if at.root >= 0:
         first = next(number for number, host in enumerate(hosts) if at.root in host)
