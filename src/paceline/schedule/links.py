@@ -30,11 +30,11 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
     moves: list[list[Move]] = []
     for rank, schedule in enumerate(schedules):
         for number, step in enumerate(schedule.steps):
-            if step.kind == Kind.COPY:
+            if step.kind is Kind.COPY:
                 moves.append([Move(rank, number, rank, number)])
             elif step.peer == rank or not 0 <= step.peer < len(schedules):
                 raise fault(schedule, number, f"there is no peer {step.peer}")
-            elif step.kind == Kind.SEND:
+            elif step.kind is Kind.SEND:
                 sends[rank, step.peer].append(number)
             else:
                 receives[step.peer, rank].append(number)

@@ -52,14 +52,17 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
     written = [0] * len(memory.values)
     accessed = [0] * len(memory.values)
     planned: list[list[Accesses]] = []
-    for rank, schedule in enumerate(schedules):
-        buffers = [memory.buffer(rank, buffer) for buffer in Buffer]
+    for schedule in schedules:
         of_rank: list[Accesses] = []
-        for number in range(len(schedule.steps)):
-            sources, targets = _touched(schedule, number, buffers)
-            reads = [(at, written[at]) for at in sources]
-            writes = [(at, accessed[at]) for at in targets]
-            of_rank.append(Accesses(reads, writes))
+        places: dict[Slice | None, range] = {None: range(0)}
+        for number, (_, _, dst, src, _) in enumerate(schedule.steps):
+            if dst not in places:
+                places[dst] = _places(memory, schedule, number, dst)
+            if src not in places:
+                places[src] = _places(memory, schedule, number, src)
+            _check(schedule, number)
+            sources, targets = places[src if src != dst else None], places[dst]
+            of_rank.append(Accesses([(at, written[at]) for at in sources], [(at, accessed[at]) for at in targets]))
             for at in sources:
                 accessed[at] += 1
             for at in targets:
@@ -69,31 +72,26 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
     return planned
 
 
-def _touched(schedule: Schedule, number: int, buffers: Sequence[range]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the places that a step reads and writes."""
+def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice | None) -> range:
+    if blocks is None:
+        return range(0)
+    buffer = memory.buffer(schedule.rank, blocks.buffer)
+    if blocks.first < 0 or blocks.count < 1 or blocks.first + blocks.count > len(buffer):
+        raise fault(schedule, number, f"{blocks.buffer.name} has {len(buffer)} blocks on this rank")
+    return buffer[blocks.first : blocks.first + blocks.count]
+
+
+def _check(schedule: Schedule, number: int) -> None:
     kind, _, dst, src, _ = schedule.steps[number]
     if (src is None) != (kind is Kind.RECV) or (dst is None) != (kind is Kind.SEND):
         raise fault(schedule, number, "SEND has a src, RECV a dst, REDUCE and COPY have both")
     if dst is None:
-        return _places(schedule, number, src, buffers), ()
+        return
     if dst.buffer is Buffer.INPUT:
         raise fault(schedule, number, "INPUT is never written")
-    targets = _places(schedule, number, dst, buffers)
     if src is None or src == dst:
-        return (), targets
-    sources = _places(schedule, number, src, buffers)
+        return
     if src.count != dst.count:
         raise fault(schedule, number, "src and dst differ in their number of blocks")
     if src.buffer is dst.buffer and abs(src.first - dst.first) < src.count:
         raise fault(schedule, number, "src and dst overlap")
-    return sources, targets
-
-
-def _places(schedule: Schedule, number: int, blocks: Slice | None, buffers: Sequence[range]) -> range:
-    if blocks is None:
-        return range(0)
-    buffer, first, count = blocks
-    places = buffers[buffer][first : first + count]
-    if first < 0 or count < 1 or len(places) != count:
-        raise fault(schedule, number, f"{buffer.name} has {len(buffers[buffer])} blocks on this rank")
-    return places

@@ -1,0 +1,138 @@
+"""Which algorithm is the fastest for a call: predicted by closed forms (`formulas.py`), and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.schedule.formulas import FORMS, Case, CostModel, LinkCost
+from paceline.schedule.registry import ALGORITHMS, offers
+from paceline.schedule.steps import Operation
+
+__all__ = ["Choice", "CostModel", "LinkCost", "Prediction", "choose", "explain_text", "predict"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one algorithm would take."""
+
+    algorithm: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The algorithm for a call, all candidates from the fastest to the slowest, and why."""
+
+    operation: Operation
+    nbytes: int
+    world_size: int
+    n_hosts: int
+    algorithm: str
+    candidates: tuple[Prediction, ...]
+    reason: str
+
+
+def predict(
+    model: CostModel,
+    algorithm: str,
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+) -> float:
+    """Return the seconds that the algorithm takes.
+
+    `nbytes` is the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter, an all-to-all together.
+    Without `hosts` all ranks are on one. Raises ValueError where the algorithm does not have the operation.
+    """
+    sizes = tuple(len(host) for host in hosts) if hosts else (world_size,)
+    if sum(sizes) != world_size or not all(sizes):
+        raise ValueError(f"hosts of {sizes} ranks are not a world of {world_size}")
+    if operation not in FORMS.get(algorithm, {}):
+        raise ValueError(f"{algorithm!r} has no {operation}; these have: {', '.join(offers(operation))}")
+    return FORMS[algorithm][operation](Case(model, nbytes, sizes))
+
+
+def choose(
+    model: CostModel,
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+    forced: str | None = None,
+) -> Choice:
+    """Return the fastest algorithm for the call, or `forced`, with what all others would take."""
+    candidates = tuple(
+        sorted(
+            (
+                Prediction(name, predict(model, name, operation, nbytes, world_size, hosts))
+                for name in offers(operation)
+            ),
+            key=lambda prediction: prediction.seconds,
+        )
+    )
+    best = candidates[0]
+    n_hosts = len(hosts) if hosts else 1
+    if forced is not None:
+        taken = _forced(forced, operation, candidates)
+        reason = f"{forced} is forced; {_compare(taken, best)}" if taken != best else f"{forced} is forced, and fastest"
+        return Choice(operation, nbytes, world_size, n_hosts, forced, candidates, reason)
+    if len(candidates) == 1:
+        reason = f"{best.algorithm} is the only algorithm for {operation}"
+    else:
+        reason = f"{best.algorithm} is predicted to be the fastest; {_compare(candidates[1], best)}"
+    return Choice(operation, nbytes, world_size, n_hosts, best.algorithm, candidates, reason)
+
+
+def _forced(name: str, operation: Operation, candidates: Sequence[Prediction]) -> Prediction:
+    if name not in ALGORITHMS:
+        raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
+    for candidate in candidates:
+        if candidate.algorithm == name:
+            return candidate
+    raise ValueError(f"{name} has no {operation}; these have: {', '.join(offers(operation))}")
+
+
+def _compare(slower: Prediction, best: Prediction) -> str:
+    if best.seconds == slower.seconds:
+        return f"{slower.algorithm} would take as long"
+    factor = f"{slower.seconds / best.seconds:.2g} times the" if best.seconds else "against"
+    return f"{slower.algorithm} takes {spell_seconds(slower.seconds)}, {factor} {spell_seconds(best.seconds)} of {best.algorithm}"
+
+
+def explain_text(choice: Choice) -> str:
+    """Return a table of all candidates, the reason of the choice, and why a star loses."""
+    hosts = "1 host" if choice.n_hosts == 1 else f"{choice.n_hosts} hosts"
+    lines = [f"{choice.operation} of {choice.nbytes:,} bytes on {choice.world_size} ranks, {hosts}", ""]
+    fastest = choice.candidates[0].seconds
+    for candidate in choice.candidates:
+        mark = "->" if candidate.algorithm == choice.algorithm else "  "
+        times = f"{candidate.seconds / fastest:8.1f}x" if fastest else ""
+        lines.append(f"{mark} {candidate.algorithm:<18}{spell_seconds(candidate.seconds):>10}{times}")
+    return "\n".join([*lines, "", choice.reason, _about_star(choice)]).rstrip() + "\n"
+
+
+def _about_star(choice: Choice) -> str:
+    star = next((candidate for candidate in choice.candidates if candidate.algorithm == "star"), None)
+    best = choice.candidates[0]
+    if star is None:
+        return f"A star has no {choice.operation}: nothing may pass through a middle."
+    others = choice.world_size - 1
+    if star == best or not best.seconds:
+        return (
+            f"A star does not lose here: its middle has {others} ranks to serve, one after another, and little to say."
+        )
+    way = "each way" if choice.operation in ("all_reduce", "barrier") else "in turn"
+    return (
+        f"The star loses by {star.seconds / best.seconds:.1f}x: its middle moves the bytes of {others} other ranks through "
+        f"one link, {way}, while the links of {others} ranks are idle most of the time."
+    )
+
+
+def spell_seconds(value: float) -> str:
+    """Return a time as one reads it: `12.3 us`, `4.56 ms`, `7.89 s`."""
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
+        if value < 1000 * scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g} s"
