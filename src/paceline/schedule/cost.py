@@ -69,20 +69,29 @@ def choose(
                 Prediction(name, predict(model, name, operation, nbytes, world_size, hosts))
                 for name in offers(operation)
             ),
-            key=lambda prediction: prediction.seconds,
+            key=lambda prediction: float(f"{prediction.seconds:.9g}"),  # a tie is not broken by rounding
         )
     )
     best = candidates[0]
-    n_hosts = len(hosts) if hosts else 1
-    if forced is not None:
-        taken = _forced(forced, operation, candidates)
-        reason = f"{forced} is forced; {_compare(taken, best)}" if taken != best else f"{forced} is forced, and fastest"
-        return Choice(operation, nbytes, world_size, n_hosts, forced, candidates, reason)
-    if len(candidates) == 1:
-        reason = f"{best.algorithm} is the only algorithm for {operation}"
-    else:
-        reason = f"{best.algorithm} is predicted to be the fastest; {_compare(candidates[1], best)}"
-    return Choice(operation, nbytes, world_size, n_hosts, best.algorithm, candidates, reason)
+    chosen = best if forced is None else _forced(forced, operation, candidates)
+    return Choice(
+        operation,
+        nbytes,
+        world_size,
+        len(hosts or [0]),
+        chosen.algorithm,
+        candidates,
+        _reason(chosen, candidates, forced),
+    )
+
+
+def _reason(chosen: Prediction, candidates: Sequence[Prediction], forced: str | None) -> str:
+    others = [candidate for candidate in candidates if candidate != chosen]
+    if not others:
+        return f"{chosen.algorithm} is the only algorithm that has the operation"
+    why = "is forced" if forced else "is predicted to be the fastest"
+    mine, theirs = spell_seconds(chosen.seconds), spell_seconds(others[0].seconds)
+    return f"{chosen.algorithm} {why}: it takes {mine}, and of the others the best, {others[0].algorithm}, {theirs}"
 
 
 def _forced(name: str, operation: Operation, candidates: Sequence[Prediction]) -> Prediction:
@@ -92,13 +101,6 @@ def _forced(name: str, operation: Operation, candidates: Sequence[Prediction]) -
         if candidate.algorithm == name:
             return candidate
     raise ValueError(f"{name} has no {operation}; these have: {', '.join(offers(operation))}")
-
-
-def _compare(slower: Prediction, best: Prediction) -> str:
-    if best.seconds == slower.seconds:
-        return f"{slower.algorithm} would take as long"
-    factor = f"{slower.seconds / best.seconds:.2g} times the" if best.seconds else "against"
-    return f"{slower.algorithm} takes {spell_seconds(slower.seconds)}, {factor} {spell_seconds(best.seconds)} of {best.algorithm}"
 
 
 def explain_text(choice: Choice) -> str:
@@ -119,14 +121,11 @@ def _about_star(choice: Choice) -> str:
     if star is None:
         return f"A star has no {choice.operation}: nothing may pass through a middle."
     others = choice.world_size - 1
-    if star == best or not best.seconds:
-        return (
-            f"A star does not lose here: its middle has {others} ranks to serve, one after another, and little to say."
-        )
-    way = "each way" if choice.operation in ("all_reduce", "barrier") else "in turn"
+    if star.seconds <= best.seconds:
+        return f"A star does not lose here: {others} other ranks are served by the middle in no more time."
     return (
-        f"The star loses by {star.seconds / best.seconds:.1f}x: its middle moves the bytes of {others} other ranks through "
-        f"one link, {way}, while the links of {others} ranks are idle most of the time."
+        f"The star loses by {star.seconds / best.seconds:.1f}x: its middle serves {others} other ranks one after\n"
+        "another over one link, while their own links are idle most of the time."
     )
 
 

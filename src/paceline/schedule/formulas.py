@@ -7,7 +7,7 @@ numbered host by host; a host's network link is shared by those of its ranks tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -92,12 +92,12 @@ def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> floa
 
 
 def _chain(case: Case, gamma: float = 0) -> float:
-    """A pipe of n - 1 links: the bytes of one, and what is under way in the others."""
-    if case.n == 1:
-        return 0
-    per_byte = case.slowest.beta_s_per_byte + gamma
-    filling = (case.n - 2) * min(case.nbytes, PIPE_NBYTES)
-    return (case.n - 1) * case.slowest.alpha_s + (case.nbytes + filling) * per_byte
+    """A pipe of n - 1 links: a first piece goes through all, the rest follows at the pace of the slowest."""
+    piece = min(case.nbytes, PIPE_NBYTES)
+    first = (case.n - case.n_hosts) * seconds(case.model.within_host, piece, gamma) + (case.n_hosts - 1) * seconds(
+        case.model.between_hosts, piece, gamma
+    )
+    return first + (case.nbytes - piece) * (case.slowest.beta_s_per_byte + gamma) if case.n > 1 else 0
 
 
 def _pairwise(case: Case) -> float:
@@ -129,7 +129,7 @@ def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
     width = 1 << case.n.bit_length() - 1
     total, nbytes, distance = 0.0, case.nbytes / 2, width // 2
     while distance:
-        link = case.link(distance)
+        link = case.link(distance if case.n == width else 2 * distance)
         sharing = case.local if link is case.model.between_hosts and not alone else 1
         total += link.alpha_s + nbytes * (sharing * link.beta_s_per_byte + gamma)
         nbytes, distance = nbytes / 2, distance // 2

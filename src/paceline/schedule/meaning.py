@@ -14,7 +14,7 @@ Value: TypeAlias = tuple[int, int]
 Blocks: TypeAlias = list[Value | None]
 
 REDUCING: frozenset[Operation] = frozenset(("all_reduce", "reduce", "reduce_scatter"))
-_CUT_LIKE_THE_TENSOR: frozenset[Operation] = frozenset(("all_reduce", "reduce", "broadcast"))
+CUT_LIKE_THE_TENSOR: frozenset[Operation] = frozenset(("all_reduce", "reduce", "broadcast"))
 
 
 def starts(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
@@ -72,6 +72,6 @@ def ends(schedule: Schedule) -> Blocks:
 
 def fits(operation: Operation, rank: int, index: int, value: Value) -> bool:
     """Whether a block of a buffer that is written has the size of the value: not all blocks are equally long."""
-    if operation in _CUT_LIKE_THE_TENSOR:
+    if operation in CUT_LIKE_THE_TENSOR:
         return value[0] == index
     return operation != "all_to_all" or value == (rank, 1 << index)
