@@ -1,0 +1,117 @@
+"""What is predicted is near what a simulated run of the schedules takes, and the choice follows from it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.schedule.cost import CostModel, LinkCost, choose, explain_text, predict
+from paceline.schedule.formulas import FORMS
+from paceline.schedule.registry import ALGORITHMS, build
+from paceline.schedule.simulate import simulate
+from paceline.schedule.steps import OPERATIONS, ROOTED
+
+MIB = 1 << 20
+CLUSTER = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(20e-6, 1 / 3e9), 1 / 10e9)
+PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALGORITHMS[algorithm]]
+
+
+def hosts_of(n_hosts, ranks_a_host):
+    return [range(first, first + ranks_a_host) for first in range(0, n_hosts * ranks_a_host, ranks_a_host)]
+
+
+def test_every_offered_operation_has_a_closed_form():
+    assert {name: set(forms) for name, forms in FORMS.items()} == {
+        name: set(offered) for name, offered in ALGORITHMS.items()
+    }
+
+
+@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != "barrier"])
+def test_prediction_and_simulated_run_differ_by_a_factor_of_2_at_most(algorithm, operation):
+    for n_hosts, ranks_a_host in [(1, 2), (1, 8), (1, 13), (4, 1), (3, 4), (4, 4), (8, 4)]:
+        hosts, world_size = hosts_of(n_hosts, ranks_a_host), n_hosts * ranks_a_host
+        root = 0 if operation in ROOTED else -1
+        schedules = [build(algorithm, operation, rank, world_size, root, hosts) for rank in range(world_size)]
+        for nbytes in (64, 64 << 10, 4 * MIB):
+            predicted = predict(CLUSTER, algorithm, operation, nbytes, world_size, hosts)
+            simulated = simulate(schedules, CLUSTER, nbytes, hosts)
+            assert simulated / 2.01 <= predicted <= simulated * 2.01
+
+
+def test_hierarchical_wins_for_long_tensors_on_several_hosts():
+    assert choose(CLUSTER, "all_reduce", 16 * MIB, 64, hosts_of(8, 8)).algorithm == "hierarchical"
+
+
+def test_the_ring_comes_near_to_hierarchical_for_very_long_tensors():
+    """It too leaves each host once; only its number of messages is larger."""
+    best, second, *_ = choose(CLUSTER, "all_reduce", 1024 * MIB, 64, hosts_of(8, 8)).candidates
+    assert {best.algorithm, second.algorithm} == {"ring", "hierarchical"}
+    assert second.seconds < 1.2 * best.seconds
+
+
+def test_the_ring_wins_for_long_tensors_where_a_fold_would_double_the_bytes():
+    assert choose(CLUSTER, "all_reduce", 256 * MIB, 13).algorithm in ("ring", "hierarchical")
+    ring, folded = (predict(CLUSTER, name, "all_reduce", 256 * MIB, 13) for name in ("ring", "halving_doubling"))
+    assert ring < folded
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 16, 64])
+def test_few_rounds_win_where_messages_are_dear(world_size):
+    dear = CostModel(LinkCost(1e-3, 1 / 20e9), LinkCost(1e-3, 1 / 3e9), 1 / 10e9)
+    assert choose(dear, "all_reduce", 1024, world_size).algorithm in ("tree", "halving_doubling")
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ("barrier", "gather", "scatter")])
+@pytest.mark.parametrize("n_hosts", [1, 4])
+def test_the_star_never_wins_a_long_tensor_on_many_ranks(operation, n_hosts):
+    """In a gather and a scatter all bytes cross the root's link in any case."""
+    choice = choose(CLUSTER, operation, 64 * MIB, 32, hosts_of(n_hosts, 32 // n_hosts))
+    assert choice.algorithm != "star"
+
+
+@given(st.sampled_from(PAIRS), st.integers(0, 1 << 30), st.integers(0, 1 << 30), st.integers(1, 9), st.integers(1, 9))
+def test_more_bytes_never_take_less_time(pair, some, more, n_hosts, ranks_a_host):
+    hosts, (algorithm, operation) = hosts_of(n_hosts, ranks_a_host), pair
+    shorter, longer = (
+        predict(CLUSTER, algorithm, operation, nbytes, n_hosts * ranks_a_host, hosts) for nbytes in sorted((some, more))
+    )
+    assert 0 <= shorter <= longer
+
+
+@given(st.sampled_from(PAIRS), st.integers(0, 1 << 30))
+def test_a_rank_alone_needs_no_time(pair, nbytes):
+    assert predict(CLUSTER, *pair, nbytes, 1) == 0
+
+
+def test_the_candidates_are_sorted_and_the_first_is_chosen():
+    choice = choose(CLUSTER, "all_reduce", MIB, 16, hosts_of(2, 8))
+    times = [candidate.seconds for candidate in choice.candidates]
+    assert times == sorted(times) and choice.algorithm == choice.candidates[0].algorithm
+    assert len(choice.candidates) == len(ALGORITHMS)
+
+
+def test_a_forced_algorithm_is_taken_and_the_better_one_named():
+    choice = choose(CLUSTER, "all_reduce", 64 * MIB, 16, hosts_of(2, 8), forced="star")
+    assert choice.algorithm == "star"
+    assert "star is forced" in choice.reason and "hierarchical" in choice.reason
+
+
+def test_an_algorithm_that_cannot_be_forced_names_those_that_can():
+    with pytest.raises(ValueError, match="tree has no all_to_all; these have: ring"):
+        choose(CLUSTER, "all_to_all", MIB, 16, forced="tree")
+    with pytest.raises(ValueError, match="no algorithm 'rign'; there are ring"):
+        choose(CLUSTER, "all_reduce", MIB, 16, forced="rign")
+
+
+def test_hosts_that_are_not_the_world_are_refused():
+    with pytest.raises(ValueError, match=r"hosts of \(4, 4\) ranks are not a world of 9"):
+        predict(CLUSTER, "ring", "all_reduce", MIB, 9, hosts_of(2, 4))
+
+
+def test_the_explanation_shows_all_candidates_and_why_the_star_loses():
+    text = explain_text(choose(CLUSTER, "all_reduce", 64 * MIB, 128, hosts_of(16, 8)))
+    assert text.startswith("all_reduce of 67,108,864 bytes on 128 ranks, 16 hosts")
+    assert "-> hierarchical" in text and all(name in text for name in ALGORITHMS)
+    assert "hierarchical is predicted to be the fastest" in text
+    assert "The star loses by" in text and "127 other ranks" in text
