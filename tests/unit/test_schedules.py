@@ -30,7 +30,8 @@ def world(algorithm, operation, world_size, root=-1, hosts=None):
 
 
 def roots_of(operation, world_size):
-    return sorted({0, world_size // 2, world_size - 1}) if operation in ROOTED else [-1]
+    few = {world_size // 3, world_size - 1} if world_size > 16 else {0, world_size // 2, world_size - 1}
+    return sorted(few) if operation in ROOTED else [-1]
 
 
 def equal_hosts(world_size, ranks_a_host):
@@ -79,10 +80,9 @@ def test_hierarchical_all_reduce_ends_right_in_every_world_up_to_130():
 
 
 @pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != "all_reduce"])
-@pytest.mark.parametrize("world_size", [64, 107])
-def test_larger_worlds_end_right(algorithm, operation, world_size):
+def test_larger_worlds_end_right(algorithm, operation):
     root = 41 if operation in ROOTED else -1
-    verify(world(algorithm, operation, world_size, root, equal_hosts(world_size, 8)))
+    verify(world(algorithm, operation, 107, root, equal_hosts(107, 8)))
 
 
 @st.composite
@@ -94,7 +94,7 @@ def topologies(draw, most=48):
     return [host for host in hosts if host]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(topologies(), st.sampled_from(list(ALGORITHMS["hierarchical"])), st.integers(0, 1000))
 def test_any_ranks_on_any_hosts_end_right(hosts, operation, root):
     world_size = sum(map(len, hosts))

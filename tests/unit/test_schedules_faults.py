@@ -199,6 +199,17 @@ def test_a_slice_beyond_its_buffer_is_found():
         verify(by_hand("broadcast", [send(1, Slice(Buffer.OUTPUT, 0, 2))], [], root=0))
 
 
+def test_a_final_step_that_reduces_nothing_is_found():
+    broadcast = [send(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT)._replace(final=True)]
+    with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*only a REDUCE is final"):
+        verify(by_hand("broadcast", *broadcast, root=0))
+
+
+def test_a_copy_onto_itself_is_found():
+    with pytest.raises(ScheduleError, match=r"rank 0, step 0 .*src and dst overlap"):
+        verify(by_hand("broadcast", [copy(OWN_OUTPUT, OWN_OUTPUT)], root=0))
+
+
 def test_schedules_of_different_calls_are_found():
     tree, ring = world("tree", "all_reduce", 4), world("ring", "all_reduce", 4)
     with pytest.raises(ScheduleError, match="rank 1 and rank 0 differ"):

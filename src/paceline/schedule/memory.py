@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TypeAlias
 
 from paceline.schedule.links import fault
 from paceline.schedule.meaning import Blocks, starts
 from paceline.schedule.steps import Buffer, Kind, Schedule, Slice
 
+Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+"""The places a step reads, and those it writes, block by block, with what must have happened there before.
 
-class Accesses(NamedTuple):
-    """The places a step reads and writes, block by block, with what must have happened there before.
-
-    A read waits until the place was written as often as the earlier steps of its rank do; a write until it was read
-    and written as often as they do. A step that updates in place (src is dst) is one write.
-    """
-
-    reads: list[tuple[int, int]]
-    writes: list[tuple[int, int]]
+A read waits until the place was written as often as the earlier steps of its rank do; a write until it was read and
+written as often as they do. A step that updates in place (src is dst) is one write.
+"""
 
 
 class Memory:
@@ -52,29 +48,33 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
     written = [0] * len(memory.values)
     accessed = [0] * len(memory.values)
     planned: list[list[Accesses]] = []
+    nothing: list[tuple[int, int]] = []
     for schedule in schedules:
         of_rank: list[Accesses] = []
-        places: dict[Slice | None, range] = {None: range(0)}
+        places: dict[Slice, range] = {}
         for number, (_, _, dst, src, _) in enumerate(schedule.steps):
-            if dst not in places:
-                places[dst] = _places(memory, schedule, number, dst)
-            if src not in places:
-                places[src] = _places(memory, schedule, number, src)
             _check(schedule, number)
-            sources, targets = places[src if src != dst else None], places[dst]
-            of_rank.append(Accesses([(at, written[at]) for at in sources], [(at, accessed[at]) for at in targets]))
-            for at in sources:
-                accessed[at] += 1
-            for at in targets:
-                accessed[at] += 1
-                written[at] += 1
+            reads: list[tuple[int, int]] = nothing
+            writes: list[tuple[int, int]] = nothing
+            if src is not None and src != dst:
+                if src not in places:
+                    places[src] = _places(memory, schedule, number, src)
+                reads = [(at, written[at]) for at in places[src]]
+                for at, _ in reads:
+                    accessed[at] += 1
+            if dst is not None:
+                if dst not in places:
+                    places[dst] = _places(memory, schedule, number, dst)
+                writes = [(at, accessed[at]) for at in places[dst]]
+                for at, _ in writes:
+                    accessed[at] += 1
+                    written[at] += 1
+            of_rank.append((reads, writes))
         planned.append(of_rank)
     return planned
 
 
-def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice | None) -> range:
-    if blocks is None:
-        return range(0)
+def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice) -> range:
     buffer = memory.buffer(schedule.rank, blocks.buffer)
     if blocks.first < 0 or blocks.count < 1 or blocks.first + blocks.count > len(buffer):
         raise fault(schedule, number, f"{blocks.buffer.name} has {len(buffer)} blocks on this rank")
@@ -82,14 +82,16 @@ def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice | Non
 
 
 def _check(schedule: Schedule, number: int) -> None:
-    kind, _, dst, src, _ = schedule.steps[number]
+    kind, _, dst, src, final = schedule.steps[number]
+    if final and kind is not Kind.REDUCE:
+        raise fault(schedule, number, "only a REDUCE is final")
     if (src is None) != (kind is Kind.RECV) or (dst is None) != (kind is Kind.SEND):
         raise fault(schedule, number, "SEND has a src, RECV a dst, REDUCE and COPY have both")
     if dst is None:
         return
     if dst.buffer is Buffer.INPUT:
         raise fault(schedule, number, "INPUT is never written")
-    if src is None or src == dst:
+    if src is None or (src == dst and kind is Kind.REDUCE):
         return
     if src.count != dst.count:
         raise fault(schedule, number, "src and dst differ in their number of blocks")

@@ -81,7 +81,7 @@ class _Simulation:
         """Move block after block, as soon as places and ports allow."""
         written, accessed = self.memory.written, self.memory.accessed
         for source, source_step, target, target_step in moves:
-            reads = self.memory.accesses[source][source_step].reads
+            reads, _ = self.memory.accesses[source][source_step]
             own_reads, writes = self.memory.accesses[target][target_step]
             kind = self.schedules[target].steps[target_step].kind
             apart = kind is Kind.REDUCE and bool(own_reads)

@@ -78,10 +78,10 @@ class _World:
         values, written, accessed = memory.values, memory.written, memory.accessed
         operation = self.schedules[0].operation
         for source, source_step, target, target_step in moves:
-            reads = memory.accesses[source][source_step].reads
+            reads, _ = memory.accesses[source][source_step]
             own_reads, writes = memory.accesses[target][target_step]
             step = self.schedules[target].steps[target_step]
-            adding = step.kind == Kind.REDUCE
+            adding = step.kind is Kind.REDUCE
             apart = adding and step.src != step.dst
             start = memory.buffer(target, step.dst.buffer).start if step.dst else 0
             for (src, writes_before), (own, own_before), (dst, accesses_before) in zip(
