@@ -63,15 +63,9 @@ def choose(
     forced: str | None = None,
 ) -> Choice:
     """Return the fastest algorithm for the call, or `forced`, with what all others would take."""
-    candidates = tuple(
-        sorted(
-            (
-                Prediction(name, predict(model, name, operation, nbytes, world_size, hosts))
-                for name in offers(operation)
-            ),
-            key=lambda prediction: float(f"{prediction.seconds:.9g}"),  # a tie is not broken by rounding
-        )
-    )
+    times = [Prediction(name, predict(model, name, operation, nbytes, world_size, hosts)) for name in offers(operation)]
+    # Rounded, so that of algorithms that are the same here the first of the registry wins.
+    candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     best = candidates[0]
     chosen = best if forced is None else _forced(forced, operation, candidates)
     return Choice(

@@ -1,4 +1,7 @@
-"""The algorithms by name. A new one is a file beside this with its `OFFERS`, and one line here."""
+"""The algorithms by name. A new one is a file beside this with its `OFFERS`, and one line here.
+
+The tests then prove it; they also ask for its closed forms in `formulas.py`, without which it cannot be weighed.
+"""
 
 from __future__ import annotations
 
