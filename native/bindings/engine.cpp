@@ -9,7 +9,8 @@
 #include <tuple>
 
 #include "bindings/bindings.hpp"
-#include "host/progress.hpp"
+#include "call/progress.hpp"
+#include "host/group.hpp"
 #include "host/regions.hpp"
 
 namespace nb = nanobind;
@@ -17,11 +18,6 @@ namespace nb = nanobind;
 namespace paceline::bindings {
 namespace {
 
-using host::Call;
-using host::CallHeader;
-using host::Outcome;
-using host::Piece;
-using host::Stream;
 // A tensor list: address, bytes, address, bytes, ...
 using FlatPieces = std::vector<std::uint64_t>;
 
@@ -48,7 +44,7 @@ std::vector<Stream> to_streams(const std::vector<FlatPieces>& flat) {
 
 // None when all went well.
 nb::object report(Outcome outcome) {
-    if (outcome.code == host::Code::ok) return nb::none();
+    if (outcome.code == Code::ok) return nb::none();
     return nb::cast(std::move(outcome));
 }
 
@@ -56,7 +52,8 @@ class HostGroup {
   public:
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
-          progress_(std::make_unique<host::Progress>(std::move(group))),
+          peers_(group->peers_of_mesh()),
+          progress_(std::make_unique<Progress>(std::move(group))),
           slot_bytes_(slot_bytes) {}
 
     HostGroup(const HostGroup&) = delete;
@@ -69,7 +66,7 @@ class HostGroup {
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
                           std::int64_t timeout_ns) {
         Call call;
-        call.operation = host::Operation::all_reduce;
+        call.operation = Operation::all_reduce;
         call.dtype = static_cast<DType>(dtype);
         call.reduce_op = static_cast<ReduceOp>(reduce_op);
         call.count = count;
@@ -83,7 +80,7 @@ class HostGroup {
         return finish(make(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs));
     }
 
-    std::shared_ptr<host::Work> submit(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
+    std::shared_ptr<Work> submit(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
                                        std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
                                        const std::vector<FlatPieces>& outputs) {
         Call call = make(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
@@ -93,7 +90,7 @@ class HostGroup {
     }
 
     void close() {
-        std::unique_ptr<host::Progress> ending = std::move(progress_);
+        std::unique_ptr<Progress> ending = std::move(progress_);
         const nb::gil_scoped_release release;
         ending.reset();
     }
@@ -102,7 +99,7 @@ class HostGroup {
     static Call make(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
                      const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
         Call call;
-        call.operation = static_cast<host::Operation>(operation);
+        call.operation = static_cast<Operation>(operation);
         call.dtype = static_cast<DType>(dtype);
         call.reduce_op = static_cast<ReduceOp>(reduce_op);
         call.root = root;
@@ -113,19 +110,19 @@ class HostGroup {
         return call;
     }
 
-    host::Progress& progress() const {
+    Progress& progress() const {
         if (!progress_) throw nb::value_error("the group is closed");
         return *progress_;
     }
 
     void find_region(Call& call) const {
-        if (call.operation == host::Operation::all_reduce && call.outputs[0].nbytes() > slot_bytes_)
-            host::locate(call, mesh_, progress().group().peers_of_mesh());
+        if (call.operation == Operation::all_reduce && call.outputs[0].nbytes() > slot_bytes_)
+            host::locate(call, mesh_, peers_);
     }
 
     nb::object finish(Call call) {
         find_region(call);
-        host::Progress& runs = progress();
+        Progress& runs = progress();
         Outcome outcome;
         {
             const nb::gil_scoped_release release;
@@ -136,7 +133,8 @@ class HostGroup {
     }
 
     std::shared_ptr<shm::Mesh> mesh_;
-    std::unique_ptr<host::Progress> progress_;
+    std::uint64_t peers_;
+    std::unique_ptr<Progress> progress_;
     std::size_t slot_bytes_;
 };
 
@@ -153,7 +151,7 @@ HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> member
     return group ? new HostGroup(std::move(mesh), std::move(group), slot_bytes) : nullptr;
 }
 
-nb::object wait(const host::Work& work, std::int64_t timeout_ns) {
+nb::object wait(const Work& work, std::int64_t timeout_ns) {
     constexpr std::int64_t kCheckNs = 100'000'000;
     while (!work.done()) {
         if (timeout_ns <= 0) return nb::bool_(false);
@@ -205,10 +203,10 @@ void register_engine(nb::module_& module) {
         .def_ro("split_expected", &Outcome::split_expected)
         .def_prop_ro("calls", &calls_of);
 
-    nb::class_<host::Work>(module, "Work")
-        .def("done", &host::Work::done)
+    nb::class_<Work>(module, "Work")
+        .def("done", &Work::done)
         .def("wait", &wait, nb::arg("timeout_ns"))
-        .def("outcome", [](const host::Work& work) { return report(work.outcome()); });
+        .def("outcome", [](const Work& work) { return report(work.outcome()); });
 
     nb::class_<shm::Mesh>(module, "Mesh")
         .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("sockets"))

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <bit>
 #include <new>
 #include <thread>
 
@@ -21,6 +22,12 @@ constexpr int kSlicesPerInterruptCheck = 5;
 
 std::uint64_t bit(int rank) {
     return std::uint64_t{1} << rank;
+}
+
+std::vector<int> ranks_of(std::uint64_t mask) {
+    std::vector<int> ranks;
+    for (; mask != 0; mask &= mask - 1) ranks.push_back(std::countr_zero(mask));
+    return ranks;
 }
 
 int cores() {
@@ -130,12 +137,11 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         const std::uint64_t missing = missing_in(round);
         if ((missing & bit(peer)) == 0) return true;
         if ((missing & (lost | left)) != 0) {
-            outcome_.left = missing & left;
-            return give_up(GaveUp::peer_lost, missing, missing & (lost | left), waited_ns);
+            return give_up(GaveUp::peer_lost, missing, missing & (lost | left), missing & left, waited_ns);
         }
-        if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, missing, 0, waited_ns);
+        if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, missing, 0, 0, waited_ns);
         if (slice % kSlicesPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())
-            return give_up(GaveUp::interrupted, missing, 0, waited_ns);
+            return give_up(GaveUp::interrupted, missing, 0, 0, waited_ns);
     }
 }
 
@@ -153,12 +159,14 @@ std::uint64_t Group::missing_in(std::uint32_t round) const {
     return mask;
 }
 
-bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::int64_t waited_ns) {
+bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left,
+                    std::int64_t waited_ns) {
     outcome_.code = reason == GaveUp::timed_out   ? Code::timed_out
                     : reason == GaveUp::peer_lost ? Code::peer_lost
                                                   : Code::interrupted;
-    outcome_.missing = missing;
-    outcome_.gone = gone;
+    outcome_.missing = ranks_of(missing);
+    outcome_.gone = ranks_of(gone);
+    outcome_.left = ranks_of(left);
     outcome_.waited_ns = waited_ns;
     // The latest call of a missing rank says what it did instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
@@ -173,7 +181,7 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
     Control& mine = control(rank_);
     mine.missing = missing;
     mine.gone = gone;
-    mine.left = outcome_.left;
+    mine.left = left;
     mine.waited_ns = waited_ns;
     mine.gave_up.store(reason, std::memory_order_release);
     for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
@@ -187,13 +195,11 @@ bool Group::adopt_verdict(int peer, std::uint32_t round) {
     if (reason == GaveUp::no) return false;
     if (reason == GaveUp::left) {
         if (cell(peer, round).round.load(std::memory_order_acquire) == round) return false;
-        outcome_.left = bit(peer);
-        give_up(GaveUp::peer_lost, bit(peer), bit(peer), 0);
+        give_up(GaveUp::peer_lost, bit(peer), bit(peer), bit(peer), 0);
         return true;
     }
     outcome_.reporter = peer;
-    outcome_.left = theirs.left;
-    give_up(reason, theirs.missing, theirs.gone, theirs.waited_ns);
+    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns);
     return true;
 }
 

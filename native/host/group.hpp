@@ -5,50 +5,15 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <vector>
 
 #include "host/layout.hpp"
-#include "host/stream.hpp"
 #include "shm/mesh.hpp"
 
 namespace paceline::host {
 
-enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, out_of_memory };
-
-struct Outcome {
-    Code code = Code::ok;
-    std::uint64_t missing = 0;  // group ranks that did not come
-    std::uint64_t gone = 0;     // of those: died or left
-    std::uint64_t left = 0;     // of those: said goodbye
-    int reporter = -1;          // the group rank that gave up first, -1: this one
-    std::int64_t waited_ns = 0;
-    // all_to_all: the pair of ranks that disagree on the bytes between them, -1 otherwise.
-    int split_from = -1;
-    int split_to = -1;
-    std::uint64_t split_sent = 0;
-    std::uint64_t split_expected = 0;
-    std::vector<CallHeader> calls;  // by group rank; of peers that are missing, their latest
-};
-
-struct Call {
-    Operation operation = Operation::none;
-    DType dtype = DType::u8;
-    ReduceOp reduce_op = ReduceOp::none;
-    int root = -1;
-    std::uint64_t count = 0;
-    std::vector<Stream> inputs;   // one, or one for each rank (scatter, reduce_scatter, all_to_all)
-    std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
-    std::int64_t timeout_ns = 0;
-    std::uint64_t region = 0;  // 0: the tensor does not lie in a region of its own
-    std::uint64_t offset = 0;
-};
-
-// Asked now and then while a call waits; true ends it as `interrupted`.
-using Interrupted = std::function<bool()>;
-
-class Group {
+class Group final : public Collectives {
   public:
     // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
     // nullptr when memory is short or a member does not show its segment until `deadline`.
@@ -56,14 +21,12 @@ class Group {
                                          std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline);
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
-    ~Group();
+    ~Group() override;
 
-    int rank() const { return rank_; }
-    int size() const { return size_; }
     std::uint64_t peers_of_mesh() const { return peer_mask_; }
     shm::Mesh& mesh() const { return mesh_; }
 
-    Outcome run(Call& call, const Interrupted& interrupted, bool background);
+    Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
 
   private:
     Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
@@ -77,7 +40,7 @@ class Group {
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
-    bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::int64_t waited_ns);
+    bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left, std::int64_t waited_ns);
     bool adopt_verdict(int peer, std::uint32_t round);
     bool begin(const Call& call, const void* payload, std::size_t payload_bytes);
     bool mismatch(std::uint32_t round);

@@ -11,40 +11,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "reduce/reduce.hpp"
+#include "call/call.hpp"
 
 namespace paceline::host {
-
-enum class Operation : std::uint8_t {
-    none,
-    all_reduce,
-    broadcast,
-    reduce,
-    all_gather,
-    reduce_scatter,
-    gather,
-    scatter,
-    all_to_all,
-    barrier,
-};
-
-// A call as its rank made it; the ranks compare them in the first round.
-struct CallHeader {
-    std::uint64_t sequence;  // of the group's calls, from 1
-    std::uint64_t count;     // elements in all
-    std::int32_t root;       // group rank, -1 where the operation has none
-    Operation operation;
-    DType dtype;
-    ReduceOp reduce_op;
-    std::uint8_t shared;   // the tensor lies in a region of its own, described below
-    std::uint64_t region;  // not compared
-    std::uint64_t offset;  // not compared
-
-    bool fits(const CallHeader& other) const {
-        return sequence == other.sequence && count == other.count && root == other.root &&
-               operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op;
-    }
-};
 
 constexpr std::size_t kInline = 72;
 

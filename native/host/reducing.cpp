@@ -150,7 +150,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         const CallHeader& header = cell(r, first).header;
         regions[at] = mesh_.region(members_[at], header.region, deadline);
         if (!regions[at] || header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
-            return give_up(GaveUp::peer_lost, std::uint64_t{1} << r, std::uint64_t{1} << r, 0);
+            return give_up(GaveUp::peer_lost, std::uint64_t{1} << r, std::uint64_t{1} << r, 0, 0);
         tensors[at] = regions[at]->data() + header.offset;
     }
 

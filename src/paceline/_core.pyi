@@ -8,9 +8,9 @@ class Outcome:
     """Why a collective call failed."""
 
     code: int
-    missing: int
-    gone: int
-    left: int
+    missing: list[int]
+    gone: list[int]
+    left: list[int]
     reporter: int
     waited_ns: int
     split_from: int

@@ -61,7 +61,7 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     if outcome.code == Code.TIMED_OUT:
-        absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in _bits(outcome.missing))
+        absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in outcome.missing)
         return CollectiveTimeoutError(
             f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' by {reporter}'}; {_names(missing)} did not come ({absent}). "
@@ -106,12 +106,8 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
 
 
-def _bits(mask: int) -> list[int]:
-    return [at for at in range(mask.bit_length()) if mask >> at & 1]
-
-
-def _select(members: Sequence[Member], mask: int) -> list[Member]:
-    return [members[at] for at in _bits(mask)]
+def _select(members: Sequence[Member], group_ranks: Sequence[int]) -> list[Member]:
+    return [members[at] for at in group_ranks]
 
 
 def _names(members: Sequence[Member], most: int = 4) -> str:

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace paceline::host {
+namespace paceline {
 
 struct Piece {
     std::uint8_t* data;
@@ -61,4 +61,4 @@ class Stream {
     std::size_t within_ = 0;
 };
 
-}  // namespace paceline::host
+}  // namespace paceline

@@ -1,10 +1,10 @@
-#include "host/progress.hpp"
+#include "call/progress.hpp"
 
 #include <pthread.h>
 
 #include "shm/futex.hpp"
 
-namespace paceline::host {
+namespace paceline {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -83,4 +83,4 @@ void Progress::work() {
     }
 }
 
-}  // namespace paceline::host
+}  // namespace paceline

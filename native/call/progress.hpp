@@ -12,9 +12,9 @@
 #include <mutex>
 #include <thread>
 
-#include "host/group.hpp"
+#include "call/call.hpp"
 
-namespace paceline::host {
+namespace paceline {
 
 class Work {
   public:
@@ -38,12 +38,10 @@ class Work {
 
 class Progress {
   public:
-    explicit Progress(std::unique_ptr<Group> group) : group_(std::move(group)) {}
+    explicit Progress(std::unique_ptr<Collectives> group) : group_(std::move(group)) {}
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
     ~Progress();
-
-    const Group& group() const { return *group_; }
 
     // `interrupted` is asked on the caller's thread.
     Outcome run(Call call, const Interrupted& interrupted);
@@ -52,7 +50,7 @@ class Progress {
   private:
     void work();
 
-    std::unique_ptr<Group> group_;
+    std::unique_ptr<Collectives> group_;
     std::mutex running_;
     std::mutex queueing_;
     std::condition_variable queued_;
@@ -63,4 +61,4 @@ class Progress {
     std::thread thread_;
 };
 
-}  // namespace paceline::host
+}  // namespace paceline

@@ -1,0 +1,91 @@
+// A collective call as a rank makes it, and how it ended: what all ways of running one have in common.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "call/stream.hpp"
+#include "reduce/reduce.hpp"
+
+namespace paceline {
+
+namespace executor {
+struct Schedule;
+}
+
+enum class Operation : std::uint8_t {
+    none,
+    all_reduce,
+    broadcast,
+    reduce,
+    all_gather,
+    reduce_scatter,
+    gather,
+    scatter,
+    all_to_all,
+    barrier,
+};
+
+// A call as its rank made it; the ranks compare them in the first round.
+struct CallHeader {
+    std::uint64_t sequence;  // of the group's calls, from 1
+    std::uint64_t count;     // elements in all
+    std::int32_t root;       // group rank, -1 where the operation has none
+    Operation operation;
+    DType dtype;
+    ReduceOp reduce_op;
+    std::uint8_t shared;     // on one host: the tensor lies in a region of its own, described below; not compared
+    std::uint64_t region;    // not compared
+    std::uint64_t offset;    // not compared
+
+    bool fits(const CallHeader& other) const {
+        return sequence == other.sequence && count == other.count && root == other.root &&
+               operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op;
+    }
+};
+
+enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, out_of_memory };
+
+struct Outcome {
+    Code code = Code::ok;
+    std::vector<int> missing;  // group ranks that did not come
+    std::vector<int> gone;     // of those: died or left
+    std::vector<int> left;     // of those: said goodbye
+    int reporter = -1;         // the group rank that gave up first, -1: this one
+    std::int64_t waited_ns = 0;
+    // all_to_all: the pair of ranks that disagree on the bytes between them, -1 otherwise.
+    int split_from = -1;
+    int split_to = -1;
+    std::uint64_t split_sent = 0;
+    std::uint64_t split_expected = 0;
+    std::vector<CallHeader> calls;  // by group rank; of peers that are missing, their latest
+};
+
+struct Call {
+    Operation operation = Operation::none;
+    DType dtype = DType::u8;
+    ReduceOp reduce_op = ReduceOp::none;
+    int root = -1;
+    std::uint64_t count = 0;
+    std::vector<Stream> inputs;   // one, or one for each rank (scatter, reduce_scatter, all_to_all)
+    std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
+    std::int64_t timeout_ns = 0;
+    std::uint64_t region = 0;  // 0: the tensor does not lie in a region of its own
+    std::uint64_t offset = 0;
+    std::shared_ptr<const executor::Schedule> schedule;  // for those that run schedules
+};
+
+// Asked now and then while a call waits; true ends it as `interrupted`.
+using Interrupted = std::function<bool()>;
+
+// Runs the calls of one group, one at a time and in order. A call whose headers do not fit is an error on every rank;
+// after any other failure the group is broken and every later call fails the same way.
+class Collectives {
+  public:
+    virtual ~Collectives() = default;
+    virtual Outcome run(Call& call, const Interrupted& interrupted, bool background) = 0;
+};
+
+}  // namespace paceline
