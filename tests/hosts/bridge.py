@@ -1,0 +1,134 @@
+"""A bridge of TAP devices in a process of its own, which delays, loses and swallows frames as the test says.
+
+This is done here because not every kernel has netem.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from hosts.namespaces import enter_network
+from hosts.wire import VNET_HEADER, Conditions, Wire
+from world import context
+
+from paceline.launch.lifeline import die_with_parent
+
+_TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+_TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 1, 2, 4
+_LARGEST = VNET_HEADER + 14 + (1 << 16)
+_AT_A_TIME = 64  # frames from one device, before the others are looked at
+
+
+@dataclass(frozen=True)
+class Port:
+    """Where the bridge puts a device eth<network>: the number of the host, and where its network can be opened."""
+
+    host: int
+    network: int
+    address: str
+    namespace: str
+
+
+class Bridge:
+    """The process; its devices are there once this is made, and gone once it is closed."""
+
+    def __init__(self, ports: Sequence[Port], conditions: Conditions) -> None:
+        self.conditions = conditions
+        self._control, theirs = context.Pipe()
+        self._process = context.Process(target=_carry, args=(theirs, ports, conditions))
+        self._process.start()
+        theirs.close()
+        try:
+            self._hear()
+        except BaseException:
+            self.close()
+            raise
+
+    def set(self, conditions: Conditions) -> None:
+        """They hold for every frame that is sent once this returns."""
+        self.conditions = conditions
+        self._control.send(conditions)
+        self._hear()
+
+    def _hear(self) -> None:
+        try:
+            told = self._control.recv()
+        except EOFError:
+            raise RuntimeError("the bridge between the hosts has died") from None
+        if told:
+            raise RuntimeError(f"the bridge between the hosts failed:\n{told}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._control.close()
+
+    def __enter__(self) -> Bridge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _carry(control: Connection, ports: Sequence[Port], conditions: Conditions) -> None:
+    os.setsid()  # a Ctrl-C in the terminal is not for the bridge
+    die_with_parent(os.getppid())
+    try:
+        taps = [_tap(port) for port in ports]
+        _split_into_packets(taps, conditions.loss > 0)
+    except BaseException:
+        control.send(traceback.format_exc())
+        return
+    wire = Wire([(port.host, port.network, bytes.fromhex(port.address.replace(":", ""))) for port in ports], conditions)
+    control.send(None)
+    with suppress(EOFError, ConnectionResetError):
+        while True:
+            _turn(control, taps, wire)
+
+
+def _turn(control: Connection, taps: list[int], wire: Wire) -> None:
+    due_s = wire.due_s()
+    patience_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+    for ready in select.select([control.fileno(), *taps], [], [], patience_s)[0]:
+        if ready == control.fileno():
+            wire.conditions = control.recv()
+            _split_into_packets(taps, wire.conditions.loss > 0)
+            control.send(None)
+        else:
+            _read(ready, taps.index(ready), wire)
+    for port, frame in wire.arrived(time.monotonic()):
+        with suppress(OSError):  # the device is down or full: what real ones do then is drop it, too
+            os.write(taps[port], frame)
+
+
+def _read(tap: int, port: int, wire: Wire) -> None:
+    now_s = time.monotonic()
+    with suppress(BlockingIOError):
+        for _ in range(_AT_A_TIME):
+            wire.send(port, os.read(tap, _LARGEST), now_s)
+
+
+def _tap(port: Port) -> int:
+    """Goes to the host to open a device there; the device needs no name outside and lasts as long as it is open."""
+    enter_network(port.namespace)
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", f"eth{port.network}".encode(), flags))
+    return tap
+
+
+def _split_into_packets(taps: list[int], split: bool) -> None:
+    """Whole segments of up to 64 KiB are quicker, but only packets can be lost one by one."""
+    for tap in taps:
+        fcntl.ioctl(tap, _TUNSETOFFLOAD, 0 if split else _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)

@@ -1,0 +1,141 @@
+"""`hosts(2, 2)(fn, *args)` runs a function on two hosts with two ranks each; hosts are network namespaces.
+
+    hosts(2, 1, rate="1gbit")    joined by a switch of veth pairs
+    hosts([2, 1], networks=2)    unequal hosts; eth0 and eth1 lead to separate networks
+    hosts(2, 1, delay_ms=10)     joined by a bridge of ours, which also loses packets and cuts hosts off
+
+Each rank has the host name h0, h1, ..., its own loopback and abstract Unix sockets. Files, /dev/shm and process numbers
+are shared, and a host's name is not in /etc/hosts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hosts.namespaces import Namespace
+from hosts.network import Network, ipv4
+from hosts.wire import Conditions
+from world import World, free_port, places
+
+
+class HostsWorld(World):
+    """Ranks on hosts; with the bridge, the network between the hosts can be changed while they run."""
+
+    def __init__(
+        self, network: Network, ranks_of_hosts: Sequence[int], fn: Callable[..., object], args: tuple[object, ...]
+    ) -> None:
+        self.network = network
+        port = network.inside[0].run(free_port, ipv4(0))
+        super().__init__(places(ranks_of_hosts, network.hosts), (ipv4(0), port), fn, args)
+
+    def cut(self, host: int, other: int) -> None:
+        """Packets between two hosts vanish from now on, both ways: neither gets a FIN, a RST or an ICMP error."""
+        self._change(cut=self._conditions.cut | {(min(host, other), max(host, other))})
+
+    def cut_host(self, host: int) -> None:
+        """As `cut`, between a host and every other."""
+        others = set(range(len(self.network.hosts))) - {host}
+        self._change(cut=self._conditions.cut | {(min(host, other), max(host, other)) for other in others})
+
+    def heal(self) -> None:
+        """Undoes every cut."""
+        self._change(cut=frozenset())
+
+    @property
+    def delay_ms(self) -> float:
+        """One way; a round trip takes twice as long."""
+        return self._conditions.delay_ms
+
+    @delay_ms.setter
+    def delay_ms(self, delay_ms: float) -> None:
+        self._change(delay_ms=delay_ms)
+
+    @property
+    def loss(self) -> float:
+        """The probability with which a packet is lost."""
+        return self._conditions.loss
+
+    @loss.setter
+    def loss(self, loss: float) -> None:
+        self._change(loss=loss)
+
+    @property
+    def _conditions(self) -> Conditions:
+        if self.network.bridge is None:
+            raise ValueError(
+                "these hosts are joined by a switch, which always delivers; ask for hosts(..., bridged=True)"
+            )
+        return self.network.bridge.conditions
+
+    def _change(self, **changes: object) -> None:
+        conditions = replace(self._conditions, **changes)
+        self.network.bridge.set(conditions)
+
+    def close(self) -> None:
+        super().close()
+        self.network.close()
+
+
+class Hosts:
+    """Runs functions of a test module on hosts, given as so many with `per_host` ranks each, or as the ranks of each.
+
+    `rate`, such as "1gbit", bounds what each interface sends, headers and all; `delay_ms`, `loss` and `bridged` ask for
+    the bridge, `loss` is decided by `seed`. What one TCP stream carried, in Gbit/s of payload, on two cores at 3 GHz:
+    ___
+    """
+
+    def __init__(
+        self,
+        hosts: int | Sequence[int],
+        per_host: int = 1,
+        *,
+        rate: str | None = None,
+        networks: int = 1,
+        bridged: bool = False,
+        delay_ms: float = 0.0,
+        loss: float = 0.0,
+        seed: int = 0,
+        mtu: int = 1500,
+    ) -> None:
+        self.ranks_of_hosts = [per_host] * hosts if isinstance(hosts, int) else list(hosts)
+        self.rate = rate
+        self.networks = networks
+        self.mtu = mtu
+        self.conditions = Conditions(delay_ms, loss, seed) if bridged or delay_ms or loss else None
+
+    def start(self, fn: Callable[..., object], *args: object) -> HostsWorld:
+        if self.conditions and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+            pytest.skip("no /dev/net/tun: delays, losses and cuts need TAP devices")
+        network = Network(len(self.ranks_of_hosts), self.networks, self.mtu, self.rate, self.conditions)
+        try:
+            return HostsWorld(network, self.ranks_of_hosts, fn, args)
+        except BaseException:
+            network.close()
+            raise
+
+    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 60) -> list[object]:
+        with self.start(fn, *args) as world:
+            return world.join(timeout_s)
+
+
+def skip_where_not_permitted() -> None:
+    if reason := _obstacle():
+        pytest.skip(reason)
+
+
+@functools.cache
+def _obstacle() -> str | None:
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"no `{tool}` (iproute2): hosts are network namespaces"
+    try:
+        with Namespace() as namespace:
+            namespace.configure("ip", ["link add net0 type bridge", "link add eth0 type veth peer name h0n0"])
+    except OSError as error:
+        return f"network namespaces are not permitted here (they need root or CAP_SYS_ADMIN and CAP_NET_ADMIN): {error}"
+    return None

@@ -1,0 +1,99 @@
+"""What joins the hosts of a test: a switch of veth pairs, as fast as the kernel, or the bridge, which obeys the test.
+
+Host h has the addresses 10.77.n.h+1 and fd77:0:0:n::h+1 on its interface ethn, n being the network's number. They are
+the same in every run, since no two runs see one another.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+
+from hosts.bridge import Bridge, Port
+from hosts.namespaces import Host, Namespace
+from hosts.wire import Conditions
+
+
+def ipv4(host: int, network: int = 0) -> str:
+    return f"10.77.{network}.{host + 1}"
+
+
+def ipv6(host: int, network: int = 0) -> str:
+    return f"fd77:0:0:{network}::{host + 1:x}"
+
+
+def mac(host: int, network: int = 0) -> str:
+    return f"02:77:00:00:{network:02x}:{host + 1:02x}"
+
+
+class Network:
+    """Hosts h0, h1, ... joined by `networks` separate networks; closed, they are gone.
+
+    With `conditions` the bridge joins them, else the switch. `rate` bounds what an interface sends, and at the switch
+    also what it receives.
+    """
+
+    def __init__(self, hosts: int, networks: int, mtu: int, rate: str | None, conditions: Conditions | None) -> None:
+        numbers = range(networks)
+        with ExitStack() as made:
+            self.inside = [made.enter_context(Namespace()) for _ in range(hosts)]
+            self.hosts = [Host(f"h{host}", namespace.path) for host, namespace in enumerate(self.inside)]
+            self.bridge: Bridge | None = None
+            if conditions:
+                ports = [
+                    Port(host, network, mac(host, network), here.network)
+                    for host, here in enumerate(self.hosts)
+                    for network in numbers
+                ]
+                self.bridge = made.enter_context(Bridge(ports, conditions))
+            else:
+                self._switch(made.enter_context(Namespace()), networks, mtu, rate)
+            for host, namespace in enumerate(self.inside):
+                lines = ["link set lo up"]
+                for network in numbers:
+                    lines += _interface(host, network, hosts, mtu)
+                namespace.configure("ip", lines)
+                if rate:
+                    namespace.configure("tc", [_bound(f"eth{network}", rate) for network in numbers])
+            self._made = made.pop_all()
+
+    def _switch(self, switch: Namespace, networks: int, mtu: int, rate: str | None) -> None:
+        bridges = [f"link add net{n} up type bridge stp_state 0 mcast_snooping 0" for n in range(networks)]
+        switch.configure("ip", bridges)
+        cables = [(host, network) for host in range(len(self.hosts)) for network in range(networks)]
+        for host, namespace in enumerate(self.inside):
+            pairs = [
+                f"link add eth{n} type veth peer name h{host}n{n} mtu {mtu} netns {switch.path}"
+                for n in range(networks)
+            ]
+            namespace.configure("ip", pairs)
+        switch.configure("ip", [f"link set h{host}n{network} master net{network} up" for host, network in cables])
+        if rate:
+            switch.configure("tc", [_bound(f"h{host}n{network}", rate) for host, network in cables])
+
+    def close(self) -> None:
+        self._made.close()
+
+
+def _interface(host: int, network: int, hosts: int, mtu: int) -> list[str]:
+    name = f"eth{network}"
+    lines = [
+        f"link set {name} address {mac(host, network)} mtu {mtu} up",
+        f"addr add {ipv4(host, network)}/24 dev {name}",
+        f"addr add {ipv6(host, network)}/64 dev {name} nodad",
+    ]
+    for other in set(range(hosts)) - {host}:
+        # Known for ever: behind a cut, packets vanish as they do beyond a router, with no "host unreachable" from ARP.
+        for address in (ipv4(other, network), ipv6(other, network)):
+            lines.append(f"neigh add {address} lladdr {mac(other, network)} dev {name} nud permanent")
+    return lines
+
+
+def _bound(interface: str, rate: str) -> str:
+    """A bucket of 1 ms, but no less than two of the 64 KiB segments that TCP hands down, and a queue of 20 ms."""
+    number, unit = re.fullmatch(r"(\d+)([kmg])bit", rate).groups()
+    bytes_per_s = int(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
+    burst = max(int(bytes_per_s * 0.001), 1 << 17)
+    return (
+        f"qdisc add dev {interface} root tbf rate {rate} burst {burst} limit {burst + int(bytes_per_s * 0.02) + 65536}"
+    )

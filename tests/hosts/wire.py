@@ -1,0 +1,69 @@
+"""What happens to a frame on its way, decided without a device or a clock."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+VNET_HEADER = 10  # before each frame the kernel tells how it is to be cut into packets and where its checksum goes
+_LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by any queue
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """`delay_ms` is one way; `loss` is the probability for a packet; `cut` holds pairs of hosts, lower number first."""
+
+    delay_ms: float = 0.0
+    loss: float = 0.0
+    seed: int = 0
+    cut: frozenset[tuple[int, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.delay_ms < 0 or not 0 <= self.loss <= 1:
+            raise ValueError(f"delay_ms={self.delay_ms} must not be negative, loss={self.loss} must be in [0, 1]")
+
+
+class Wire:
+    """Frames on their way from port to port; they arrive in the order in which they were sent."""
+
+    def __init__(self, ports: Sequence[tuple[int, int, bytes]], conditions: Conditions) -> None:
+        """Ports are (host, network, MAC address)."""
+        self._hosts = [host for host, _, _ in ports]
+        self._at = {address: port for port, (_, _, address) in enumerate(ports)}
+        self._others = [
+            [other for other in range(len(ports)) if other != port and ports[other][1] == network]
+            for port, (_, network, _) in enumerate(ports)
+        ]
+        self._under_way: deque[tuple[float, int, bytes]] = deque()
+        self._nbytes = 0
+        self.conditions = conditions
+        self._random = random.Random(conditions.seed)
+
+    def send(self, source: int, frame: bytes, now_s: float) -> None:
+        target = self._at.get(frame[VNET_HEADER : VNET_HEADER + 6])
+        for port in self._others[source] if target is None else [target]:
+            if self._lost(source, port) or self._nbytes > _LIMIT:
+                continue
+            due_s = now_s + self.conditions.delay_ms / 1000
+            if self._under_way:
+                due_s = max(due_s, self._under_way[-1][0])
+            self._under_way.append((due_s, port, frame))
+            self._nbytes += len(frame)
+
+    def due_s(self) -> float | None:
+        """When the next frame arrives."""
+        return self._under_way[0][0] if self._under_way else None
+
+    def arrived(self, now_s: float) -> Iterator[tuple[int, bytes]]:
+        while self._under_way and self._under_way[0][0] <= now_s:
+            _, port, frame = self._under_way.popleft()
+            self._nbytes -= len(frame)
+            yield port, frame
+
+    def _lost(self, source: int, target: int) -> bool:
+        first, second = sorted((self._hosts[source], self._hosts[target]))
+        if (first, second) in self.conditions.cut:
+            return True
+        return self.conditions.loss > 0 and self._random.random() < self.conditions.loss

@@ -1,0 +1,176 @@
+"""A world: ranks that run, each a process in its place; what the fixtures `ranks` and `hosts` share."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+
+from hosts.namespaces import Host, enter
+
+from paceline.launch.lifeline import die_with_parent
+
+# One server for the whole session has the slow imports behind it; a rank is a fork of it.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "paceline.group.collectives", "paceline.parallel.ddp"])
+
+_CONSEQUENCES_S = 0.05  # after a failure, for an earlier one of another rank to be read
+_LEAVING_S = 0.5  # for ranks that have answered to end by themselves
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message has its number and traceback."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: on which host (None: the machine itself), and its number there."""
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    host: Host | None = None
+
+
+def places(ranks_of_hosts: Sequence[int], hosts: Sequence[Host | None]) -> list[Place]:
+    """Ranks are counted through the hosts in order."""
+    places: list[Place] = []
+    for host, size in zip(hosts, ranks_of_hosts, strict=True):
+        places += [Place(len(places) + local, local, size, host) for local in range(size)]
+    return places
+
+
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def _run(
+    answer: Connection, place: Place, env: dict[str, str], fn: Callable[..., object], args: tuple[object, ...]
+) -> None:
+    if place.host:
+        enter(place.host)  # first of all: what is opened later belongs to the host
+    os.setsid()  # so that what the rank starts can be killed with it
+    die_with_parent(os.getppid())
+    for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
+        os.environ.pop(name, None)
+    os.environ.update(env)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer.send(("ok", time.monotonic(), fn(*args)))
+    except BaseException:
+        answer.send(("failed", time.monotonic(), traceback.format_exc()))
+    answer.close()
+
+
+class World:
+    """Ranks that run; left as a context, none of them does."""
+
+    def __init__(
+        self, places: Sequence[Place], master: tuple[str, int], fn: Callable[..., object], args: tuple[object, ...]
+    ) -> None:
+        secret = secrets.token_hex(16)
+        self.processes: list[ForkServerProcess] = []
+        self.answers: list[Connection] = []
+        _worlds.add(self)
+        try:
+            for place in places:
+                env = {
+                    "RANK": str(place.rank),
+                    "LOCAL_RANK": str(place.local_rank),
+                    "WORLD_SIZE": str(len(places)),
+                    "LOCAL_WORLD_SIZE": str(place.local_world_size),
+                    "MASTER_ADDR": master[0],
+                    "MASTER_PORT": str(master[1]),
+                    "OMP_NUM_THREADS": "1",
+                    "PACELINE_SECRET": secret,
+                }
+                receiver, sender = context.Pipe(duplex=False)
+                self.answers.append(receiver)
+                process = context.Process(target=_run, args=(sender, place, env, fn, args))
+                process.start()
+                sender.close()
+                self.processes.append(process)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[rank], number)
+
+    def join(self, timeout_s: float = 60, expect_dead: Collection[int] = ()) -> list[object]:
+        """The ranks' return values; None for those that were expected to die."""
+        deadline = time.monotonic() + timeout_s
+        results: list[object] = [None] * len(self.processes)
+        failures: list[tuple[float, str]] = []
+        waiting = {answer: rank for rank, answer in enumerate(self.answers) if rank not in expect_dead}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready and not failures:
+                raise RankFailed(f"ranks {sorted(waiting.values())} did not finish within {timeout_s} s")
+            for answer in ready:
+                rank = waiting.pop(answer)
+                try:
+                    kind, time_s, value = answer.recv()
+                except EOFError:
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    failures.append((time.monotonic(), f"rank {rank} died with exit code {code}"))
+                    continue
+                if kind == "failed":
+                    failures.append((time_s, f"rank {rank} failed:\n{value}"))
+                results[rank] = value
+            if failures:
+                if not ready:
+                    break
+                deadline = min(deadline, time.monotonic() + _CONSEQUENCES_S)
+        if failures:
+            raise RankFailed(min(failures)[1])
+        return results
+
+    def close(self) -> None:
+        """Kills what still runs, and what the ranks have started; idempotent."""
+        deadline = time.monotonic() + _LEAVING_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or -1, signal.SIGKILL)
+            if process.is_alive():
+                process.kill()  # it may not have come to lead its group yet
+        for process in self.processes:
+            process.join()
+        for answer in self.answers:
+            answer.close()
+        _worlds.discard(self)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_worlds: set[World] = set()
+
+
+def close_worlds() -> None:
+    """Closes every world that a test has left open."""
+    for world in list(_worlds):
+        world.close()
