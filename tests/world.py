@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
@@ -60,6 +61,7 @@ def _run(
 ) -> None:
     if place.host:
         enter(place.host)  # first of all: what is opened later belongs to the host
+    _let_the_server_end()
     os.setsid()  # so that what the rank starts can be killed with it
     die_with_parent(os.getppid())
     for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
@@ -73,6 +75,13 @@ def _run(
     except BaseException:
         answer.send(("failed", time.monotonic(), traceback.format_exc()))
     answer.close()
+
+
+def _let_the_server_end() -> None:
+    """The server ends, and its ranks with it, once nobody holds its lifeline: the test run must be the only one."""
+    lifeline = forkserver._forkserver._forkserver_alive_fd
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), lifeline, inheritable=False)
 
 
 class World:

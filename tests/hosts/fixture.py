@@ -77,8 +77,10 @@ class HostsWorld(World):
         self.network.bridge.set(conditions)
 
     def close(self) -> None:
-        super().close()
-        self.network.close()
+        try:
+            super().close()
+        finally:
+            self.network.close()
 
 
 class Hosts:

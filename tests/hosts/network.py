@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from ipaddress import IPv6Address
 
 from hosts.bridge import Bridge, Port
 from hosts.namespaces import Host, Namespace
@@ -19,7 +20,7 @@ def ipv4(host: int, network: int = 0) -> str:
 
 
 def ipv6(host: int, network: int = 0) -> str:
-    return f"fd77:0:0:{network}::{host + 1:x}"
+    return str(IPv6Address(f"fd77:0:0:{network}::{host + 1:x}"))
 
 
 def mac(host: int, network: int = 0) -> str:
