@@ -86,9 +86,19 @@ class HostsWorld(World):
 class Hosts:
     """Runs functions of a test module on hosts, given as so many with `per_host` ranks each, or as the ranks of each.
 
-    `rate`, such as "1gbit", bounds what each interface sends, headers and all; `delay_ms`, `loss` and `bridged` ask for
-    the bridge, `loss` is decided by `seed`. What one TCP stream carried, in Gbit/s of payload, on two cores at 3 GHz:
-    ___
+    `rate`, such as "1gbit", bounds what each interface sends, with headers. `delay_ms`, `loss` and `bridged` ask for
+    the bridge; `seed` decides what is lost. What one TCP stream carried on two cores, in Gbit/s of payload, of which
+    packets of 1500 bytes leave 95.6 % of the rate, and those of `mtu=9000` 99.3 %:
+
+        rate        switch     bridge
+        none        20-40      8
+        1gbit       0.956      0.956
+        1gbit       0.992      0.993   mtu=9000
+        10gbit      9.0-9.5    -
+        10gbit      9.6-9.9    -       mtu=9000
+        none        -          1.1     delay_ms=10: 4 MB of send buffer a round trip, by the kernel's tcp_wmem
+        1gbit       -          0.95    delay_ms=10
+        none        -          0.6     loss=0.001
     """
 
     def __init__(

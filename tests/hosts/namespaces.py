@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 _CLONE_NEWUTS = 0x04000000
 _CLONE_NEWNET = 0x40000000
@@ -74,7 +74,7 @@ class Namespace:
         self.close()
 
 
-def _make() -> object:
+def _make() -> TextIO:
     _checked(_libc.unshare(_CLONE_NEWNET))
     for scope in ("all", "default"):  # an IPv6 address is usable at once, not after a second of looking for duplicates
         dad = Path(f"/proc/sys/net/ipv6/conf/{scope}/accept_dad")
