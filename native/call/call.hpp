@@ -39,12 +39,20 @@ struct CallHeader {
     std::uint8_t shared;     // on one host: the tensor lies in a region of its own, described below; not compared
     std::uint64_t region;    // not compared
     std::uint64_t offset;    // not compared
+    std::uint8_t algorithm;  // of the schedule, 0 without one
+    std::uint8_t reserved[7];
 
     bool fits(const CallHeader& other) const {
         return sequence == other.sequence && count == other.count && root == other.root &&
-               operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op;
+               operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op &&
+               algorithm == other.algorithm;
     }
 };
+
+// Whether a header that came from elsewhere holds values that exist.
+inline bool is_sound(const CallHeader& header) {
+    return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
+}
 
 enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, out_of_memory };
 

@@ -4,8 +4,8 @@
 
 #include <bit>
 #include <new>
-#include <thread>
 
+#include "link/links.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::host {
@@ -30,13 +30,6 @@ std::vector<int> ranks_of(std::uint64_t mask) {
     return ranks;
 }
 
-int cores() {
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
-    return static_cast<int>(std::thread::hardware_concurrency());
-}
-
 }  // namespace
 
 Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
@@ -48,7 +41,7 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
         else
             peer_mask_ |= bit(members_[static_cast<std::size_t>(r)]);
     }
-    crowded_ = size_ > cores();
+    crowded_ = size_ > link::cores();
     segments_.resize(members_.size());
     controls_.resize(members_.size());
     sources_.resize(members_.size());
@@ -206,7 +199,7 @@ bool Group::adopt_verdict(int peer, std::uint32_t round) {
 // The first round of a call: shows its header and `payload`, takes the peers' and compares.
 bool Group::begin(const Call& call, const void* payload, std::size_t payload_bytes) {
     header_ = {sequence_,      call.count,       call.root,   call.operation, call.dtype,
-               call.reduce_op, call.region != 0, call.region, call.offset};
+               call.reduce_op, call.region != 0, call.region, call.offset, 0, {}};
     const std::uint32_t round = round_++;
     Cell& mine = cell(rank_, round);
     mine.header = header_;

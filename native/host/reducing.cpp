@@ -43,7 +43,7 @@ bool Group::all_reduce_inline(Call& call) {
     for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = cell(r, round).payload;
     alignas(16) std::uint8_t sum[kInline];
     if (nbytes != 0)
-        find_reduction(call.dtype, call.reduce_op)(sum, sources_.data(), size_, nbytes / item_size(call.dtype));
+        find_reduction(call.dtype, call.reduce_op)(sum, sources_.data(), size_, nbytes / item_size(call.dtype), size_);
     tensor.copy_from(sum, nbytes);
     return true;
 }
@@ -66,7 +66,7 @@ void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nb
     tensor.next(nbytes, [&](std::uint8_t* data, std::size_t n, std::size_t done) {
         for (int r = 0; r < size_; ++r)
             sources_[static_cast<std::size_t>(r)] = r == rank_ ? data : slot(r, round) + done;
-        kernel(data, sources_.data(), size_, n / item);
+        kernel(data, sources_.data(), size_, n / item, size_);
     });
 }
 
@@ -124,7 +124,7 @@ bool Group::reduce_in_slices(Call& call, bool here) {
             const Slice mine = slice_of(part, rank_);
             for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = slot(r, round) + mine.from;
             if (mine.nbytes != 0)
-                kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item);
+                kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item, size_);
         }
         if (part > 0 && here)
             for (int r = 0; r < size_; ++r) tensor.copy_from(slot(r, round) + part_bytes, slice_of(part - 1, r).nbytes);
@@ -162,7 +162,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         const std::size_t n = to - at < kTile ? to - at : kTile;
         for (std::size_t r = 0; r < ranks; ++r) sources_[r] = tensors[r] + at;
         std::uint8_t* mine = tensors[static_cast<std::size_t>(rank_)] + at;
-        kernel(mine, sources_.data(), size_, n / item);
+        kernel(mine, sources_.data(), size_, n / item, size_);
         for (std::size_t r = 0; r < ranks; ++r)
             if (tensors[r] + at != mine) std::memcpy(tensors[r] + at, mine, n);
     }
@@ -190,7 +190,7 @@ bool Group::reduce_scatter(Call& call) {
                 for (int r = 0; r < size_; ++r)
                     sources_[static_cast<std::size_t>(r)] =
                         slot(r, round) + static_cast<std::size_t>(rank_) * part_bytes + done;
-                kernel(data, sources_.data(), size_, n / item);
+                kernel(data, sources_.data(), size_, n / item, size_);
             });
         });
 }

@@ -214,7 +214,7 @@ struct Tree {
     }
 
     template <class Finish>
-    static void reduce(void* out_bytes, const void* const* source_bytes, int n, std::size_t count) {
+    static void reduce(void* out_bytes, const void* const* source_bytes, int n, std::size_t count, int divisor) {
         T* out = static_cast<T*>(out_bytes);
         const T* const* sources = reinterpret_cast<const T* const*>(source_bytes);
         if (n == 2) {
@@ -222,7 +222,7 @@ struct Tree {
             const T* b = sources[1];
 #pragma GCC ivdep
             for (std::size_t i = 0; i < count; ++i)
-                out[i] = N::store(Finish::finish(Op::apply(N::load(a[i]), N::load(b[i])), 2));
+                out[i] = N::store(Finish::finish(Op::apply(N::load(a[i]), N::load(b[i])), divisor));
             return;
         }
         for (std::size_t at = 0; at < count; at += kTile) {
@@ -230,7 +230,7 @@ struct Tree {
             Acc tile[kTile];
             combine(sources, 0, n, at, length, tile);
 #pragma GCC ivdep
-            for (std::size_t i = 0; i < length; ++i) out[at + i] = N::store(Finish::finish(tile[i], n));
+            for (std::size_t i = 0; i < length; ++i) out[at + i] = N::store(Finish::finish(tile[i], divisor));
         }
     }
 };
@@ -238,12 +238,12 @@ struct Tree {
 template <class T, class Op>
 constexpr ReduceFn kernel = &Tree<T, Op>::template reduce<Keep<typename Number<T>::Acc>>;
 template <class T>
-void average(void* out, const void* const* sources, int n, std::size_t count) {
+void average(void* out, const void* const* sources, int n, std::size_t count, int divisor) {
     using Acc = typename Number<T>::Acc;
-    if ((n & (n - 1)) == 0)
-        Tree<T, Sum>::template reduce<Scale<Acc>>(out, sources, n, count);
+    if ((divisor & (divisor - 1)) == 0)
+        Tree<T, Sum>::template reduce<Scale<Acc>>(out, sources, n, count, divisor);
     else
-        Tree<T, Sum>::template reduce<Divide<Acc>>(out, sources, n, count);
+        Tree<T, Sum>::template reduce<Divide<Acc>>(out, sources, n, count, divisor);
 }
 
 template <class T>

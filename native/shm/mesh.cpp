@@ -13,7 +13,7 @@
 namespace paceline::shm {
 namespace {
 
-enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3 };
+enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4 };
 
 // Live meshes, for the handler that runs in a forked child; only touched with the lock or in that child.
 std::mutex& registry_lock() {
@@ -51,7 +51,12 @@ void Mesh::forget_in_child() {
 }
 
 Mesh::Mesh(int rank, std::vector<int> sockets)
-    : rank_(rank), sockets_(std::move(sockets)), wake_(eventfd(0, EFD_CLOEXEC)) {
+    : rank_(rank),
+      sockets_(std::move(sockets)),
+      wake_(eventfd(0, EFD_CLOEXEC)),
+      doorbell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      doorbells_(sockets_.size()) {
+    for (std::atomic<int>& each : doorbells_) each.store(-1, std::memory_order_relaxed);
     static std::once_flag once;
     std::call_once(once, [] {
         pthread_atfork([] { registry_lock().lock(); }, [] { registry_lock().unlock(); }, &Mesh::forget_in_child);
@@ -61,6 +66,7 @@ Mesh::Mesh(int rank, std::vector<int> sockets)
         registry().push_back(this);
     }
     listener_ = std::thread([this] { listen(); });
+    for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::doorbell, 0, 0, 0}, doorbell_);
 }
 
 Mesh::~Mesh() {
@@ -70,6 +76,16 @@ Mesh::~Mesh() {
     }
     close();
     ::close(wake_);
+    ::close(doorbell_);
+    for (const std::atomic<int>& each : doorbells_)
+        if (const int fd = each.load(std::memory_order_relaxed); fd >= 0) ::close(fd);
+}
+
+void Mesh::ring(int peer) {
+    const int fd = doorbells_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire);
+    const std::uint64_t one = 1;
+    // Before the descriptor has come the peer is woken by the end of its slice of sleep; a full counter has woken it.
+    if (fd >= 0) static_cast<void>(!write(fd, &one, sizeof one));
 }
 
 void Mesh::close_sockets() {
@@ -195,6 +211,13 @@ bool Mesh::receive(int peer) {
             break;
         case Kind::withdrawal:
             regions_.erase({peer, message.id});
+            break;
+        case Kind::doorbell:
+            // Only once: the descriptor may be in use.
+            if (auto& place = doorbells_[static_cast<std::size_t>(peer)]; place.load(std::memory_order_relaxed) < 0) {
+                place.store(fd, std::memory_order_release);
+                fd = -1;
+            }
             break;
         case Kind::goodbye:
             liveness_.left.fetch_or(bit(peer), std::memory_order_release);

@@ -1,7 +1,7 @@
 // The ranks of one host, joined pairwise by authenticated Unix sockets.
 //
-// The sockets carry three things: descriptors of shared memory, a goodbye, and by their closing the news that a rank
-// died. One thread a process listens to them. Bits of `lost` and `left` are only ever set, in that order after
+// The sockets carry descriptors (of shared memory, and of each rank's doorbell), a goodbye, and by their closing the news
+// that a rank died. One thread a process listens to them. Bits of `lost` and `left` are only ever set, in that order after
 // everything the peer published before; a reader that sees a bit sees those publications too.
 #pragma once
 
@@ -51,6 +51,11 @@ class Mesh {
     // went.
     std::shared_ptr<Segment> region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline);
 
+    // An eventfd that peers write to when this process should look at what they share; watched edge-triggered, never
+    // read.
+    int doorbell() const { return doorbell_; }
+    void ring(int peer);
+
     // Says goodbye to every peer and closes the sockets. Idempotent.
     void close();
 
@@ -68,6 +73,8 @@ class Mesh {
     int rank_;
     std::vector<int> sockets_;
     int wake_;
+    int doorbell_;
+    std::vector<std::atomic<int>> doorbells_;  // of the peers, -1 until it came
     Liveness liveness_;
     std::mutex mutex_;
     std::condition_variable arrived_;

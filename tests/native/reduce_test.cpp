@@ -27,8 +27,8 @@ void sums_follow_the_tree() {
                 sources.push_back(values[r].data());
             }
             std::vector<float> sum(count), mean(count);
-            find_reduction(DType::f32, ReduceOp::sum)(sum.data(), sources.data(), static_cast<int>(n), count);
-            find_reduction(DType::f32, ReduceOp::avg)(mean.data(), sources.data(), static_cast<int>(n), count);
+            find_reduction(DType::f32, ReduceOp::sum)(sum.data(), sources.data(), static_cast<int>(n), count, static_cast<int>(n));
+            find_reduction(DType::f32, ReduceOp::avg)(mean.data(), sources.data(), static_cast<int>(n), count, static_cast<int>(n));
             for (std::size_t i = 0; i < count; ++i) {
                 CHECK(sum[i] == tree(values, i, 0, n));
                 CHECK(mean[i] == sum[i] / static_cast<float>(n));
@@ -40,11 +40,11 @@ void half_precision_rounds_once() {
     const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: each alone is lost beside 1, two are not
     const void* sources[] = {&tiny, &tiny, &one};
     std::uint16_t sum = 0;
-    find_reduction(DType::f16, ReduceOp::sum)(&sum, sources, 3, 1);
+    find_reduction(DType::f16, ReduceOp::sum)(&sum, sources, 3, 1, 3);
     CHECK(sum == 0x3c01);
     const std::uint16_t infinite = 0x7c00;
     const void* overflow[] = {&infinite, &one};
-    find_reduction(DType::f16, ReduceOp::sum)(&sum, overflow, 2, 1);
+    find_reduction(DType::f16, ReduceOp::sum)(&sum, overflow, 2, 1, 2);
     CHECK(sum == infinite);
 }
 

@@ -1,0 +1,109 @@
+#include "executor/frame.hpp"
+
+#include <cstring>
+#include <type_traits>
+
+namespace paceline::executor {
+namespace {
+
+constexpr std::uint32_t kMostListed = 256;  // ranks that a verdict names
+
+class Writer {
+  public:
+    template <class T>
+    void put(const T& value) {
+        static_assert(std::is_trivially_copyable_v<T>);
+        const auto* from = reinterpret_cast<const std::uint8_t*>(&value);
+        bytes.insert(bytes.end(), from, from + sizeof value);
+    }
+    template <class T>
+    void put_list(const std::vector<T>& values) {
+        const auto n = static_cast<std::uint32_t>(values.size() < kMostListed ? values.size() : kMostListed);
+        put(n);
+        for (std::uint32_t i = 0; i < n; ++i) put(values[i]);
+    }
+
+    std::vector<std::uint8_t> bytes;
+};
+
+class Reader {
+  public:
+    explicit Reader(std::span<const std::uint8_t> bytes) : bytes_(bytes) {}
+
+    template <class T>
+    bool get(T& value) {
+        if (bytes_.size() < sizeof value) return false;
+        std::memcpy(&value, bytes_.data(), sizeof value);
+        bytes_ = bytes_.subspan(sizeof value);
+        return true;
+    }
+    template <class T>
+    bool get_list(std::vector<T>& values) {
+        std::uint32_t n = 0;
+        if (!get(n) || n > kMostListed || bytes_.size() < n * sizeof(T)) return false;
+        values.resize(n);
+        for (T& value : values)
+            if (!get(value)) return false;
+        return true;
+    }
+
+  private:
+    std::span<const std::uint8_t> bytes_;
+};
+
+bool are_ranks(const std::vector<int>& ranks, int size) {
+    for (const int rank : ranks)
+        if (rank < 0 || rank >= size) return false;
+    return true;
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> encode(const Outcome& outcome) {
+    Writer writer;
+    writer.put(static_cast<std::uint32_t>(outcome.code));
+    writer.put(outcome.reporter);
+    writer.put(outcome.waited_ns);
+    writer.put(outcome.split_from);
+    writer.put(outcome.split_to);
+    writer.put(outcome.split_sent);
+    writer.put(outcome.split_expected);
+    writer.put_list(outcome.missing);
+    writer.put_list(outcome.gone);
+    writer.put_list(outcome.left);
+    writer.put_list(outcome.calls);
+    return std::move(writer.bytes);
+}
+
+std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
+    Reader reader(bytes);
+    Outcome outcome;
+    std::uint32_t code = 0;
+    const bool whole = reader.get(code) && reader.get(outcome.reporter) && reader.get(outcome.waited_ns) &&
+                       reader.get(outcome.split_from) && reader.get(outcome.split_to) &&
+                       reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
+                       reader.get_list(outcome.missing) && reader.get_list(outcome.gone) &&
+                       reader.get_list(outcome.left) && reader.get_list(outcome.calls);
+    if (!whole || code == static_cast<std::uint32_t>(Code::ok) ||
+        code > static_cast<std::uint32_t>(Code::out_of_memory))
+        return std::nullopt;
+    outcome.code = static_cast<Code>(code);
+    const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
+                       are_ranks(outcome.left, size) && outcome.reporter >= 0 && outcome.reporter < size &&
+                       outcome.split_from < size && outcome.split_to < size &&
+                       outcome.calls.size() <= static_cast<std::size_t>(size);
+    if (!sound) return std::nullopt;
+    for (const CallHeader& call : outcome.calls)
+        if (!is_sound(call)) return std::nullopt;
+    return outcome;
+}
+
+bool is_sound(const Frame& frame) {
+    if (frame.magic != Frame::kMagic || frame.kind < FrameKind::eager || frame.kind > FrameKind::goodbye) return false;
+    if (frame.dtype > DType::c32) return false;
+    if (frame.kind == FrameKind::waiting) return frame.nbytes == sizeof(CallHeader);
+    if (frame.kind == FrameKind::verdict) return frame.nbytes <= kMostVerdictBytes;
+    return true;
+}
+
+}  // namespace paceline::executor

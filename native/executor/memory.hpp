@@ -1,0 +1,59 @@
+// A call's tensors as one run of bytes that can be entered anywhere.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "call/stream.hpp"
+
+namespace paceline::executor {
+
+class Memory {
+  public:
+    Memory() = default;
+
+    void append(const Stream& stream) {
+        for (const Piece& piece : stream.pieces()) append(piece);
+    }
+    void append(const Piece& piece) {
+        if (piece.nbytes == 0) return;
+        starts_.push_back(nbytes_);
+        pieces_.push_back(piece);
+        nbytes_ += piece.nbytes;
+    }
+
+    std::size_t nbytes() const { return nbytes_; }
+
+    // The bytes [from, from + count) as pieces, at most `room` of them.
+    std::size_t slice(std::size_t from, std::size_t count, Piece* into, std::size_t room) const {
+        std::size_t used = 0;
+        for (std::size_t i = index_of(from); count != 0 && used < room; ++i) {
+            const std::size_t within = from - starts_[i];
+            const std::size_t n = std::min(pieces_[i].nbytes - within, count);
+            into[used++] = {pieces_[i].data + within, n};
+            from += n;
+            count -= n;
+        }
+        return used;
+    }
+
+    // The longest run of bytes from `from` on that lies in one piece, at most `count`.
+    Piece run(std::size_t from, std::size_t count) const {
+        const std::size_t i = index_of(from);
+        const std::size_t within = from - starts_[i];
+        return {pieces_[i].data + within, std::min(pieces_[i].nbytes - within, count)};
+    }
+
+  private:
+    std::size_t index_of(std::size_t at) const {
+        if (pieces_.size() <= 1) return 0;
+        return static_cast<std::size_t>(std::upper_bound(starts_.begin(), starts_.end(), at) - starts_.begin()) - 1;
+    }
+
+    std::vector<Piece> pieces_;
+    std::vector<std::size_t> starts_;
+    std::size_t nbytes_ = 0;
+};
+
+}  // namespace paceline::executor

@@ -1,0 +1,116 @@
+#include "link/links.hpp"
+
+#include <sched.h>
+
+#include <bit>
+#include <new>
+#include <thread>
+
+#include "link/socket_lane.hpp"
+
+namespace paceline::link {
+namespace {
+
+constexpr int kLanesOfAPair = 2;  // rings: control and bulk
+
+// The ring for lane `lane` to the reader at `place`, in its writer's segment.
+Ring& ring_at(shm::Segment& segment, int place, int lane) {
+    return *std::launder(reinterpret_cast<Ring*>(segment.data()) + place * kLanesOfAPair + lane);
+}
+
+}  // namespace
+
+int cores() {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+    return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+std::unique_ptr<Links> Links::create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+                                     const std::vector<int>& mesh_ranks, const std::vector<std::vector<int>>& sockets,
+                                     std::chrono::steady_clock::time_point deadline) {
+    std::unique_ptr<Links> links(new Links(std::move(mesh)));
+    links->id_ = id;
+    links->rank_ = rank;
+    links->peers_.resize(mesh_ranks.size());
+    for (std::size_t r = 0; r < sockets.size(); ++r) {
+        Peer& peer = links->peers_[r];
+        for (const int socket : sockets[r]) {
+            auto lane = std::make_unique<SocketLane>(socket);
+            if (!peer.control)
+                peer.control = std::move(lane);
+            else
+                peer.bulk.push_back(std::move(lane));
+        }
+    }
+    if (!links->share_rings(mesh_ranks, deadline)) return nullptr;
+    return links;
+}
+
+// Every rank's segment holds the rings it writes to, in the order of the host's ranks in the group.
+bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline) {
+    std::vector<int> locals;  // group ranks
+    int my_place = 0;
+    for (int r = 0; r < size(); ++r) {
+        if (mesh_ranks[static_cast<std::size_t>(r)] < 0) continue;
+        if (r == rank_) my_place = static_cast<int>(locals.size());
+        locals.push_back(r);
+    }
+    crowded_ = static_cast<int>(locals.size()) > cores();
+    if (locals.size() < 2) return true;
+    const std::size_t rings = locals.size() * kLanesOfAPair;
+    auto mine = shm::Segment::create(rings * sizeof(Ring));
+    if (!mine) return false;
+    for (std::size_t i = 0; i < rings; ++i) new (mine->data() + i * sizeof(Ring)) Ring;
+    segments_.push_back(mine);
+    for (const int r : locals)
+        if (r != rank_) local_peers_ |= std::uint64_t{1} << mesh_ranks[static_cast<std::size_t>(r)];
+    mesh_->offer(id_, *mine, local_peers_);
+    for (std::size_t place = 0; place < locals.size(); ++place) {
+        const int r = locals[place];
+        if (r == rank_) continue;
+        Peer& peer = peers_[static_cast<std::size_t>(r)];
+        peer.mesh_rank = mesh_ranks[static_cast<std::size_t>(r)];
+        const auto theirs = mesh_->region(peer.mesh_rank, id_, deadline);
+        if (!theirs || theirs->size() < rings * sizeof(Ring)) return false;
+        segments_.push_back(theirs);
+        for (int lane = 0; lane < kLanesOfAPair; ++lane) {
+            const std::uint64_t bit = std::uint64_t{1} << peer.mesh_rank;
+            auto rings_of_pair = std::make_unique<RingLane>(
+                ring_at(*mine, static_cast<int>(place), lane), ring_at(*theirs, my_place, lane),
+                [mesh = mesh_.get(), to = peer.mesh_rank] { mesh->ring(to); },
+                [mesh = mesh_.get(), bit] {
+                    const auto& liveness = mesh->liveness();
+                    return ((liveness.lost.load(std::memory_order_acquire) |
+                             liveness.left.load(std::memory_order_acquire)) &
+                            bit) != 0;
+                });
+            if (lane == 0)
+                peer.control = std::move(rings_of_pair);
+            else
+                peer.bulk.push_back(std::move(rings_of_pair));
+        }
+    }
+    return true;
+}
+
+Links::~Links() {
+    peers_.clear();
+    if (local_peers_ != 0) mesh_->withdraw(id_, local_peers_);
+}
+
+void Links::watch_control(Waiter& waiter) const {
+    for (const Peer& peer : peers_)
+        if (peer.control && peer.control->descriptor() >= 0) waiter.watch(peer.control->descriptor());
+    if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
+}
+
+void Links::watch_bulk(Waiter& waiter) const {
+    for (const Peer& peer : peers_)
+        for (const auto& lane : peer.bulk)
+            if (lane->descriptor() >= 0) waiter.watch(lane->descriptor());
+    if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
+}
+
+}  // namespace paceline::link

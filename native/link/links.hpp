@@ -1,0 +1,62 @@
+// One group's lanes: to each other rank one for control and messages, and some for the collectives' data.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "link/lane.hpp"
+#include "link/ring_lane.hpp"
+#include "link/waiter.hpp"
+#include "shm/mesh.hpp"
+
+namespace paceline::link {
+
+struct Peer {
+    std::unique_ptr<Lane> control;
+    std::vector<std::unique_ptr<Lane>> bulk;
+    int mesh_rank = -1;  // of a rank on this host
+};
+
+class Links {
+  public:
+    // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's place in the mesh, -1 on another host.
+    // `sockets[r]` are the connections to group rank r on another host, the first for control; taken over at once.
+    // `id` is the same on every member and new for each group. nullptr when memory is short or a member of this host
+    // does not show its rings until `deadline`.
+    static std::unique_ptr<Links> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+                                         const std::vector<int>& mesh_ranks,
+                                         const std::vector<std::vector<int>>& sockets,
+                                         std::chrono::steady_clock::time_point deadline);
+    Links(const Links&) = delete;
+    Links& operator=(const Links&) = delete;
+    ~Links();
+
+    int rank() const { return rank_; }
+    int size() const { return static_cast<int>(peers_.size()); }
+    Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+    // Whether ranks of this host outnumber its cores.
+    bool crowded() const { return crowded_; }
+
+    void watch_control(Waiter& waiter) const;
+    void watch_bulk(Waiter& waiter) const;
+
+  private:
+    explicit Links(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}
+
+    bool share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline);
+
+    std::shared_ptr<shm::Mesh> mesh_;
+    std::uint64_t id_ = 0;
+    int rank_ = 0;
+    bool crowded_ = false;
+    std::uint64_t local_peers_ = 0;  // bits of the mesh
+    std::vector<Peer> peers_;
+    std::vector<std::shared_ptr<shm::Segment>> segments_;
+};
+
+// The cores this process may run on.
+int cores();
+
+}  // namespace paceline::link

@@ -1,0 +1,98 @@
+#include "link/ring_lane.hpp"
+
+#include <algorithm>
+
+namespace paceline::link {
+namespace {
+
+constexpr std::size_t kShowEvery = 32 << 10;  // so that the reader starts while the writer still writes
+
+}  // namespace
+
+std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
+    std::uint64_t head = out_.head.load(std::memory_order_relaxed);
+    std::uint64_t room = kRingBytes - (head - out_.tail.load(std::memory_order_acquire));
+    std::size_t written = 0;
+    std::size_t wanted = 0;
+    for (const Piece& piece : pieces) {
+        wanted += piece.nbytes;
+        for (std::size_t at = 0; at < piece.nbytes && room != 0;) {
+            const std::size_t to = head % kRingBytes;
+            const std::size_t n = std::min({piece.nbytes - at, std::size_t{room}, kRingBytes - to, kShowEvery});
+            std::memcpy(out_.bytes + to, piece.data + at, n);
+            at += n;
+            written += n;
+            head += n;
+            room -= n;
+            if (written % kShowEvery == 0 || n == kShowEvery) out_.head.store(head, std::memory_order_release);
+        }
+        if (room == 0) break;
+    }
+    full_ = written < wanted;
+    if (written != 0) {
+        // seq_cst, paired with the reader's store and second look in arm(): one of the two sees the other.
+        out_.head.store(head, std::memory_order_seq_cst);
+        if (out_.reader_waits.load(std::memory_order_seq_cst) != 0 &&
+            out_.reader_waits.exchange(0, std::memory_order_relaxed) != 0)
+            ring_bell_();
+        return static_cast<std::ptrdiff_t>(written);
+    }
+    return wanted != 0 && gone_() ? kClosed : 0;
+}
+
+std::ptrdiff_t RingLane::read(std::span<const Piece> pieces) {
+    std::size_t taken = 0;
+    for (const Piece& piece : pieces) {
+        for (std::size_t at = 0; at < piece.nbytes;) {
+            const std::span<const std::uint8_t> there = peek();
+            if (there.empty()) return taken != 0 ? static_cast<std::ptrdiff_t>(taken) : nothing_more();
+            const std::size_t n = std::min(there.size(), piece.nbytes - at);
+            std::memcpy(piece.data + at, there.data(), n);
+            consume(n);
+            at += n;
+            taken += n;
+        }
+    }
+    return static_cast<std::ptrdiff_t>(taken);
+}
+
+// Whether there is an end to be told of; asked when nothing was there to read.
+std::ptrdiff_t RingLane::nothing_more() const {
+    const bool over = in_.finished.load(std::memory_order_acquire) != 0 || gone_();
+    // What came before the end is seen by now.
+    const bool empty = in_.head.load(std::memory_order_acquire) == in_.tail.load(std::memory_order_relaxed);
+    return over && empty ? kClosed : 0;
+}
+
+std::span<const std::uint8_t> RingLane::peek() {
+    const std::uint64_t tail = in_.tail.load(std::memory_order_relaxed);
+    const std::uint64_t there = std::min<std::uint64_t>(in_.head.load(std::memory_order_acquire) - tail, kRingBytes);
+    const std::size_t from = tail % kRingBytes;
+    return {in_.bytes + from, std::min<std::size_t>(there, kRingBytes - from)};
+}
+
+void RingLane::consume(std::size_t nbytes) {
+    const std::uint64_t tail = in_.tail.load(std::memory_order_relaxed) + nbytes;
+    // seq_cst, paired with the writer's store and second look in arm().
+    in_.tail.store(tail, std::memory_order_seq_cst);
+    if (in_.writer_waits.load(std::memory_order_seq_cst) != 0 &&
+        in_.writer_waits.exchange(0, std::memory_order_relaxed) != 0)
+        ring_bell_();
+}
+
+bool RingLane::arm() {
+    in_.reader_waits.store(1, std::memory_order_seq_cst);
+    if (in_.head.load(std::memory_order_seq_cst) != in_.tail.load(std::memory_order_relaxed)) return true;
+    if (!full_) return false;
+    out_.writer_waits.store(1, std::memory_order_seq_cst);
+    const std::uint64_t used =
+        out_.head.load(std::memory_order_relaxed) - out_.tail.load(std::memory_order_seq_cst);
+    return used < kRingBytes;
+}
+
+void RingLane::finish() {
+    out_.finished.store(1, std::memory_order_release);
+    ring_bell_();
+}
+
+}  // namespace paceline::link

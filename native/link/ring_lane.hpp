@@ -1,0 +1,51 @@
+// A lane in shared memory: one ring for each direction, with one writer and one reader.
+//
+// `head` and `tail` count bytes for ever. The writer fills the bytes before it releases `head`, the reader has read them
+// before it releases `tail`. Who is about to sleep says so in `reader_waits` or `writer_waits` and looks once more; the
+// other side looks there after every store, and rings the sleeper's doorbell.
+#pragma once
+
+#include <atomic>
+#include <functional>
+
+#include "link/lane.hpp"
+
+namespace paceline::link {
+
+constexpr std::size_t kRingBytes = 256 << 10;
+
+struct Ring {
+    alignas(128) std::atomic<std::uint64_t> head{0};
+    alignas(128) std::atomic<std::uint64_t> tail{0};
+    alignas(128) std::atomic<std::uint32_t> reader_waits{0};
+    std::atomic<std::uint32_t> writer_waits{0};
+    std::atomic<std::uint32_t> finished{0};  // released after the last `head`
+    alignas(128) std::uint8_t bytes[kRingBytes];
+};
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+class RingLane final : public Lane {
+  public:
+    // `ring_bell` wakes the peer; `gone` tells whether it died or left.
+    RingLane(Ring& outgoing, Ring& incoming, std::function<void()> ring_bell, std::function<bool()> gone)
+        : out_(outgoing), in_(incoming), ring_bell_(std::move(ring_bell)), gone_(std::move(gone)) {}
+
+    std::ptrdiff_t write(std::span<const Piece> pieces) override;
+    std::ptrdiff_t read(std::span<const Piece> pieces) override;
+    bool in_memory() const override { return true; }
+    std::span<const std::uint8_t> peek() override;
+    void consume(std::size_t nbytes) override;
+    bool arm() override;
+    void finish() override;
+
+  private:
+    std::ptrdiff_t nothing_more() const;
+
+    Ring& out_;
+    Ring& in_;
+    std::function<void()> ring_bell_;
+    std::function<bool()> gone_;
+    bool full_ = false;  // the last write found no room
+};
+
+}  // namespace paceline::link

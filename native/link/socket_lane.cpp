@@ -1,0 +1,106 @@
+#include "link/socket_lane.hpp"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace paceline::link {
+namespace {
+
+// A machine that is there answers within a round trip; the kernel answers for a process that is stopped or busy.
+constexpr int kIdleS = 2;
+constexpr int kProbeS = 1;
+constexpr int kProbes = 6;
+constexpr std::uint32_t kSilenceMs = 8000;
+
+std::size_t fill(std::array<iovec, kMostPieces + 1>& vectors, std::span<const Piece> pieces, std::size_t& wanted) {
+    const std::size_t n = std::min(pieces.size(), kMostPieces);
+    for (std::size_t i = 0; i < n; ++i) {
+        vectors[i] = {pieces[i].data, pieces[i].nbytes};
+        wanted += pieces[i].nbytes;
+    }
+    return n;
+}
+
+bool would_block() {
+    return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+}
+
+}  // namespace
+
+SocketLane::SocketLane(int socket) : socket_(socket) {
+    fcntl(socket_, F_SETFL, fcntl(socket_, F_GETFL) | O_NONBLOCK);
+    const int on = 1;
+    // Of a Unix socket these fail, and it needs none of them.
+    setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(socket_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    setsockopt(socket_, IPPROTO_TCP, TCP_KEEPIDLE, &kIdleS, sizeof kIdleS);
+    setsockopt(socket_, IPPROTO_TCP, TCP_KEEPINTVL, &kProbeS, sizeof kProbeS);
+    setsockopt(socket_, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof kProbes);
+}
+
+SocketLane::~SocketLane() {
+    // What is unread would make the kernel answer with a reset, which may overtake what this side sent last.
+    while (recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0) {
+    }
+    ::close(socket_);
+}
+
+std::ptrdiff_t SocketLane::write(std::span<const Piece> pieces) {
+    std::array<iovec, kMostPieces + 1> vectors;
+    std::size_t wanted = 0;
+    msghdr message{};
+    message.msg_iov = vectors.data();
+    message.msg_iovlen = fill(vectors, pieces, wanted);
+    const ssize_t sent = sendmsg(socket_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent >= 0) return sent;
+    return would_block() ? 0 : kClosed;
+}
+
+std::ptrdiff_t SocketLane::read(std::span<const Piece> pieces) {
+    if (ahead_from_ != ahead_to_) {
+        std::size_t copied = 0;
+        for (const Piece& piece : pieces) {
+            const std::size_t n = std::min(piece.nbytes, ahead_to_ - ahead_from_);
+            std::memcpy(piece.data, ahead_.data() + ahead_from_, n);
+            ahead_from_ += n;
+            copied += n;
+            if (ahead_from_ == ahead_to_) break;
+        }
+        return static_cast<std::ptrdiff_t>(copied);
+    }
+    std::array<iovec, kMostPieces + 1> vectors;
+    std::size_t wanted = 0;
+    std::size_t count = fill(vectors, pieces, wanted);
+    if (wanted < ahead_.size()) vectors[count++] = {ahead_.data(), ahead_.size()};
+    msghdr message{};
+    message.msg_iov = vectors.data();
+    message.msg_iovlen = count;
+    const ssize_t got = recvmsg(socket_, &message, MSG_DONTWAIT);
+    if (got < 0) return would_block() ? 0 : kClosed;
+    if (got == 0) return kClosed;
+    const auto taken = std::min(static_cast<std::size_t>(got), wanted);
+    ahead_from_ = 0;
+    ahead_to_ = static_cast<std::size_t>(got) - taken;
+    return static_cast<std::ptrdiff_t>(taken);
+}
+
+bool SocketLane::silent() const {
+    tcp_info info{};
+    socklen_t size = sizeof info;
+    if (getsockopt(socket_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return false;
+    const bool owes_an_answer = info.tcpi_unacked != 0 || info.tcpi_probes != 0;
+    return owes_an_answer && std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv) > kSilenceMs;
+}
+
+void SocketLane::finish() {
+    shutdown(socket_, SHUT_WR);
+}
+
+}  // namespace paceline::link

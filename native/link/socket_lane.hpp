@@ -1,0 +1,36 @@
+// A lane over a connected stream socket.
+//
+// Small reads take what follows along, so that a message's header and body cost one system call; large ones go straight
+// into the tensor.
+#pragma once
+
+#include <array>
+#include <chrono>
+
+#include "link/lane.hpp"
+
+namespace paceline::link {
+
+class SocketLane final : public Lane {
+  public:
+    // Takes over `socket`, an authenticated connection.
+    explicit SocketLane(int socket);
+    SocketLane(const SocketLane&) = delete;
+    SocketLane& operator=(const SocketLane&) = delete;
+    ~SocketLane() override;
+
+    std::ptrdiff_t write(std::span<const Piece> pieces) override;
+    std::ptrdiff_t read(std::span<const Piece> pieces) override;
+    bool arm() override { return ahead_from_ != ahead_to_; }
+    bool silent() const override;
+    void finish() override;
+    int descriptor() const override { return socket_; }
+
+  private:
+    int socket_;
+    std::array<std::uint8_t, 16 << 10> ahead_;  // read already, asked for not yet
+    std::size_t ahead_from_ = 0;
+    std::size_t ahead_to_ = 0;
+};
+
+}  // namespace paceline::link

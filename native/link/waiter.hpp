@@ -1,0 +1,26 @@
+// Sleeps until one of some descriptors has news. Edge-triggered: whoever sleeps has tried everything since it last woke.
+#pragma once
+
+#include <cstdint>
+
+namespace paceline::link {
+
+class Waiter {
+  public:
+    Waiter();
+    Waiter(const Waiter&) = delete;
+    Waiter& operator=(const Waiter&) = delete;
+    ~Waiter();
+
+    void watch(int descriptor);
+    // Returns after `timeout_ms` at the latest.
+    void sleep(int timeout_ms);
+    // Wakes a sleeper, or else the next one; from any thread.
+    void wake();
+
+  private:
+    int epoll_;
+    int wake_;
+};
+
+}  // namespace paceline::link
