@@ -1,15 +1,11 @@
-// Mesh, host groups and shared tensors as paceline.engine uses them. Tensors cross as address and number of bytes.
+// Mesh, host groups and shared tensors as paceline.engine uses them.
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <tuple>
 
 #include "bindings/bindings.hpp"
-#include "call/progress.hpp"
+#include "bindings/calls.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
 
@@ -17,36 +13,6 @@ namespace nb = nanobind;
 
 namespace paceline::bindings {
 namespace {
-
-// A tensor list: address, bytes, address, bytes, ...
-using FlatPieces = std::vector<std::uint64_t>;
-
-// Lets Ctrl-C through while a call waits; leaves the exception set on the calling thread.
-bool python_interrupted() {
-    const nb::gil_scoped_acquire gil;
-    return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
-}
-
-Stream to_stream(const FlatPieces& flat) {
-    std::vector<Piece> pieces;
-    pieces.reserve(flat.size() / 2);
-    for (std::size_t i = 0; i + 1 < flat.size(); i += 2)
-        pieces.push_back({reinterpret_cast<std::uint8_t*>(flat[i]), static_cast<std::size_t>(flat[i + 1])});
-    return Stream(std::move(pieces));
-}
-
-std::vector<Stream> to_streams(const std::vector<FlatPieces>& flat) {
-    std::vector<Stream> streams;
-    streams.reserve(flat.size());
-    for (const FlatPieces& each : flat) streams.push_back(to_stream(each));
-    return streams;
-}
-
-// None when all went well.
-nb::object report(Outcome outcome) {
-    if (outcome.code == Code::ok) return nb::none();
-    return nb::cast(std::move(outcome));
-}
 
 class HostGroup {
   public:
@@ -77,13 +43,13 @@ class HostGroup {
 
     nb::object run(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
                    const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
-        return finish(make(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs));
+        return finish(make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs));
     }
 
     std::shared_ptr<Work> submit(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
                                        std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
                                        const std::vector<FlatPieces>& outputs) {
-        Call call = make(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+        Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         find_region(call);
         const nb::gil_scoped_release release;
         return progress().submit(std::move(call));
@@ -96,20 +62,6 @@ class HostGroup {
     }
 
   private:
-    static Call make(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
-                     const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
-        Call call;
-        call.operation = static_cast<Operation>(operation);
-        call.dtype = static_cast<DType>(dtype);
-        call.reduce_op = static_cast<ReduceOp>(reduce_op);
-        call.root = root;
-        call.count = count;
-        call.timeout_ns = timeout_ns;
-        call.inputs = to_streams(inputs);
-        call.outputs = to_streams(outputs);
-        return call;
-    }
-
     Progress& progress() const {
         if (!progress_) throw nb::value_error("the group is closed");
         return *progress_;
@@ -122,14 +74,7 @@ class HostGroup {
 
     nb::object finish(Call call) {
         find_region(call);
-        Progress& runs = progress();
-        Outcome outcome;
-        {
-            const nb::gil_scoped_release release;
-            outcome = runs.run(std::move(call), python_interrupted);
-        }
-        if (PyErr_Occurred() != nullptr) throw nb::python_error();
-        return report(std::move(outcome));
+        return run_call(progress(), std::move(call));
     }
 
     std::shared_ptr<shm::Mesh> mesh_;
@@ -140,9 +85,7 @@ class HostGroup {
 
 HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
                         std::size_t slot_bytes, double timeout_s) {
-    const auto deadline =
-        std::chrono::steady_clock::now() +
-        std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(timeout_s));
+    const auto deadline = deadline_in(timeout_s);
     std::unique_ptr<host::Group> group;
     {
         const nb::gil_scoped_release release;

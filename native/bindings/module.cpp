@@ -5,5 +5,6 @@ NB_MODULE(_core, module) {
     module.doc() = "Paceline's native core: links, host collectives, reductions, the store server.";
     nanobind::set_leak_warnings(false);
     paceline::bindings::register_engine(module);
+    paceline::bindings::register_links(module);
     paceline::bindings::register_store(module);
 }

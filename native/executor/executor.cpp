@@ -116,15 +116,22 @@ void Executor::lay_out(Call& call) {
     }
 }
 
+// What a send of no blocks waits for: a barrier consists of nothing but this order.
+bool Executor::all_received_before(std::uint32_t step) const {
+    for (std::uint32_t earlier = 0; earlier < step; ++earlier)
+        if (schedule_->steps[earlier].kind != Kind::send && !ops_[earlier].finished) return false;
+    return true;
+}
+
 // How far `step` may go, given what the steps before it have done; nullopt: it may not even begin.
 std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     const Op& op = ops_[step];
+    const Step& what = schedule_->steps[step];
+    if (what.kind == Kind::send && what.from.count == 0) return all_received_before(step) ? std::optional(op.nbytes) : std::nullopt;
     std::size_t most = op.nbytes;
     for (const Dependency& on : schedule_->dependencies(step)) {
         const Op& other = ops_[on.step];
         if (other.finished) continue;
-        // Without bytes there is only their order, which is what a barrier consists of.
-        if (op.nbytes == 0) return std::nullopt;
         const std::size_t other_from = on.its_to ? other.to : other.from;
         const std::size_t my_from = on.my_to ? op.to : op.from;
         const std::size_t front = other_from + other.done;

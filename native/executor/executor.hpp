@@ -66,6 +66,7 @@ class Executor final : public Collectives {
     std::size_t offset_of(Buffer buffer, std::uint32_t block) const;
     const Memory& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }
     std::optional<std::size_t> limit(std::uint32_t step) const;
+    bool all_received_before(std::uint32_t step) const;
     void finish(Op& op);
     bool over() const;
     bool progress();

@@ -33,8 +33,9 @@ Messenger::Messenger(link::Links& links) : links_(links), states_(static_cast<st
     links_.watch_control(waiter_);
 }
 
-Messenger::~Messenger() {
+void Messenger::close() {
     std::unique_lock hold(mutex_);
+    if (closing_) return;
     closing_ = true;
     changed_.notify_all();
     waiter_.wake();
@@ -42,6 +43,11 @@ Messenger::~Messenger() {
         hold.unlock();
         thread_.join();
         hold.lock();
+    }
+    if (!open_.empty() && !failure_) {
+        Outcome outcome;
+        outcome.code = Code::interrupted;
+        break_group(std::move(outcome), true);
     }
     for (int peer = 0; peer < links_.size(); ++peer)
         if (links_.peer(peer).control) push(peer, {.kind = FrameKind::goodbye}, {}, nullptr);

@@ -55,8 +55,9 @@ class Messenger {
     explicit Messenger(link::Links& links);
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
-    // Says goodbye to every peer.
-    ~Messenger();
+    ~Messenger() { close(); }
+    // Ends open requests and says goodbye to every peer. Idempotent.
+    void close();
 
     std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
                                   std::int64_t timeout_ns);

@@ -79,3 +79,61 @@ class StoreClient:
         self, op: int, number: int, fields: Sequence[bytes], timeout_s: float
     ) -> tuple[int, int, int, list[bytes]]: ...
     def close(self) -> None: ...
+
+class Schedule:
+    @staticmethod
+    def make(algorithm: int, blocks: int, size: int, steps: bytes) -> Schedule: ...
+
+class Message:
+    """A send or a receive that is under way."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_ns: int) -> bool: ...
+    def outcome(self) -> Outcome | None: ...
+    def source(self) -> int: ...
+
+class LinkGroup:
+    @staticmethod
+    def create(
+        mesh: Mesh,
+        id: int,
+        rank: int,
+        mesh_ranks: Sequence[int],
+        sockets: Sequence[Sequence[int]],
+        timeout_s: float,
+    ) -> LinkGroup | None: ...
+    def run(
+        self,
+        schedule: Schedule,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        /,
+    ) -> Outcome | None: ...
+    def submit(
+        self,
+        schedule: Schedule,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        /,
+    ) -> Work: ...
+    def send(
+        self, peer: int, tag: int, dtype: int, tensor: Sequence[int], timeout_ns: int, background: bool, /
+    ) -> Message: ...
+    def receive(
+        self, peer: int, tag: int, dtype: int, tensor: Sequence[int], timeout_ns: int, background: bool, /
+    ) -> Message: ...
+    def close(self) -> None: ...
+
+def time_reduction(nbytes: int) -> float: ...

@@ -17,7 +17,7 @@ import pytest
 from paceline import AuthenticationError, TCPStore
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove, verify
 from paceline.security.secret import derive_key, job_secret, require_secret
-from paceline.store import server as store_server
+from paceline.security import doorkeeper
 
 SECRET = "0123456789abcdef0123456789abcdef"
 KEY = derive_key(SECRET.encode(), "store")
@@ -282,7 +282,7 @@ def test_a_client_with_another_secret_is_told_at_once(server: TCPStore, monkeypa
 
 
 def test_those_who_say_nothing_keep_nobody_out(server: TCPStore) -> None:
-    silent = [_stranger(server) for _ in range(store_server._MAX_HANDSHAKES + 40)]
+    silent = [_stranger(server) for _ in range(doorkeeper.MAX_HANDSHAKES + 40)]
     assert _serves(server)
     half = [_stranger(server) for _ in range(20)]
     for each in half:

@@ -1,4 +1,4 @@
-"""Joins the ranks of one host: from a store to a mesh of authenticated Unix sockets."""
+"""From a store to the ranks as they are: who runs where, and the ranks of this host joined by Unix sockets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,17 +21,24 @@ from paceline.security.handshake import Hello, prove, verify
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.base import Store
 
-MAX_RANKS = 64
+MAX_RANKS_OF_HOST = 64
 _CHANNEL = "mesh"
 _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
-class HostMesh:
-    """The joined ranks; `members[r]` is rank r of the default group."""
+class Topology:
+    """The ranks and where they run; `members[r]` is rank r of the default group, `hosts` lists each host's ranks."""
 
-    mesh: _core.Mesh
+    rank: int
     members: tuple[Member, ...]
+    hosts: tuple[tuple[int, ...], ...]
+    nonce: str  # of this meeting, the same on all ranks
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks of this host; their order is that of the mesh."""
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
 
 
 def host_id() -> str:
@@ -39,72 +47,98 @@ def host_id() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def join_host(store: Store, rank: int, world_size: int, timeout_s: float) -> HostMesh:
-    """Connects this rank with every other.
+def join(
+    store: Store, rank: int, world_size: int, settings: Mapping[str, str | int | None], timeout_s: float
+) -> tuple[Topology, _core.Mesh]:
+    """Connects this rank with the others of its host, and learns of all.
+
+    Args:
+        settings: what all ranks must have set alike, by name.
 
     Raises:
-        ValueError: more ranks than the engine connects.
-        RendezvousError: the ranks are on several hosts.
+        RendezvousError: a host has more ranks than are connected, or settings differ.
         AuthenticationError: another process answered at a rank's address.
         StoreTimeoutError: a rank did not publish its address.
     """
-    if world_size > MAX_RANKS:
-        raise ValueError(f"world_size is {world_size}; on one host at most {MAX_RANKS} ranks are connected")
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as cleanup:
         listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         name = f"paceline-{secrets.token_hex(12)}"
         listener.bind(f"\0{name}")
-        listener.listen(MAX_RANKS)
+        listener.listen(MAX_RANKS_OF_HOST)
         if rank == 0:
             store.set("engine/nonce", secrets.token_hex(16))
-        me = {"host_id": host_id(), "host": socket.gethostname(), "pid": os.getpid(), "socket": name}
+        me = {"host_id": host_id(), "host": socket.gethostname(), "pid": os.getpid(), "socket": name, **settings}
         store.set(f"engine/{rank}", json.dumps(me))
         store.wait([f"engine/{r}" for r in range(world_size)], timedelta(seconds=timeout_s))
         nonce, *answers = store.multi_get(["engine/nonce", *(f"engine/{r}" for r in range(world_size))])
         peers = [json.loads(answer) for answer in answers]
-        _require_one_host(rank, peers)
+        members = tuple(Member(r, peer["host"], peer["pid"]) for r, peer in enumerate(peers))
+        for setting, value in settings.items():
+            _require_alike(members, setting, value, [peer.get(setting) for peer in peers], members[rank])
 
-        key = derive_key(job_secret(), f"{_CHANNEL} {nonce.decode()}")
-        connections: dict[int, socket.socket] = {}
-        for peer in range(rank):
-            connection = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            connection.connect(f"\0{peers[peer]['socket']}")
-            prove(connection, key, Hello(_CHANNEL, rank), max(0.1, deadline - time.monotonic()))
-            connections[peer] = connection
-        while len(connections) < world_size - 1:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            try:
-                connection = cleanup.enter_context(listener.accept()[0])
-            except TimeoutError:
-                absent = [r for r in range(rank + 1, world_size) if r not in connections]
-                raise RendezvousError(
-                    f"rank {rank}: ranks {absent} published their addresses and then did not connect within "
-                    f"{timeout_s:.0f} s; look at their output"
-                ) from None
-            if not _same_user(connection):
-                continue
-            with contextlib.suppress(AuthenticationError):
-                hello = verify(connection, key, _CHANNEL, timeout_s=max(0.1, min(5.0, deadline - time.monotonic())))
-                if rank < hello.rank < world_size and hello.rank not in connections:
-                    connections[hello.rank] = connection
-        for connection in connections.values():
-            connection.setblocking(True)
-        sockets = [-1 if peer == rank else connections[peer].detach() for peer in range(world_size)]
-    members = tuple(Member(r, peer["host"], peer["pid"]) for r, peer in enumerate(peers))
-    return HostMesh(_core.Mesh(rank, sockets), members)
+        hosts: dict[str, list[int]] = {}
+        for peer, entry in enumerate(peers):
+            hosts.setdefault(entry["host_id"], []).append(peer)
+        topology = Topology(rank, members, tuple(map(tuple, hosts.values())), nonce.decode())
+        local = topology.local_ranks
+        if len(local) > MAX_RANKS_OF_HOST:
+            raise RendezvousError(
+                f"{members[rank]}: {len(local)} ranks are on this host; at most {MAX_RANKS_OF_HOST} are connected there"
+            )
+        names = {r: peers[r]["socket"] for r in local}
+        connections = _connect(topology, names, listener, cleanup, deadline)
+        sockets = [-1 if peer == rank else connections[peer].detach() for peer in local]
+    return topology, _core.Mesh(local.index(rank), sockets)
 
 
-def _require_one_host(rank: int, peers: list[dict[str, str]]) -> None:
-    hosts: dict[str, list[int]] = {}
-    for peer, entry in enumerate(peers):
-        hosts.setdefault(entry["host_id"], []).append(peer)
-    if len(hosts) > 1:
-        told = "; ".join(f"{peers[ranks[0]]['host']} has ranks {ranks}" for ranks in hosts.values())
-        raise RendezvousError(
-            f"rank {rank}: the ranks are on {len(hosts)} hosts (or in containers with networks of their own): {told}. "
-            "This version's engine joins the ranks of one host; start all of them there"
-        )
+def _connect(
+    topology: Topology,
+    names: Mapping[int, str],
+    listener: socket.socket,
+    cleanup: contextlib.ExitStack,
+    deadline: float,
+) -> dict[int, socket.socket]:
+    """Connects to the lower ranks of this host and is connected to by the higher ones."""
+    rank, local = topology.rank, topology.local_ranks
+    key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
+    connections: dict[int, socket.socket] = {}
+    for peer in local:
+        if peer >= rank:
+            break
+        connection = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.connect(f"\0{names[peer]}")
+        prove(connection, key, Hello(_CHANNEL, rank), max(0.1, deadline - time.monotonic()))
+        connections[peer] = connection
+    while len(connections) < len(local) - 1:
+        listener.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            connection = cleanup.enter_context(listener.accept()[0])
+        except TimeoutError:
+            absent = [str(topology.members[r]) for r in local if r != rank and r not in connections]
+            raise RendezvousError(
+                f"{topology.members[rank]}: {', '.join(absent)} published their addresses and then did not connect "
+                "in time; look at their output"
+            ) from None
+        if not _same_user(connection):
+            continue
+        with contextlib.suppress(AuthenticationError):
+            hello = verify(connection, key, _CHANNEL, timeout_s=max(0.1, min(5.0, deadline - time.monotonic())))
+            if rank < hello.rank and hello.rank in local and hello.rank not in connections:
+                connections[hello.rank] = connection
+    for connection in connections.values():
+        connection.setblocking(True)
+    return connections
+
+
+def _require_alike(
+    members: tuple[Member, ...], setting: str, mine: object, values: list[object], me: Member
+) -> None:
+    for member, value in zip(members, values, strict=True):
+        if value != mine:
+            raise RendezvousError(
+                f"{me}: {setting} is {mine!r} here and {value!r} on {member}; it must be the same on all ranks"
+            )
 
 
 def _same_user(connection: socket.socket) -> bool:

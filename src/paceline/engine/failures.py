@@ -33,6 +33,8 @@ class Member:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
+_BROKEN = "This group can no longer be used: destroy it and start again"
+
 HeaderFields = tuple[int, int, int, int, int, int]
 
 
@@ -66,11 +68,11 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
             f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' by {reporter}'}; {_names(missing)} did not come ({absent}). "
             "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
-            "(look where it waits). This group can no longer be used: destroy it and start again"
+            f"(look where it waits). {_BROKEN}"
         )
     return CollectiveError(
         f"{me}: {call} was interrupted{'' if reporter is me else f' on {reporter}'} while {_names(missing)} had not "
-        "come. This group can no longer be used: destroy it and start again"
+        f"come. {_BROKEN}"
     )
 
 
@@ -93,17 +95,33 @@ def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: st
 
 
 def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> CollectiveMismatchError:
-    advice = "All ranks of a group must make the same calls in the same order. The group remains usable"
+    if outcome.split_from >= 0 and outcome.calls[0][0] == 0:
+        return _message_mismatch(outcome, members, me)
+    # On one host all ranks see it in the same call; over links a rank sees it first, and ends the group for all.
+    usable = "The group remains usable" if outcome.reporter < 0 else _BROKEN
+    advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:
         return CollectiveMismatchError(
             f"{me}: all_to_all's splits do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
             f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
         )
     by_call: dict[str, list[Member]] = {}
-    for member, header in zip(members, outcome.calls, strict=True):
+    for member, header in zip(members, outcome.calls, strict=False):
+        if outcome.reporter >= 0 and header[0] != max(call[0] for call in outcome.calls):
+            continue  # what it did before says nothing
         by_call.setdefault(describe_call(header), []).append(member)
     told = "; ".join(f"{_names(ranks)} called {call}" for call, ranks in by_call.items())
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
+
+
+def _message_mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> CollectiveMismatchError:
+    (*_, sent, _, _, _), (*_, expected, _, _, _) = outcome.calls
+    return CollectiveMismatchError(
+        f"{me}: a message does not fit its receive: {members[outcome.split_from]} sends {outcome.split_sent} bytes of "
+        f"{dtype_name(sent)}, {members[outcome.split_to]} receives {outcome.split_expected} bytes of "
+        f"{dtype_name(expected)}. Both need the same type and number of elements; the message is lost, the group "
+        "remains usable"
+    )
 
 
 def _select(members: Sequence[Member], group_ranks: Sequence[int]) -> list[Member]:

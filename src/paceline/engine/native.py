@@ -1,60 +1,201 @@
-"""The native engine: one mesh a process, one channel a group."""
+"""The native engine: shared memory between the ranks of a host, TCP between hosts."""
 
 from __future__ import annotations
 
+import os
+import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from paceline import _core
-from paceline.engine.bootstrap import HostMesh, join_host
+from paceline.engine.bootstrap import Topology, join
+from paceline.engine.connections import connect
+from paceline.engine.costs import UNMEASURED, agree_on_costs
 from paceline.engine.failures import Member
+from paceline.engine.interface import own_address
+from paceline.engine.scheduled import ALGORITHM_NAMES, ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
+from paceline.schedule.cost import CostModel
 from paceline.store.base import Store
 
 # Four slots of this many bytes a rank and group: a part of a tensor passes through the second-level cache.
 SLOT_BYTES = 128 << 10
+ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
+STREAMS_VARIABLE = "PACELINE_STREAMS"
+_DEFAULT_STREAMS = 1
+_MOST_STREAMS = 64
+_LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
+
+
+class Channel(Protocol):
+    """What runs a group's collectives."""
+
+    def all_reduce(
+        self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
+    ) -> _core.Outcome | None: ...
+    def run(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        /,
+    ) -> _core.Outcome | None: ...
+    def submit(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        /,
+    ) -> _core.Work: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
+
+    channel: Channel
+    links: _core.LinkGroup
+
+    def close(self) -> None:
+        """Ends both; idempotent."""
+        self.channel.close()
+        self.links.close()
 
 
 class NativeEngine:
-    """Connects the ranks of one host through shared memory; closed by `close`."""
+    """Connects the ranks of the default group and of all others; closed by `close`.
+
+    Args:
+        store: what the ranks share; used while a group forms.
+        rank, world_size: this rank, and how many there are.
+        timeout_s: how long to wait for the others.
+        peer: the host at which the ranks met, if it is known.
+        interface: the interface or address that other hosts connect to; see `own_address`.
+        algorithm: for every collective that it has, by schedule, also on one host.
+
+    Raises:
+        ValueError: `algorithm` or `interface` does not exist.
+        RendezvousError, AuthenticationError, StoreTimeoutError: see `join` and `connect`.
+    """
 
     name = "paceline"
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self._host: HostMesh = join_host(store, rank, world_size, timeout_s)
-        self._channels: list[_core.HostGroup] = []
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        *,
+        peer: str | None = None,
+        interface: str | None = None,
+        algorithm: str | None = None,
+    ) -> None:
+        self._store = store
+        self._algorithm = _known(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
+        self._streams = _streams()
+        self._peer = peer
+        self._interface = interface
+        self._groups: list[OpenGroup] = []
         self._opened = 0
+        self._costs: CostModel | None = None
+        settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
+        self._topology, self._mesh = join(store, rank, world_size, settings, timeout_s)
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
-        return self._host.members
+        return self._topology.members
 
-    def skip_channel(self) -> None:
+    @property
+    def topology(self) -> Topology:
+        """Which ranks run on which host."""
+        return self._topology
+
+    def skip_group(self) -> None:
         """Counts a group that this rank is not in, so that all ranks number their groups alike."""
         self._opened += 1
 
-    def open_channel(self, ranks: Sequence[int], timeout_s: float) -> _core.HostGroup:
-        """The channel of the group of `ranks`; every member calls this, and the same number of times before.
+    def open_group(self, ranks: Sequence[int], timeout_s: float, algorithm: str | None = None) -> OpenGroup:
+        """Connects the group of `ranks`; every member calls this, and the same number of times before.
 
         Raises:
             RendezvousTimeoutError: a member did not.
+            RendezvousError, AuthenticationError: see `connect`.
         """
+        deadline = time.monotonic() + timeout_s
+        algorithm = _known(algorithm) or self._algorithm
         self._opened += 1
-        identity = self._opened << 32 | zlib.crc32(repr(list(ranks)).encode())
-        channel = _core.HostGroup.create(self._host.mesh, list(ranks), identity, SLOT_BYTES, timeout_s)
+        topology = self._topology
+        group_rank = list(ranks).index(topology.rank)
+        hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
+        hosts = [host for host in hosts if host]
+        local = topology.local_ranks
+        mesh_ranks = [local.index(r) if r in local else -1 for r in ranks]
+        sockets: list[list[int]] = [[] for _ in ranks]
+        if len(hosts) > 1:
+            address = own_address(self._peer, self._interface)
+            sockets = connect(self._store, topology, ranks, self._opened, address, self._streams, timeout_s)
+        identity = self._opened << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
+
+        left_s = max(0.1, deadline - time.monotonic())
+        links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
+        if links is None:
+            raise self._not_opened(ranks, timeout_s)
+        channel: Channel | None
+        if len(hosts) > 1 or algorithm is not None:
+            if self._costs is None:
+                measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
+                self._costs = agree_on_costs(self._store, topology, links, timeout_s) if measurable else UNMEASURED
+            channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
+        else:
+            channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
         if channel is None:
-            raise RendezvousTimeoutError(
-                f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for "
-                f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
-                "with the same ranks and in the same order"
-            )
-        self._channels.append(channel)
-        return channel
+            links.close()
+            raise self._not_opened(ranks, timeout_s)
+        group = OpenGroup(channel, links)
+        self._groups.append(group)
+        return group
 
     def close(self) -> None:
-        """Ends every channel and takes leave of the other ranks; idempotent."""
-        for channel in self._channels:
-            channel.close()
-        self._channels.clear()
-        self._host.mesh.close()
+        """Ends every group and takes leave of the other ranks; idempotent."""
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self._mesh.close()
+
+    def _not_opened(self, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
+        return RendezvousTimeoutError(
+            f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for its "
+            f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
+            "with the same arguments and in the same order"
+        )
+
+
+def _known(algorithm: str | None) -> str | None:
+    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
+        raise ValueError(
+            f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
+            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
+        )
+    return algorithm
+
+
+def _streams() -> int:
+    text = os.environ.get(STREAMS_VARIABLE, str(_DEFAULT_STREAMS))
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
+        raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")
+    return int(text)

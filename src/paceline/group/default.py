@@ -66,6 +66,9 @@ def init_process_group(
     store: Store | None = None,
     group_name: str = "",
     device_id: torch.device | int | None = None,
+    *,
+    interface: str | None = None,
+    algorithm: str | None = None,
 ) -> None:
     """Makes the default process group; every rank calls this once, and it returns when all have come.
 
@@ -77,6 +80,10 @@ def init_process_group(
         store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
         group_name: for messages.
         device_id: accepted when it is a CPU device.
+        interface: where this host is reached by others: an interface's name or one of its addresses; by default
+            PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
+        algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical" for every collective that it has; by
+            default PACELINE_ALGORITHM, or else shared memory on one host and the fastest between hosts.
 
     Raises:
         ValueError: a rule is broken; the message names it and the fix.
@@ -95,9 +102,17 @@ def init_process_group(
     timeout_s = timeout.total_seconds()
     joined = rendezvous(init_method, store, world_size, rank, timeout_s)
     try:
-        engine = NativeEngine(joined.store, joined.rank, joined.world_size, timeout_s)
-        channel = engine.open_channel(range(joined.world_size), timeout_s)
-        world = ProcessGroup(channel, engine.members, joined.rank, timeout, group_name)
+        engine = NativeEngine(
+            joined.store,
+            joined.rank,
+            joined.world_size,
+            timeout_s,
+            peer=joined.address,
+            interface=interface,
+            algorithm=algorithm,
+        )
+        opened = engine.open_group(range(joined.world_size), timeout_s)
+        world = ProcessGroup(opened, engine.members, joined.rank, timeout, group_name)
         world.barrier()  # nobody leaves before all have read what they need from the store
     except BaseException:
         if store is None:
@@ -128,7 +143,11 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def new_group(
-    ranks: Sequence[int] | None = None, timeout: timedelta | None = None, backend: str | None = None
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    *,
+    algorithm: str | None = None,
 ) -> ProcessGroup | NonMember:
     """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
 
@@ -136,6 +155,7 @@ def new_group(
         ranks: ranks of the default group, in the order of their group ranks; None for all.
         timeout: for calls on the group; the default group's if None.
         backend: "paceline" or None.
+        algorithm: as for `init_process_group`; by default the default group's.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
@@ -154,12 +174,12 @@ def new_group(
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
     if world.group.rank() not in chosen:
-        world.engine.skip_channel()
+        world.engine.skip_group()
         return GroupMember.NON_GROUP_MEMBER
     timeout = world.timeout if timeout is None else timeout
-    channel = world.engine.open_channel(chosen, timeout.total_seconds())
+    opened = world.engine.open_group(chosen, timeout.total_seconds(), algorithm)
     members = [world.engine.members[rank] for rank in chosen]
-    group = ProcessGroup(channel, members, chosen.index(world.group.rank()), timeout, f"group of ranks {chosen}")
+    group = ProcessGroup(opened, members, chosen.index(world.group.rank()), timeout, f"group of ranks {chosen}")
     world.subgroups.append(group)
     return group
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeGuard
 
 import torch
 
 from paceline import _core
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.failures import Member, describe_call, to_error
+from paceline.engine.native import OpenGroup
+from paceline.engine.scheduled import ScheduledChannel
 from paceline.errors import CollectiveError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
+from paceline.schedule.cost import explain_text
+from paceline.schedule.steps import Operation as OperationName
 
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 
@@ -36,11 +40,12 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, channel: _core.HostGroup, members: Sequence[Member], group_rank: int, timeout: timedelta, name: str
+        self, opened: OpenGroup, members: Sequence[Member], group_rank: int, timeout: timedelta, name: str
     ) -> None:
         self.ranks = [member.rank for member in members]
         self.name = name
-        self._channel = channel
+        self._opened = opened
+        self._channel = opened.channel
         self._members = list(members)
         self._rank = group_rank
         self._closed = False
@@ -69,7 +74,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Ends the group for this rank; idempotent."""
         self._closed = True
-        self._channel.close()
+        self._opened.close()
 
     def all_reduce(
         self,
@@ -245,6 +250,7 @@ class ProcessGroup:
         """Copies `inputs[r]` to rank r, whose `outputs[this rank]` takes it; sizes may differ from pair to pair."""
         read = self._lists(inputs, "all_to_all", "input_tensor_list")
         written = self._lists(outputs, "all_to_all", "output_tensor_list")
+        self._same_counts([written[self._rank]], _count(read[self._rank]), "all_to_all", "this rank's part for itself")
         code = dtype_code([t for each in (*read, *written) for t in each], "all_to_all")
         buffers = Buffers()
         flat_inputs = [buffers.read(each) for each in read]
@@ -256,6 +262,68 @@ class ProcessGroup:
     def barrier(self, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
         """Returns when every rank has called it."""
         return self._run(Operation.BARRIER, 0, ReduceCode.NONE, -1, 0, [], [], Buffers(), async_op, timeout)
+
+    def send(
+        self, tensors: Tensors, dst: int, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
+    ) -> Work | None:
+        """Sends `tensors` to group rank `dst`, whose `recv` of the same tag, type and number of elements takes them."""
+        listed = as_list(tensors, "send")
+        buffers = Buffers()
+        pieces = buffers.read(listed)
+        return self._pass(self._opened.links.send, "send", listed, pieces, dst, tag, buffers, async_op, timeout)
+
+    def recv(
+        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
+    ) -> Work:
+        """Receives into `tensors` what group rank `src`, or with -1 any rank, sends with the same tag.
+
+        The work's `source_rank()` is the sender's group rank.
+        """
+        listed = as_list(tensors, "recv")
+        buffers = Buffers()
+        pieces = buffers.write(listed)
+        work = self._pass(self._opened.links.receive, "recv", listed, pieces, src, tag, buffers, True, timeout)
+        assert work is not None
+        if not async_op:
+            work.wait()
+        return work
+
+    def _pass(
+        self,
+        start: Callable[[int, int, int, Sequence[int], int, bool], _core.Message],
+        name: str,
+        tensors: list[torch.Tensor],
+        pieces: list[int],
+        peer: int,
+        tag: int,
+        buffers: Buffers,
+        async_op: bool,
+        timeout: timedelta | None,
+    ) -> Work | None:
+        if self._closed:
+            raise self._closed_error()
+        code = dtype_code(tensors, name)
+        message = start(peer, tag, code, pieces, self._limit_ns(timeout), async_op)
+        call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {_other_end(self._members, name, peer)}, tag {tag})"
+
+        def failed(outcome: _core.Outcome) -> CollectiveError:
+            return to_error(outcome, self._members, self._rank, call)
+
+        work = Work(message, name, buffers.kept, buffers.finish, failed)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def explain(self, operation: OperationName, nbytes: int) -> str:
+        """Which algorithm the group takes for a call of that size, and why."""
+        if isinstance(self._channel, ScheduledChannel):
+            return explain_text(self._channel.choose(operation, nbytes))
+        return (
+            f"{operation} of {nbytes} bytes among {self.size()} ranks of one host: direct. Every rank reads the others' "
+            "parts out of shared memory, so no message is passed on; PACELINE_ALGORITHM=ring and the like force a "
+            "schedule"
+        )
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank; of any lengths."""
@@ -304,7 +372,7 @@ class ProcessGroup:
     ) -> Work | None:
         if self._closed:
             raise self._closed_error()
-        timeout_ns = self._timeout_ns if timeout is None else max(0, int(timeout.total_seconds() * 1e9))
+        timeout_ns = self._limit_ns(timeout)
         header = (0, operation, dtype, reduce_op, root, count)
         if async_op:
             submitted = self._channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
@@ -316,6 +384,9 @@ class ProcessGroup:
         if buffers.finish is not None:
             buffers.finish()
         return None
+
+    def _limit_ns(self, timeout: timedelta | None) -> int:
+        return self._timeout_ns if timeout is None else max(0, int(timeout.total_seconds() * 1e9))
 
     def _error(self, outcome: _core.Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
         call = describe_call(header).rsplit(" as call", 1)[0]
@@ -364,6 +435,12 @@ class ProcessGroup:
 def is_plain_strided(tensor: torch.Tensor) -> bool:
     """Whether a tensor of any layout is dense and plain (see `is_plain`)."""
     return tensor.layout is torch.strided and is_plain(tensor)
+
+
+def _other_end(members: Sequence[Member], name: str, peer: int) -> str:
+    if peer < 0:
+        return "from any rank"
+    return f"{'to' if name == 'send' else 'from'} rank {members[peer].rank}"
 
 
 def _count(tensors: Sequence[torch.Tensor]) -> int:

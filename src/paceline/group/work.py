@@ -18,7 +18,7 @@ class Work:
 
     def __init__(
         self,
-        work: _core.Work | None,
+        work: _core.Work | _core.Message | None,
         name: str,
         tensors: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
@@ -82,6 +82,11 @@ class Work:
         """The tensors it wrote; waits for them."""
         self.wait()
         return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Of a receive that is over: the sender's group rank."""
+        self.wait()
+        return self._work.source() if isinstance(self._work, _core.Message) else -1
 
     def _settle(self) -> None:
         assert self._work is not None

@@ -29,11 +29,12 @@ _ANOTHER_RANK_0 = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Joined:
-    """The result of a rendezvous; `store` is empty but for the ranks of this meeting."""
+    """The result of a rendezvous; `store` is empty but for the ranks of this meeting, `address` the host they met at."""
 
     rank: int
     world_size: int
     store: Store
+    address: str | None = None
 
 
 def rendezvous(init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float) -> Joined:
@@ -58,7 +59,7 @@ def rendezvous(init_method: str | None, store: Store | None, world_size: int, ra
         _check_place(rank, world_size)
         joined = PrefixStore(f"paceline/{next_at_store(store)}", store)
         agree(joined, Claim.mine(rank, world_size), timeout_s)
-        return Joined(rank, world_size, joined)
+        return Joined(rank, world_size, joined, getattr(store, "host", None))
 
     url = init_method if init_method is not None else "env://"
     split = urlsplit(url)
@@ -81,7 +82,7 @@ def _meet(split: SplitResult, url: str, prefix: str, claim: Claim, timeout_s: fl
             opened = _open(split, url, claim, timedelta(seconds=left_s))
             joined = PrefixStore(prefix, opened)
             agree(joined, claim, left_s)
-            return Joined(claim.rank, claim.world_size, joined)
+            return Joined(claim.rank, claim.world_size, joined, getattr(opened, "host", None))
         except StoreConnectionError as error:
             if opened is not None:
                 opened.close()

@@ -1,11 +1,11 @@
 """Mutual proof of the job's secret, the first thing on every connection.
 
-    connecting -> accepting   hello: magic, channel, rank, generation, nonce
+    connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
     connecting -> accepting   HMAC-SHA256(key, "C" | all so far)
 
 The letters stop reflection, the nonces stop replay, the channel's name stops splicing one service's connection into
-another. 136 bytes in all; nothing that a peer sent is used before its proof is checked.
+another. 140 bytes in all; nothing that a peer sent is used before its proof is checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import AuthenticationError
 
 TIMEOUT_S = 5.0
 
-_HELLO = struct.Struct("<8s8sIQ16s")
+_HELLO = struct.Struct("<8s8sIIQ16s")
 _MAGIC = b"paceln/1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -39,6 +39,7 @@ class Hello:
     channel: str
     rank: int = 0
     generation: int = 0
+    lane: int = 0  # which of the connections between two ranks
 
 
 def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float = TIMEOUT_S) -> None:
@@ -49,7 +50,8 @@ def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float 
         HandshakeUnfinishedError: it did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout_s
-    first = _HELLO.pack(_MAGIC, hello.channel.encode(), hello.rank, hello.generation, os.urandom(_NONCE_BYTES))
+    own_nonce = os.urandom(_NONCE_BYTES)
+    first = _HELLO.pack(_MAGIC, hello.channel.encode(), hello.rank, hello.lane, hello.generation, own_nonce)
     _send(connection, first, deadline)
     answer = _receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
@@ -72,7 +74,7 @@ def verify(
     """
     deadline = time.monotonic() + timeout_s
     first = _receive(connection, _HELLO.size, deadline)
-    magic, name, rank, peer_generation, _ = _HELLO.unpack(first)
+    magic, name, rank, lane, peer_generation, _ = _HELLO.unpack(first)
     if magic != _MAGIC or name.rstrip(b"\0") != channel.encode():
         raise AuthenticationError(f"{_name(connection)} spoke another protocol than Paceline's {channel!r}")
     nonce = os.urandom(_NONCE_BYTES)
@@ -85,7 +87,7 @@ def verify(
         raise AuthenticationError(
             f"{_name(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
         )
-    return Hello(channel, rank, generation)
+    return Hello(channel, rank, generation, lane)
 
 
 def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:

@@ -1,0 +1,34 @@
+// What the bindings of all channels share: tensors cross as address and number of bytes.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "call/progress.hpp"
+
+namespace paceline::bindings {
+
+// A tensor list: address, bytes, address, bytes, ...
+using FlatPieces = std::vector<std::uint64_t>;
+
+Stream to_stream(const FlatPieces& flat);
+Call make_call(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
+               const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs);
+
+// Lets Ctrl-C through while a call waits; leaves the exception set on the calling thread.
+bool python_interrupted();
+
+// None when all went well.
+nanobind::object report(Outcome outcome);
+
+// Runs the call on this thread, without the interpreter lock.
+nanobind::object run_call(Progress& progress, Call call);
+
+std::chrono::steady_clock::time_point deadline_in(double timeout_s);
+
+}  // namespace paceline::bindings

@@ -1,0 +1,176 @@
+// Groups that run schedules over links, and messages between ranks, as paceline.engine uses them.
+#include <chrono>
+
+#include "bindings/bindings.hpp"
+#include "bindings/calls.hpp"
+#include "executor/executor.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+using executor::Messenger;
+using executor::Request;
+using executor::Schedule;
+
+// A send or a receive that is under way.
+class Message {
+  public:
+    Message(std::shared_ptr<Messenger> messenger, std::shared_ptr<Request> request)
+        : messenger_(std::move(messenger)), request_(std::move(request)) {}
+
+    bool done() const { return request_->done(); }
+    int source() const { return request_->source(); }
+    nb::object outcome() const { return report(request_->outcome()); }
+
+    bool wait(std::int64_t timeout_ns) const {
+        bool done = false;
+        {
+            const nb::gil_scoped_release release;
+            done = messenger_->wait(request_, timeout_ns, python_interrupted);
+        }
+        if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        return done;
+    }
+
+  private:
+    std::shared_ptr<Messenger> messenger_;
+    std::shared_ptr<Request> request_;
+};
+
+class LinkGroup {
+  public:
+    explicit LinkGroup(std::shared_ptr<link::Links> links)
+        : links_(std::move(links)),
+          // The links outlive whoever still holds the messenger.
+          messenger_(new Messenger(*links_), [held = links_](Messenger* messenger) { delete messenger; }),
+          progress_(std::make_unique<Progress>(std::make_unique<executor::Executor>(*links_, *messenger_))) {}
+
+    LinkGroup(const LinkGroup&) = delete;
+    LinkGroup& operator=(const LinkGroup&) = delete;
+    // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
+    ~LinkGroup() {
+        if (!shm::forked_from_member()) return;
+        static_cast<void>(progress_.release());
+        static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
+        static_cast<void>(new std::shared_ptr<link::Links>(links_));
+    }
+
+    nb::object run(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op, int root,
+                   std::uint64_t count, std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
+                   const std::vector<FlatPieces>& outputs) {
+        Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+        call.schedule = std::move(schedule);
+        return run_call(progress(), std::move(call));
+    }
+
+    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op,
+                                 int root, std::uint64_t count, std::int64_t timeout_ns,
+                                 const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
+        Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+        call.schedule = std::move(schedule);
+        const nb::gil_scoped_release release;
+        return progress().submit(std::move(call));
+    }
+
+    Message send(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
+        return start(background, [&](Messenger& messenger) {
+            return messenger.send(peer, tag, static_cast<DType>(dtype), to_stream(tensor), timeout_ns);
+        });
+    }
+
+    Message receive(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
+        return start(background, [&](Messenger& messenger) {
+            return messenger.receive(peer, tag, static_cast<DType>(dtype), to_stream(tensor), timeout_ns);
+        });
+    }
+
+    void close() {
+        std::unique_ptr<Progress> ending = std::move(progress_);
+        const nb::gil_scoped_release release;
+        ending.reset();
+        if (messenger_) messenger_->close();
+        messenger_.reset();
+        links_.reset();
+    }
+
+  private:
+    template <class Start>
+    Message start(bool background, Start begin) {
+        if (!messenger_) throw nb::value_error("the group is closed");
+        std::shared_ptr<Messenger> messenger = messenger_;
+        std::shared_ptr<Request> request;
+        {
+            const nb::gil_scoped_release release;
+            request = begin(*messenger);
+            if (background && !request->done()) messenger->run_in_background();
+        }
+        return Message(std::move(messenger), std::move(request));
+    }
+
+    Progress& progress() const {
+        if (!progress_) throw nb::value_error("the group is closed");
+        return *progress_;
+    }
+
+    std::shared_ptr<link::Links> links_;
+    std::shared_ptr<Messenger> messenger_;
+    std::unique_ptr<Progress> progress_;
+};
+
+LinkGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank, const std::vector<int>& mesh_ranks,
+                        const std::vector<std::vector<int>>& sockets, double timeout_s) {
+    const auto deadline = deadline_in(timeout_s);
+    std::shared_ptr<link::Links> links;
+    {
+        const nb::gil_scoped_release release;
+        links = link::Links::create(std::move(mesh), id, rank, mesh_ranks, sockets, deadline);
+    }
+    return links ? new LinkGroup(std::move(links)) : nullptr;
+}
+
+std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int size, const nb::bytes& steps) {
+    const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
+    const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, size, numbers);
+    if (!schedule) throw nb::value_error("these steps are no schedule");
+    return std::const_pointer_cast<Schedule>(schedule);
+}
+
+// Seconds that one reduction of `nbytes` of float32 takes here.
+double time_reduction(std::size_t nbytes) {
+    std::vector<float> a(nbytes / sizeof(float), 1.0F);
+    std::vector<float> b = a;
+    const void* sources[] = {a.data(), b.data()};
+    const ReduceFn kernel = find_reduction(DType::f32, ReduceOp::sum);
+    kernel(a.data(), sources, 2, a.size(), 2);
+    const auto from = std::chrono::steady_clock::now();
+    kernel(a.data(), sources, 2, a.size(), 2);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
+}
+
+}  // namespace
+
+void register_links(nb::module_& module) {
+    nb::class_<Schedule>(module, "Schedule")
+        .def_static("make", &make_schedule, nb::arg("algorithm"), nb::arg("blocks"), nb::arg("size"), nb::arg("steps"));
+
+    nb::class_<Message>(module, "Message")
+        .def("done", &Message::done)
+        .def("wait", &Message::wait, nb::arg("timeout_ns"))
+        .def("outcome", &Message::outcome)
+        .def("source", &Message::source);
+
+    nb::class_<LinkGroup>(module, "LinkGroup")
+        .def_static("create", &create_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"), nb::arg("mesh_ranks"),
+                    nb::arg("sockets"), nb::arg("timeout_s"), nb::rv_policy::take_ownership)
+        .def("run", &LinkGroup::run)
+        .def("submit", &LinkGroup::submit)
+        .def("send", &LinkGroup::send)
+        .def("receive", &LinkGroup::receive)
+        .def("close", &LinkGroup::close);
+
+    module.def("time_reduction", &time_reduction, nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace paceline::bindings

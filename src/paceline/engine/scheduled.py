@@ -1,0 +1,127 @@
+"""A group's collectives as schedules, each by the algorithm that is the fastest for it."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Sequence
+
+from paceline import _core
+from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.schedule.cost import Choice, CostModel, choose
+from paceline.schedule.registry import ALGORITHMS, build, offers
+from paceline.schedule.steps import OPERATIONS, Schedule, Slice
+from paceline.schedule.steps import Operation as Name
+
+ALGORITHM_NAMES = tuple(ALGORITHMS)
+
+# Every rank knows all sizes but those of an all_to_all, which differ from rank to rank.
+_ANY_SIZE = 1 << 20
+
+
+class ScheduledChannel:
+    """Runs the calls of one group by schedules over its links.
+
+    Args:
+        links: the group's lanes.
+        rank: this rank's in the group.
+        hosts: group ranks by host.
+        model: what messages cost; the same on all ranks, since all must choose alike.
+        forced: the algorithm for every operation that it has.
+    """
+
+    def __init__(
+        self,
+        links: _core.LinkGroup,
+        rank: int,
+        hosts: Sequence[Sequence[int]],
+        model: CostModel,
+        forced: str | None,
+    ) -> None:
+        self._links = links
+        self._rank = rank
+        self._hosts = [list(ranks) for ranks in hosts]
+        self._size = sum(map(len, hosts))
+        self._model = model
+        self._forced = forced
+        # Bounded: programs use few sizes again and again.
+        self._algorithm = functools.lru_cache(1024)(lambda name, nbytes: self.choose(name, nbytes).algorithm)
+        self._schedule = functools.lru_cache(256)(self._build)
+
+    def choose(self, operation: Name, nbytes: int) -> Choice:
+        """The algorithm for a call, and what all candidates would take."""
+        forced = self._forced if self._forced in offers(operation) else None
+        return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
+
+    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int) -> _core.Outcome | None:
+        """Of one dense tensor, in place."""
+        nbytes = count * ITEM_SIZES[dtype]
+        schedule = self._schedule_for(Operation.ALL_REDUCE, -1, nbytes)
+        return self._links.run(
+            schedule, Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [[address, nbytes]]
+        )
+
+    def run(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+    ) -> _core.Outcome | None:
+        """Runs a call to its end; None when all went well."""
+        schedule = self._schedule_for(operation, root, self._nbytes(operation, dtype, count))
+        return self._links.run(schedule, operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+
+    def submit(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+    ) -> _core.Work:
+        """Queues a call behind those made before."""
+        schedule = self._schedule_for(operation, root, self._nbytes(operation, dtype, count))
+        return self._links.submit(schedule, operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+
+    def close(self) -> None:
+        """The links are their owner's to close."""
+
+    def _nbytes(self, operation: int, dtype: int, count: int) -> int:
+        """The longest buffer of a rank, by which an algorithm is chosen."""
+        nbytes = count * ITEM_SIZES[dtype]
+        if operation == Operation.ALL_TO_ALL:
+            return _ANY_SIZE
+        whole = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
+        return nbytes * self._size if operation in whole else nbytes
+
+    def _schedule_for(self, operation: int, root: int, nbytes: int) -> _core.Schedule:
+        name = _NAMES[operation]
+        return self._schedule(self._algorithm(name, nbytes), name, root)
+
+    def _build(self, algorithm: str, name: Name, root: int) -> _core.Schedule:
+        schedule = build(algorithm, name, self._rank, self._size, root, self._hosts)
+        code = 1 + ALGORITHM_NAMES.index(algorithm)
+        return _core.Schedule.make(code, schedule.blocks, self._size, _flatten(schedule))
+
+
+_NAMES: dict[int, Name] = {Operation[name.upper()]: name for name in OPERATIONS}
+
+
+def _flatten(schedule: Schedule) -> bytes:
+    """Nine numbers a step, as native/executor/schedule.hpp takes them."""
+    flat = array("i")
+    for step in schedule.steps:
+        flat.extend((step.kind, step.final, step.peer, *_numbers(step.dst), *_numbers(step.src)))
+    return flat.tobytes()
+
+
+def _numbers(slice_: Slice | None) -> tuple[int, int, int]:
+    return (slice_.buffer, slice_.first, slice_.count) if slice_ is not None else (1, 0, 0)

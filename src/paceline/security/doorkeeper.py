@@ -1,0 +1,115 @@
+"""Accepts connections and lets those in that hold the job's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from paceline.errors import AuthenticationError
+from paceline.security.handshake import Hello, verify
+
+MAX_HANDSHAKES = 128
+_PAUSE_S = 0.05  # when the system cannot give a connection, e.g. for want of descriptors
+
+_log = logging.getLogger(__name__)
+
+
+class Doorkeeper:
+    """Accepts on `listener`, a listening socket, which it takes over.
+
+    Connections that have not proved the secret are few and short-lived: one more than the limit ends the oldest, so
+    that those who hold connections open without a word keep nobody out.
+
+    Args:
+        listener: the listening socket.
+        key: what the connecting side must hold.
+        channel: what it must ask for, in at most eight letters.
+        admit: takes over each connection that was let in; called on a thread of its own.
+        generation: what it must be of.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        channel: str,
+        admit: Callable[[socket.socket, Hello], None],
+        generation: int = 0,
+    ) -> None:
+        self._listener = listener
+        self._listener.setblocking(True)
+        self._key = key
+        self._channel = channel
+        self._admit = admit
+        self._generation = generation
+        self._handshakes: dict[int, socket.socket] = {}  # by the order of their coming
+        self._changing = threading.Lock()
+        self._owner = os.getpid()
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="paceline-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Closes the listener and all that are not in yet; idempotent, and without effect in a forked child."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._listener.close()
+        with self._changing:
+            for connection in self._handshakes.values():
+                _end(connection)
+
+    def _accept(self) -> None:
+        number = 0
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._closed:
+                    time.sleep(_PAUSE_S)
+                continue
+            number += 1
+            with self._changing:
+                if len(self._handshakes) >= MAX_HANDSHAKES:
+                    _end(self._handshakes.pop(next(iter(self._handshakes))))
+                self._handshakes[number] = connection
+            try:
+                threading.Thread(target=self._check, args=(number, connection), daemon=True).start()
+            except RuntimeError:  # the system gives no more threads
+                self._leave(number)
+                connection.close()
+
+    def _check(self, number: int, connection: socket.socket) -> None:
+        try:
+            hello = verify(connection, self._key, self._channel, self._generation)
+            if self._leave(number) and not self._closed:
+                connection.settimeout(None)
+                self._admit(connection, hello)
+                return
+        except (AuthenticationError, OSError) as error:
+            _log.warning("a connection for %r was refused: %s", self._channel, error)
+        finally:
+            self._leave(number)
+        connection.close()
+
+    def _leave(self, number: int) -> bool:
+        with self._changing:
+            return self._handshakes.pop(number, None) is not None
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
