@@ -47,8 +47,8 @@ class HostGroup {
     }
 
     std::shared_ptr<Work> submit(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
-                                       std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
-                                       const std::vector<FlatPieces>& outputs) {
+                                 std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
+                                 const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         find_region(call);
         const nb::gil_scoped_release release;

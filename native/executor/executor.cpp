@@ -57,8 +57,7 @@ void Executor::lay_out(Call& call) {
     const auto cut = [&](std::vector<std::size_t>& starts) {
         const std::uint64_t each = call.count / cut_blocks;
         const std::uint64_t longer = call.count % cut_blocks;
-        for (std::uint64_t b = 0; b <= cut_blocks; ++b)
-            starts.push_back((each * b + std::min(b, longer)) * item_);
+        for (std::uint64_t b = 0; b <= cut_blocks; ++b) starts.push_back((each * b + std::min(b, longer)) * item_);
     };
     const auto lay = [&](Buffer buffer, const std::vector<Stream>& streams) {
         auto& starts = starts_[static_cast<std::size_t>(buffer)];
@@ -127,7 +126,8 @@ bool Executor::all_received_before(std::uint32_t step) const {
 std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     const Op& op = ops_[step];
     const Step& what = schedule_->steps[step];
-    if (what.kind == Kind::send && what.from.count == 0) return all_received_before(step) ? std::optional(op.nbytes) : std::nullopt;
+    if (what.kind == Kind::send && what.from.count == 0)
+        return all_received_before(step) ? std::optional(op.nbytes) : std::nullopt;
     std::size_t most = op.nbytes;
     for (const Dependency& on : schedule_->dependencies(step)) {
         const Op& other = ops_[on.step];
@@ -156,8 +156,7 @@ bool Executor::progress() {
         if (failed_) return true;
         if (state.sending.next < state.flow->sends.size() || state.sending.padding != 0) moved |= send(state);
         if (failed_) return true;
-        if (state.receiving.next < state.flow->receives.size() || state.receiving.padding != 0)
-            moved |= receive(state);
+        if (state.receiving.next < state.flow->receives.size() || state.receiving.padding != 0) moved |= receive(state);
     }
     return moved;
 }
@@ -230,8 +229,7 @@ bool Executor::send(FlowState& state) {
                     head = sizeof(Header) - way.begun;
                     pieces[used++] = {reinterpret_cast<std::uint8_t*>(&way.header) + way.begun, head};
                 }
-                if (at < end)
-                    used += memory.slice(op.from + at, end - at, pieces.data() + used, pieces.size() - used);
+                if (at < end) used += memory.slice(op.from + at, end - at, pieces.data() + used, pieces.size() - used);
                 if (used == 0) break;
                 const std::ptrdiff_t n = (*state.lanes)[l]->write({pieces.data(), used});
                 if (n == link::kClosed) return lost(state.flow->peer), true;
@@ -326,8 +324,8 @@ bool Executor::receive(FlowState& state) {
                     end = std::min(until, at - at % kStripe + kStripe);
                 }
                 if (at >= end) break;
-                const bool went = reduces ? reduce_lane(state, l, step, at, end - at)
-                                          : receive_lane(state, l, step, at, end - at);
+                const bool went =
+                    reduces ? reduce_lane(state, l, step, at, end - at) : receive_lane(state, l, step, at, end - at);
                 if (failed_) return true;
                 if (!went) break;
                 moved = true;
@@ -396,8 +394,7 @@ void Executor::reduce_bytes(std::uint32_t step, std::size_t offset, const std::u
     const ReduceFn kernel = what.final ? reduce_last_ : reduce_;
     for (std::size_t done = 0; done < nbytes;) {
         const Piece to = buffer(what.to).run(op.to + offset + done, nbytes - done);
-        const Piece from =
-            buffer(what.from).run(op.from + offset + done, to.nbytes);
+        const Piece from = buffer(what.from).run(op.from + offset + done, to.nbytes);
         const void* sources[2] = {from.data, received + done};
         kernel(to.data, sources, 2, from.nbytes / item_, links_.size());
         done += from.nbytes;
@@ -475,8 +472,8 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
     started_ = Clock::now();
-    header_ = {++sequence_, call.count, call.root, call.operation, call.dtype, call.reduce_op, 0, 0, 0,
-               schedule_->algorithm, {}};
+    header_ = {++sequence_, call.count, call.root, call.operation,       call.dtype, call.reduce_op,
+               0,           0,          0,         schedule_->algorithm, {}};
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
     reduce_ = call.reduce_op == ReduceOp::avg ? find_reduction(call.dtype, ReduceOp::sum) : reduce_last_;
     lay_out(call);

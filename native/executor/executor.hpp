@@ -1,8 +1,8 @@
 // Runs schedules over a group's lanes.
 //
-// Every step has a watermark, the bytes of its slice that are done. A step goes on as far as the earlier steps it depends
-// on have come, so that large slices are pipelined without being cut: while a block still arrives, its front is reduced
-// and sent on. Steps with one peer keep their order, others do not wait for each other.
+// Every step has a watermark, the bytes of its slice that are done. A step goes on as far as the earlier steps it
+// depends on have come, so that large slices are pipelined without being cut: while a block still arrives, its front is
+// reduced and sent on. Steps with one peer keep their order, others do not wait for each other.
 //
 // A message is a header, which says in what call and how long it is, and its bytes; a long one is dealt out over the
 // peer's lanes in stripes. The receiver compares the header with its own call, so a mismatch is seen where it is waited
@@ -29,7 +29,7 @@ class Executor final : public Collectives {
 
   private:
     struct Op {
-        std::size_t to = 0;    // where its slices begin, in bytes
+        std::size_t to = 0;  // where its slices begin, in bytes
         std::size_t from = 0;
         std::size_t nbytes = 0;
         std::size_t done = 0;  // the watermark
@@ -48,7 +48,7 @@ class Executor final : public Collectives {
         std::size_t carried = 0;  // received bytes of an element that is not whole yet, at the front of `staging`
         std::vector<std::uint8_t> staging;
     };
-    struct Way {  // one direction of a flow
+    struct Way {                // one direction of a flow
         std::size_t next = 0;   // among the flow's sends or receives
         std::size_t begun = 0;  // bytes of the header that are through
         std::size_t padding = 0;

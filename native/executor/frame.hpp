@@ -1,5 +1,5 @@
-// What travels on a group's control lanes. All numbers are in the machine's byte order: ranks of one job run on machines
-// of one kind, which the handshake's magic stands for.
+// What travels on a group's control lanes. All numbers are in the machine's byte order: ranks of one job run on
+// machines of one kind, which the handshake's magic stands for.
 #pragma once
 
 #include <cstdint>

@@ -261,12 +261,12 @@ bool Messenger::receive_from(int peer) {
         if (from.left || from.lost || failure_) return moved;
         std::array<Piece, link::kMostPieces> pieces;
         std::size_t used = 0;
-        const std::size_t body = from.frame_read < sizeof(Frame)                ? 0
-                                 : from.frame.kind == FrameKind::data           ? from.frame.part
-                                 : from.frame.kind == FrameKind::eager ||
-                                           from.frame.kind == FrameKind::waiting ||
-                                           from.frame.kind == FrameKind::verdict ? from.frame.nbytes
-                                                                                 : 0;
+        const std::size_t body = from.frame_read < sizeof(Frame)      ? 0
+                                 : from.frame.kind == FrameKind::data ? from.frame.part
+                                 : from.frame.kind == FrameKind::eager || from.frame.kind == FrameKind::waiting ||
+                                         from.frame.kind == FrameKind::verdict
+                                     ? from.frame.nbytes
+                                     : 0;
         if (from.frame_read < sizeof(Frame)) {
             pieces[used++] = {reinterpret_cast<std::uint8_t*>(&from.frame) + from.frame_read,
                               sizeof(Frame) - from.frame_read};

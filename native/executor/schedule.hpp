@@ -47,8 +47,8 @@ struct Schedule {
                                                 std::span<const std::int32_t> flat);
 
     std::span<const Dependency> dependencies(std::uint32_t step) const {
-        return std::span(all_dependencies).subspan(dependencies_from[step],
-                                                   dependencies_from[step + 1] - dependencies_from[step]);
+        return std::span(all_dependencies)
+            .subspan(dependencies_from[step], dependencies_from[step + 1] - dependencies_from[step]);
     }
 
     std::uint8_t algorithm = 0;

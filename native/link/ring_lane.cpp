@@ -85,8 +85,7 @@ bool RingLane::arm() {
     if (in_.head.load(std::memory_order_seq_cst) != in_.tail.load(std::memory_order_relaxed)) return true;
     if (!full_) return false;
     out_.writer_waits.store(1, std::memory_order_seq_cst);
-    const std::uint64_t used =
-        out_.head.load(std::memory_order_relaxed) - out_.tail.load(std::memory_order_seq_cst);
+    const std::uint64_t used = out_.head.load(std::memory_order_relaxed) - out_.tail.load(std::memory_order_seq_cst);
     return used < kRingBytes;
 }
 

@@ -1,8 +1,8 @@
 // A lane in shared memory: one ring for each direction, with one writer and one reader.
 //
-// `head` and `tail` count bytes for ever. The writer fills the bytes before it releases `head`, the reader has read them
-// before it releases `tail`. Who is about to sleep says so in `reader_waits` or `writer_waits` and looks once more; the
-// other side looks there after every store, and rings the sleeper's doorbell.
+// `head` and `tail` count bytes for ever. The writer fills the bytes before it releases `head`, the reader has read
+// them before it releases `tail`. Who is about to sleep says so in `reader_waits` or `writer_waits` and looks once
+// more; the other side looks there after every store, and rings the sleeper's doorbell.
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,5 @@
-// Sleeps until one of some descriptors has news. Edge-triggered: whoever sleeps has tried everything since it last woke.
+// Sleeps until one of some descriptors has news. Edge-triggered: whoever sleeps has tried everything since it last
+// woke.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // The ranks of one host, joined pairwise by authenticated Unix sockets.
 //
-// The sockets carry descriptors (of shared memory, and of each rank's doorbell), a goodbye, and by their closing the news
-// that a rank died. One thread a process listens to them. Bits of `lost` and `left` are only ever set, in that order after
-// everything the peer published before; a reader that sees a bit sees those publications too.
+// The sockets carry descriptors (of shared memory, and of each rank's doorbell), a goodbye, and by their closing the
+// news that a rank died. One thread a process listens to them. Bits of `lost` and `left` are only ever set, in that
+// order after everything the peer published before; a reader that sees a bit sees those publications too.
 #pragma once
 
 #include <atomic>

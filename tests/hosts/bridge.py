@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from hosts.namespaces import enter_network
-from hosts.wire import VNET_HEADER, Conditions, Wire
 from world import context
 
+from hosts.namespaces import enter_network
+from hosts.wire import VNET_HEADER, Conditions, Wire
 from paceline.launch.lifeline import die_with_parent
 
 _TUNSETIFF = 0x400454CA

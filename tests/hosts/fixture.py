@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from world import World, free_port, places
+
 from hosts.namespaces import Namespace
 from hosts.network import Network, ipv4
 from hosts.wire import Conditions
-from world import World, free_port, places
 
 
 class HostsWorld(World):

@@ -7,6 +7,7 @@ import socket
 import time
 
 import pytest
+
 from hosts.talking import accept, await_word, connect, master, pair, rank, receive, say
 
 

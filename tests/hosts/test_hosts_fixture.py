@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RankFailed
+
 from hosts.network import ipv4, ipv6
 from hosts.talking import accept, await_word, connect, master, pair, rank, receive, say
 
@@ -181,7 +182,7 @@ def test_a_failing_set_up_leaves_nothing(hosts):
 def test_a_killed_test_run_leaves_nothing(hosts, tmp_path):
     code = (
         f"import sys, time; sys.path[:0] = {sys.path}\n"
-        "from hosts.fixture import Hosts; from test_hosts_fixture import sleep_in\n"
+        "from hosts.fixture import Hosts; from hosts.test_hosts_fixture import sleep_in\n"
         f"world = Hosts(2, bridged=True).start(sleep_in, {str(tmp_path)!r}); time.sleep(300)"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from hosts.wire import VNET_HEADER, Conditions, Wire
 
 PORTS = [(0, 0, b"host-0"), (1, 0, b"host-1"), (2, 0, b"host-2"), (0, 1, b"net1-0"), (1, 1, b"net1-1")]

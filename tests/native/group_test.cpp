@@ -6,8 +6,8 @@
 #include <functional>
 #include <thread>
 
-#include "check.hpp"
 #include "call/progress.hpp"
+#include "check.hpp"
 #include "host/group.hpp"
 
 namespace {

@@ -27,8 +27,10 @@ void sums_follow_the_tree() {
                 sources.push_back(values[r].data());
             }
             std::vector<float> sum(count), mean(count);
-            find_reduction(DType::f32, ReduceOp::sum)(sum.data(), sources.data(), static_cast<int>(n), count, static_cast<int>(n));
-            find_reduction(DType::f32, ReduceOp::avg)(mean.data(), sources.data(), static_cast<int>(n), count, static_cast<int>(n));
+            find_reduction(DType::f32, ReduceOp::sum)(sum.data(), sources.data(), static_cast<int>(n), count,
+                                                      static_cast<int>(n));
+            find_reduction(DType::f32, ReduceOp::avg)(mean.data(), sources.data(), static_cast<int>(n), count,
+                                                      static_cast<int>(n));
             for (std::size_t i = 0; i < count; ++i) {
                 CHECK(sum[i] == tree(values, i, 0, n));
                 CHECK(mean[i] == sum[i] / static_cast<float>(n));

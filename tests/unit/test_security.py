@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from paceline import AuthenticationError, TCPStore
+from paceline.security import doorkeeper
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove, verify
 from paceline.security.secret import derive_key, job_secret, require_secret
-from paceline.security import doorkeeper
 
 SECRET = "0123456789abcdef0123456789abcdef"
 KEY = derive_key(SECRET.encode(), "store")

@@ -131,9 +131,7 @@ def _connect(
     return connections
 
 
-def _require_alike(
-    members: tuple[Member, ...], setting: str, mine: object, values: list[object], me: Member
-) -> None:
+def _require_alike(members: tuple[Member, ...], setting: str, mine: object, values: list[object], me: Member) -> None:
     for member, value in zip(members, values, strict=True):
         if value != mine:
             raise RendezvousError(

@@ -48,7 +48,11 @@ def connect(
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     arrived: queue.SimpleQueue[tuple[Hello, socket.socket]] = queue.SimpleQueue()
     doorkeeper = Doorkeeper(
-        listen(address, 0, job_secret()), key, _CHANNEL, lambda connection, hello: arrived.put((hello, connection)), number
+        listen(address, 0, job_secret()),
+        key,
+        _CHANNEL,
+        lambda connection, hello: arrived.put((hello, connection)),
+        number,
     )
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(doorkeeper.close)
@@ -61,7 +65,9 @@ def connect(
             host, port = store.get(_key(number, peer)).decode().split()
             for lane in range(1 + streams):
                 try:
-                    connection = _dial(host, int(port), address, key, Hello(_CHANNEL, topology.rank, number, lane), deadline)
+                    connection = _dial(
+                        host, int(port), address, key, Hello(_CHANNEL, topology.rank, number, lane), deadline
+                    )
                 except OSError as error:
                     raise RendezvousError(
                         f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "

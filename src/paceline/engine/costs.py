@@ -107,7 +107,9 @@ def _answer(links: Messages) -> None:
         _pass(links.send, 0, torch.empty(0, dtype=torch.uint8))
 
 
-def _pass(call: Callable[[int, int, int, list[int], int, bool], _core.Message], peer: int, tensor: torch.Tensor) -> None:
+def _pass(
+    call: Callable[[int, int, int, list[int], int, bool], _core.Message], peer: int, tensor: torch.Tensor
+) -> None:
     pieces = [tensor.data_ptr(), tensor.nbytes]
     message = call(peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
     message.wait(_TIMEOUT_NS)

@@ -1,0 +1,110 @@
+"""How long does an all-reduce of float32 between hosts take, against torch's gloo?
+
+    python bench/hosts.py [--hosts 2 4] [--per-host 1] [--rates none 1gbit 10gbit] [--delays 0 0.1 20] [--json FILE]
+
+Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
+small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
+the same processes, one thread a rank. Medians. "of line" is 2 (n - 1) / n times the tensor, over the time, over what of the
+rate frames of 1500 bytes leave to the payload (95.6 %).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from hosts.fixture import Hosts
+from report import human, interleaved, parser, show
+
+SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20]
+ROUNDS = 5
+RATES = {"1gbit": 1e9, "10gbit": 10e9}
+PAYLOAD = 0.956
+
+
+def calls_for(nbytes: int, delay_ms: float, rate: str) -> int:
+    """Enough calls for some 0.1 s."""
+    bytes_per_s = RATES.get(rate, 20e9) / 8
+    one = max(1e-4, 4e-3 * delay_ms, nbytes / bytes_per_s)
+    return max(1, min(500, int(0.1 / one)))
+
+
+def rank_main(
+    sizes: list[int], delay_ms: float, rate: str, with_flat: bool, directory: str
+) -> dict[int, dict[str, float]]:
+    import os
+
+    import torch
+    import torch.distributed as gloo
+
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    gloo.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
+    flat = dist.new_group(algorithm="ring") if with_flat else None
+    results = {}
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4)
+        contestants = {
+            "paceline": lambda tensor=tensor: dist.all_reduce(tensor),
+            "gloo": lambda tensor=tensor: gloo.all_reduce(tensor),
+        }
+        if with_flat:
+            contestants["flat ring"] = lambda tensor=tensor: dist.all_reduce(tensor, group=flat)
+        for call in contestants.values():
+            call()
+            call()
+        calls = dict.fromkeys(contestants, calls_for(nbytes, delay_ms, rate))
+        results[nbytes] = interleaved(contestants, calls, ROUNDS)
+    dist.barrier()
+    gloo.destroy_process_group()
+    dist.destroy_process_group()
+    return results
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--per-host", type=int, default=1)
+    arguments.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"])
+    arguments.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 20], help="in ms, one way")
+    arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    options = arguments.parse_args()
+    rows: list[dict[str, object]] = []
+    for hosts in options.hosts:
+        for rate in options.rates:
+            for delay_ms in options.delays:
+                if delay_ms and rate != "1gbit":
+                    continue
+                network = Hosts(hosts, options.per_host, rate=None if rate == "none" else rate, delay_ms=delay_ms)
+                ranks = hosts * options.per_host
+                with tempfile.TemporaryDirectory() as directory:
+                    answers = network(
+                        rank_main, options.sizes, delay_ms, rate, options.per_host > 1, directory, timeout_s=600
+                    )
+                for nbytes, times in answers[0].items():
+                    row: dict[str, object] = {
+                        "hosts": f"{hosts}x{options.per_host}",
+                        "rate": rate,
+                        "delay ms": delay_ms,
+                    }
+                    row |= {"size": human(nbytes)} | {f"{name} µs": 1e6 * time for name, time in times.items()}
+                    row["gloo / paceline"] = times["gloo"] / times["paceline"]
+                    if "flat ring" in times:
+                        row["flat / paceline"] = times["flat ring"] / times["paceline"]
+                    if rate in RATES:
+                        moved = 2 * (ranks - 1) / ranks * nbytes * 8
+                        row["of line"] = moved / times["paceline"] / (RATES[rate] * PAYLOAD)
+                        row["gloo of line"] = moved / times["gloo"] / (RATES[rate] * PAYLOAD)
+                    rows.append(row)
+    show("all_reduce of float32 between hosts, one thread a rank", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

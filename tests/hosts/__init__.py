@@ -1,0 +1,1 @@
+"""Tests between hosts, and the network namespaces that stand for hosts. Start reading at `fixture.py`."""
