@@ -26,6 +26,8 @@
 namespace paceline::executor {
 
 constexpr int kAnySource = -1;
+constexpr std::size_t kEagerBytes = 16 << 10;    // larger messages ask first
+constexpr std::size_t kEagerWindow = 512 << 10;  // of small ones that were not credited yet
 
 class Request {
   public:

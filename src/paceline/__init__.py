@@ -42,6 +42,7 @@ _PUBLIC = {
         "all_to_all_single",
         "barrier",
         "broadcast",
+        "explain",
         "gather",
         "reduce",
         "reduce_scatter",

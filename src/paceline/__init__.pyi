@@ -21,6 +21,7 @@ from paceline.group.collectives import all_to_all as all_to_all
 from paceline.group.collectives import all_to_all_single as all_to_all_single
 from paceline.group.collectives import barrier as barrier
 from paceline.group.collectives import broadcast as broadcast
+from paceline.group.collectives import explain as explain
 from paceline.group.collectives import gather as gather
 from paceline.group.collectives import reduce as reduce
 from paceline.group.collectives import reduce_scatter as reduce_scatter

@@ -7,10 +7,10 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline import _core
 from paceline.engine.bootstrap import Topology, join
+from paceline.engine.channel import Channel
 from paceline.engine.connections import connect
 from paceline.engine.costs import UNMEASURED, agree_on_costs
 from paceline.engine.failures import Member
@@ -27,39 +27,6 @@ STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
-
-
-class Channel(Protocol):
-    """What runs a group's collectives."""
-
-    def all_reduce(
-        self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
-    ) -> _core.Outcome | None: ...
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> _core.Outcome | None: ...
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> _core.Work: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from paceline.group.default import Group, get_group_rank, resolve
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work
+from paceline.schedule.steps import OPERATIONS, Operation
 
 
 def all_reduce(
@@ -221,6 +222,24 @@ def barrier(
         raise ValueError("barrier: device_ids is for GPUs; the paceline engine works on CPU tensors, leave it out")
     chosen = resolve(group)
     return None if chosen is None else chosen.barrier(async_op, timeout)
+
+
+def explain(operation: Operation, nbytes: int, group: Group = None) -> str:
+    """Which algorithm `group` takes for a call, what the others would take, and why: a table to be printed.
+
+    Args:
+        operation: the name of a collective, such as "all_reduce".
+        nbytes: the size of the longest buffer of a rank: the tensor, or all parts of a gather or scatter together.
+
+    Raises:
+        ValueError: there is no such operation, or this rank is not in the group.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        raise ValueError("explain: this rank is not in the group")
+    if operation not in OPERATIONS:
+        raise ValueError(f"explain: there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
+    return chosen.explain(operation, nbytes)
 
 
 def _root(

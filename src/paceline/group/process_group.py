@@ -12,7 +12,7 @@ import torch
 from paceline import _core
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.failures import Member, describe_call, to_error
-from paceline.engine.native import OpenGroup
+from paceline.engine.native import ALGORITHM_VARIABLE, OpenGroup
 from paceline.engine.scheduled import ScheduledChannel
 from paceline.errors import CollectiveError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
@@ -304,7 +304,8 @@ class ProcessGroup:
             raise self._closed_error()
         code = dtype_code(tensors, name)
         message = start(peer, tag, code, pieces, self._limit_ns(timeout), async_op)
-        call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {_other_end(self._members, name, peer)}, tag {tag})"
+        other_end = _other_end(self._members, name, peer)
+        call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {other_end}, tag {tag})"
 
         def failed(outcome: _core.Outcome) -> CollectiveError:
             return to_error(outcome, self._members, self._rank, call)
@@ -320,9 +321,9 @@ class ProcessGroup:
         if isinstance(self._channel, ScheduledChannel):
             return explain_text(self._channel.choose(operation, nbytes))
         return (
-            f"{operation} of {nbytes} bytes among {self.size()} ranks of one host: direct. Every rank reads the others' "
-            "parts out of shared memory, so no message is passed on; PACELINE_ALGORITHM=ring and the like force a "
-            "schedule"
+            f"{operation} of {nbytes:,} bytes on {self.size()} ranks, 1 host\n\n"
+            "-> direct: every rank reads the others' parts out of shared memory, so nothing is passed on.\n\n"
+            f"An algorithm runs here only when it is forced (algorithm=, or {ALGORITHM_VARIABLE}).\n"
         )
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

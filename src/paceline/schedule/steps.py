@@ -65,11 +65,11 @@ class Kind(IntEnum):
 
 
 class Slice(NamedTuple):
-    """The blocks first..first+count-1 of a buffer. (Tuples are made in half the time of frozen dataclasses.)"""
+    """The blocks first..first+length-1 of a buffer. (Tuples are made in half the time of frozen dataclasses.)"""
 
     buffer: Buffer
     first: int
-    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a slice
+    length: int = 1
 
 
 class Step(NamedTuple):
