@@ -25,6 +25,7 @@ _PUBLIC = {
         "is_initialized",
         "new_group",
     ),
+    "paceline.group.availability": ("is_gloo_available", "is_mpi_available", "is_nccl_available"),
     "paceline.group.process_group": ("ProcessGroup",),
     # stores
     "paceline.store.base": ("Store",),
@@ -48,6 +49,12 @@ _PUBLIC = {
         "reduce_scatter_tensor",
         "scatter",
     ),
+    "paceline.group.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ),
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp"),
     "paceline.group.work": ("Work",),
     # data parallel modules and data
@@ -60,6 +67,7 @@ _PUBLIC = {
         "AuthenticationError",
         "CollectiveError",
         "CollectiveMismatchError",
+        "CollectiveObjectError",
         "CollectiveTimeoutError",
         "PacelineError",
         "PeerLostError",

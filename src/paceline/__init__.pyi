@@ -5,6 +5,7 @@ from paceline.engine.shared import empty_shared as empty_shared
 from paceline.errors import AuthenticationError as AuthenticationError
 from paceline.errors import CollectiveError as CollectiveError
 from paceline.errors import CollectiveMismatchError as CollectiveMismatchError
+from paceline.errors import CollectiveObjectError as CollectiveObjectError
 from paceline.errors import CollectiveTimeoutError as CollectiveTimeoutError
 from paceline.errors import PacelineError as PacelineError
 from paceline.errors import PeerLostError as PeerLostError
@@ -14,6 +15,9 @@ from paceline.errors import StoreConnectionError as StoreConnectionError
 from paceline.errors import StoreError as StoreError
 from paceline.errors import StoreTimeoutError as StoreTimeoutError
 from paceline.errors import WorkerError as WorkerError
+from paceline.group.availability import is_gloo_available as is_gloo_available
+from paceline.group.availability import is_mpi_available as is_mpi_available
+from paceline.group.availability import is_nccl_available as is_nccl_available
 from paceline.group.collectives import all_gather as all_gather
 from paceline.group.collectives import all_gather_into_tensor as all_gather_into_tensor
 from paceline.group.collectives import all_reduce as all_reduce
@@ -39,6 +43,10 @@ from paceline.group.default import init_process_group as init_process_group
 from paceline.group.default import is_available as is_available
 from paceline.group.default import is_initialized as is_initialized
 from paceline.group.default import new_group as new_group
+from paceline.group.objects import all_gather_object as all_gather_object
+from paceline.group.objects import broadcast_object_list as broadcast_object_list
+from paceline.group.objects import gather_object as gather_object
+from paceline.group.objects import scatter_object_list as scatter_object_list
 from paceline.group.process_group import ProcessGroup as ProcessGroup
 from paceline.group.reduce_op import PremulSum as PremulSum
 from paceline.group.reduce_op import ReduceOp as ReduceOp
