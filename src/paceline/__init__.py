@@ -35,6 +35,14 @@ _PUBLIC = {
     "paceline.store.tcp": ("TCPStore",),
     # collectives
     "paceline.engine.shared": ("empty_shared",),
+    "paceline.group.coalesced": (
+        "all_gather_coalesced",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce_coalesced",
+        "broadcast_coalesced",
+        "reduce_scatter_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    ),
     "paceline.group.collectives": (
         "all_gather",
         "all_gather_into_tensor",
@@ -48,6 +56,13 @@ _PUBLIC = {
         "reduce_scatter",
         "reduce_scatter_tensor",
         "scatter",
+    ),
+    "paceline.group.multigpu": (
+        "all_gather_multigpu",
+        "all_reduce_multigpu",
+        "broadcast_multigpu",
+        "reduce_multigpu",
+        "reduce_scatter_multigpu",
     ),
     "paceline.group.objects": (
         "all_gather_object",

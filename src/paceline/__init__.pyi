@@ -18,6 +18,12 @@ from paceline.errors import WorkerError as WorkerError
 from paceline.group.availability import is_gloo_available as is_gloo_available
 from paceline.group.availability import is_mpi_available as is_mpi_available
 from paceline.group.availability import is_nccl_available as is_nccl_available
+from paceline.group.coalesced import all_gather_coalesced as all_gather_coalesced
+from paceline.group.coalesced import all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced
+from paceline.group.coalesced import all_reduce_coalesced as all_reduce_coalesced
+from paceline.group.coalesced import broadcast_coalesced as broadcast_coalesced
+from paceline.group.coalesced import reduce_scatter_coalesced as reduce_scatter_coalesced
+from paceline.group.coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
 from paceline.group.collectives import all_gather as all_gather
 from paceline.group.collectives import all_gather_into_tensor as all_gather_into_tensor
 from paceline.group.collectives import all_reduce as all_reduce
@@ -43,6 +49,11 @@ from paceline.group.default import init_process_group as init_process_group
 from paceline.group.default import is_available as is_available
 from paceline.group.default import is_initialized as is_initialized
 from paceline.group.default import new_group as new_group
+from paceline.group.multigpu import all_gather_multigpu as all_gather_multigpu
+from paceline.group.multigpu import all_reduce_multigpu as all_reduce_multigpu
+from paceline.group.multigpu import broadcast_multigpu as broadcast_multigpu
+from paceline.group.multigpu import reduce_multigpu as reduce_multigpu
+from paceline.group.multigpu import reduce_scatter_multigpu as reduce_scatter_multigpu
 from paceline.group.objects import all_gather_object as all_gather_object
 from paceline.group.objects import broadcast_object_list as broadcast_object_list
 from paceline.group.objects import gather_object as gather_object
