@@ -71,6 +71,8 @@ _PUBLIC = {
         "scatter_object_list",
     ),
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp"),
+    "paceline.group.monitored": ("monitored_barrier",),
+    "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.group.work": ("Work",),
     # data parallel modules and data
     "paceline.data.sampler": ("DistributedSampler",),
@@ -97,10 +99,12 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, "group"])  # group for group.WORLD
 
 
 def __getattr__(name: str) -> object:
+    if name == "group":
+        return import_module("paceline.group")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     value: object = getattr(import_module(_MODULE_OF[name]), name)

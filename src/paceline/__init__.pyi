@@ -1,5 +1,6 @@
 """The public face, spelt out for type checkers; see `__init__.py`."""
 
+from paceline import group as group
 from paceline.data.sampler import DistributedSampler as DistributedSampler
 from paceline.engine.shared import empty_shared as empty_shared
 from paceline.errors import AuthenticationError as AuthenticationError
@@ -49,6 +50,7 @@ from paceline.group.default import init_process_group as init_process_group
 from paceline.group.default import is_available as is_available
 from paceline.group.default import is_initialized as is_initialized
 from paceline.group.default import new_group as new_group
+from paceline.group.monitored import monitored_barrier as monitored_barrier
 from paceline.group.multigpu import all_gather_multigpu as all_gather_multigpu
 from paceline.group.multigpu import all_reduce_multigpu as all_reduce_multigpu
 from paceline.group.multigpu import broadcast_multigpu as broadcast_multigpu
@@ -61,6 +63,9 @@ from paceline.group.objects import scatter_object_list as scatter_object_list
 from paceline.group.process_group import ProcessGroup as ProcessGroup
 from paceline.group.reduce_op import PremulSum as PremulSum
 from paceline.group.reduce_op import ReduceOp as ReduceOp
+from paceline.group.subgroups import new_subgroups as new_subgroups
+from paceline.group.subgroups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+from paceline.group.subgroups import split_group as split_group
 from paceline.group.work import Work as Work
 from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel

@@ -34,14 +34,23 @@ class NativeEngine:
         """Counts a group that this rank is not in, so that all ranks number their groups alike."""
         self._opened += 1
 
-    def open_channel(self, ranks: Sequence[int], timeout_s: float) -> _core.HostGroup:
+    def open_channel(
+        self, ranks: Sequence[int], timeout_s: float, agreed_identity: int | None = None
+    ) -> _core.HostGroup:
         """The channel of the group of `ranks`; every member calls this, and the same number of times before.
+
+        Args:
+            agreed_identity: below 2^62; what the members have agreed to call the channel, if not all ranks call this.
+                No other channel is called so, and the call does not count.
 
         Raises:
             RendezvousTimeoutError: a member did not.
         """
-        self._opened += 1
-        identity = self._opened << 32 | zlib.crc32(repr(list(ranks)).encode())
+        if agreed_identity is None:
+            self._opened += 1
+            identity = self._opened << 32 | zlib.crc32(repr(list(ranks)).encode())
+        else:
+            identity = 1 << 62 | agreed_identity
         channel = _core.HostGroup.create(self._host.mesh, list(ranks), identity, SLOT_BYTES, timeout_s)
         if channel is None:
             raise RendezvousTimeoutError(

@@ -87,8 +87,7 @@ def init_process_group(
     global _world
     if _world is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+    require_known_backend(backend)
     if device_id is not None and torch.device(device_id).type != "cpu":
         raise ValueError(f"device_id is {device_id}; the paceline engine works on CPU tensors, leave it out")
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
@@ -145,8 +144,7 @@ def new_group(
         RendezvousTimeoutError: a member did not call it.
     """
     world = _require_world()
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+    require_known_backend(backend)
     chosen = list(range(world.group.size())) if ranks is None else list(ranks)
     for rank in chosen:
         if not 0 <= rank < world.group.size():
@@ -156,12 +154,30 @@ def new_group(
     if world.group.rank() not in chosen:
         world.engine.skip_channel()
         return GroupMember.NON_GROUP_MEMBER
+    return open_group(chosen, timeout, f"group of ranks {chosen}")
+
+
+def open_group(
+    ranks: Sequence[int], timeout: timedelta | None, name: str, agreed_identity: int | None = None
+) -> ProcessGroup:
+    """The group of `ranks` of the default group, of which this is one; `agreed_identity` as in `open_channel`."""
+    world = _require_world()
     timeout = world.timeout if timeout is None else timeout
-    channel = world.engine.open_channel(chosen, timeout.total_seconds())
-    members = [world.engine.members[rank] for rank in chosen]
-    group = ProcessGroup(channel, members, chosen.index(world.group.rank()), timeout, f"group of ranks {chosen}")
+    channel = world.engine.open_channel(ranks, timeout.total_seconds(), agreed_identity)
+    members = [world.engine.members[rank] for rank in ranks]
+    group = ProcessGroup(channel, members, list(ranks).index(world.group.rank()), timeout, name)
     world.subgroups.append(group)
     return group
+
+
+def require_known_backend(backend: str | None) -> None:
+    """Refuses a `backend` that there is no engine for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
 
 
 def default_group() -> ProcessGroup:
