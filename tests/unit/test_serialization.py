@@ -196,7 +196,7 @@ class Color(enum.IntEnum):
         (np.array([object()]), r"obj is a NumPy array of object; .*tolist"),
         (np.zeros(1, "i4,f4"), "NumPy array of .*columns of a structured"),
         ([datetime.datetime.now(ZoneInfo("Europe/Paris"))], r"obj\[0\] is a time in the zone Europe/Paris.*astimezone"),
-        ({(1, Color.RED): 1}, r"obj, in the key or element of type tuple,\[1\] is a .*Color"),
+        ({(1, Color.RED): 1}, r"obj, in a key or an element of a set,\[1\] is a .*Color"),
         ([lambda: 0], r"obj\[0\] is a function"),
         ([[torch.nn.Linear(1, 1)]], r"obj\[0\]\[0\] is a torch.nn.modules.linear.Linear"),
     ],

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from paceline.group.arrays import ARRAYS, numpy_tag
-from paceline.group.packing import MalformedPayload, Packer, Refused, Unpacker
+from paceline.group.packing import MalformedPayload, Packer, Refused, Unpacker, stands_for_itself
 from paceline.group.values import VALUES
 
 _KINDS = {**VALUES, **ARRAYS}
@@ -54,7 +54,7 @@ def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
     packer = Packer(_KINDS, _tag_of)
     try:
         body = bytearray([Form.MSGPACK])
-        msgspec.msgpack.Encoder().encode_into(packer.pack(value), body, -1)
+        msgspec.msgpack.Encoder().encode_into(value if stands_for_itself(value) else packer.pack(value), body, -1)
         return Encoded(body, packer.buffers)
     except Refused as refused:
         if allow_pickle:
@@ -76,7 +76,8 @@ def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pick
         if form == Form.PICKLE:
             return pickle.loads(body[1:])
         if form == Form.MSGPACK:
-            return Unpacker(_KINDS, buffers).unpack(msgspec.msgpack.decode(body[1:]))
+            tree = msgspec.msgpack.decode(body[1:])
+            return tree if stands_for_itself(tree) else Unpacker(_KINDS, buffers).unpack(tree)
     except Exception as error:  # what comes from another process may break any rule
         raise MalformedPayload(f"{type(error).__name__}: {error}") from error
     raise MalformedPayload(f"the first byte is {form}")

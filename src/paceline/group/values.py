@@ -76,7 +76,7 @@ VALUES: dict[int, Kind] = {
     4: Kind(frozenset, lambda v, p: p.pack_elements(v), lambda v, u: frozenset(u.unpack_all(v))),
     5: Kind(OrderedDict, _pack_ordered, _unpack_ordered),
     6: Kind(Counter, lambda v, p: p.pack_items(v), lambda v, u: Counter(dict(u.unpack_items(v)))),
-    7: Kind(deque, lambda v, p: [p.pack_all(v), v.maxlen], lambda v, u: deque(u.unpack_all(v[0]), v[1])),
+    7: Kind(deque, lambda v, p: [p.pack_all(list(v)), v.maxlen], lambda v, u: deque(u.unpack_all(v[0]), v[1])),
     8: Kind(
         int,
         lambda v, p: v.to_bytes(v.bit_length() // 8 + 1, "little", signed=True),
