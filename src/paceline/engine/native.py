@@ -26,6 +26,7 @@ ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
+_AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
 
 
@@ -96,8 +97,18 @@ class NativeEngine:
         """Counts a group that this rank is not in, so that all ranks number their groups alike."""
         self._opened += 1
 
-    def open_group(self, ranks: Sequence[int], timeout_s: float, algorithm: str | None = None) -> OpenGroup:
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        algorithm: str | None = None,
+        agreed_identity: int | None = None,
+    ) -> OpenGroup:
         """Connects the group of `ranks`; every member calls this, and the same number of times before.
+
+        Args:
+            agreed_identity: below 2^62; what the members have agreed to call the group, if not all ranks call this.
+                No other group is called so, and the call does not count.
 
         Raises:
             RendezvousTimeoutError: a member did not.
@@ -105,7 +116,12 @@ class NativeEngine:
         """
         deadline = time.monotonic() + timeout_s
         algorithm = _known(algorithm) or self._algorithm
-        self._opened += 1
+        if agreed_identity is None:
+            self._opened += 1
+            number = self._opened
+            identity = number << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
+        else:
+            number = identity = _AGREED | agreed_identity
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
         hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
@@ -115,9 +131,7 @@ class NativeEngine:
         sockets: list[list[int]] = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            sockets = connect(self._store, topology, ranks, self._opened, address, self._streams, timeout_s)
-        identity = self._opened << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
-
+            sockets = connect(self._store, topology, ranks, number, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
         links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
