@@ -149,4 +149,4 @@ def test_world_is_there_before_anything_else_was_used():
 def test_libraries_without_an_engine_are_not_available():
     assert not dist.is_nccl_available()
     assert not dist.is_mpi_available()
-    assert dist.is_gloo_available() == torch_dist.is_gloo_available()
+    assert dist.is_gloo_available() is False
