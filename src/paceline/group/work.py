@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -140,7 +140,8 @@ class Work:
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         error = self.exception()
         if error is not None:
-            future.set_exception(error)  # type: ignore[arg-type]  # it is annotated with the value's type
+            # torch annotates the error with the type of the value.
+            cast("torch.futures.Future[Exception]", future).set_exception(error)
         else:
             future.set_result(list(self._results))
 
