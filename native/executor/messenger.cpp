@@ -647,6 +647,11 @@ std::vector<CallHeader> Messenger::announced() {
     return headers;
 }
 
+std::size_t Messenger::queued(int peer) {
+    const std::lock_guard hold(mutex_);
+    return state(peer).outgoing.size();
+}
+
 std::vector<int> Messenger::left() {
     const std::lock_guard hold(mutex_);
     std::vector<int> ranks;

@@ -78,6 +78,8 @@ class Messenger {
     void announce(const CallHeader& header);
     // The latest call that each rank told of.
     std::vector<CallHeader> announced();
+    // Frames that wait to be written to `peer`.
+    std::size_t queued(int peer);
     // Ranks that said goodbye, and ranks whose lane closed without.
     std::vector<int> left();
     std::vector<int> lost();
