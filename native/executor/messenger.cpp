@@ -536,20 +536,42 @@ void Messenger::expire() {
     }
 }
 
+// What has to be done now and then, also while there is always something to move.
+void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+                            const Interrupted& interrupted) {
+    expire();
+    if (slice % kSlicesPerInterruptCheck != 0 || !interrupted) return;
+    hold.unlock();
+    const bool stop = interrupted();
+    hold.lock();
+    if (!stop || !until || until->done()) return;
+    Outcome outcome;
+    outcome.code = Code::interrupted;
+    if (until->peer_ >= 0) outcome.missing = {until->peer_};
+    break_group(std::move(outcome), true);
+}
+
 // Drives the lanes until `until` is done or, without it, until there is nothing to do in the background.
 void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;
     auto idle_since = Clock::now();
-    for (int slice = 1;;) {
+    auto looked = idle_since;
+    int slice = 0;
+    for (;;) {
         const bool moved = progress();
         if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
         const auto now = Clock::now();
+        if (now > deadline) break;
+        if (now - looked >= std::chrono::milliseconds(kSliceMs)) {
+            looked = now;
+            look_around(hold, until, ++slice, interrupted);
+            continue;
+        }
         if (moved) {
             idle_since = now;
             continue;
         }
-        if (now > deadline) break;
         if (until && now - idle_since < kSpin) {
             hold.unlock();
             sched_yield();
@@ -563,15 +585,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
         if (more) continue;
         hold.unlock();
         waiter_.sleep(kSliceMs);
-        const bool stop = ++slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted();
         hold.lock();
-        expire();
-        if (stop && until && !until->done()) {
-            Outcome outcome;
-            outcome.code = Code::interrupted;
-            if (until->peer_ >= 0) outcome.missing = {until->peer_};
-            break_group(std::move(outcome), true);
-        }
     }
     driving_ = false;
     changed_.notify_all();
@@ -579,17 +593,21 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
 
 bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted) {
     if (request->done()) return true;
-    const auto now = Clock::now();
-    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - now).count();
-    const auto deadline = now + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
+    auto looked = Clock::now();
+    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
+    const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
     std::unique_lock hold(mutex_);
     ++urgent_;
     if (driving_) waiter_.wake();
-    while (!request->done() && Clock::now() <= deadline) {
-        if (!driving_)
+    for (int slice = 0; !request->done() && Clock::now() <= deadline;) {
+        if (!driving_) {
             drive(hold, request, deadline, interrupted);
-        else
-            changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
+            continue;
+        }
+        changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
+        if (Clock::now() - looked < std::chrono::milliseconds(kSliceMs)) continue;
+        looked = Clock::now();
+        look_around(hold, request, ++slice, interrupted);
     }
     --urgent_;
     changed_.notify_all();

@@ -134,6 +134,8 @@ class Messenger {
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
     void expire();
+    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+                     const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();
