@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 namespace paceline::executor {
 namespace {
@@ -53,7 +54,8 @@ void Messenger::close() {
         if (links_.peer(peer).control) push(peer, {.kind = FrameKind::goodbye}, {}, nullptr);
     const auto until = Clock::now() + kFarewell;
     const auto pending = [&] {
-        return std::any_of(states_.begin(), states_.end(), [](const PeerState& s) { return !s.outgoing.empty(); });
+        return std::any_of(states_.begin(), states_.end(),
+                           [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
     };
     while (pending() && Clock::now() < until) {
         if (!progress()) waiter_.sleep(1);
@@ -209,7 +211,7 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
 bool Messenger::flush(int peer) {
     PeerState& to = state(peer);
     bool moved = false;
-    while (!to.outgoing.empty()) {
+    while (!to.outgoing.empty() && !to.deaf) {
         Outgoing& next = to.outgoing.front();
         const bool in_parts = next.frame.kind == FrameKind::data;
         const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.own.size();
@@ -228,7 +230,8 @@ bool Messenger::flush(int peer) {
         }
         const std::ptrdiff_t n = links_.peer(peer).control->write({pieces.data(), used});
         if (n == link::kClosed) {
-            closed(peer);
+            // What it sent before it went is still to be read, and tells why it went.
+            to.deaf = true;
             return true;
         }
         if (n == 0) return moved;
@@ -432,7 +435,7 @@ void Messenger::end_body(int peer) {
 // The peer died, broke the rules, or said goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
-    from.outgoing.clear();
+    const std::deque<Outgoing> unsent = std::exchange(from.outgoing, {});
     if (!from.left) {
         if (from.lost) return;
         from.lost = true;
@@ -440,6 +443,8 @@ void Messenger::closed(int peer) {
         return;
     }
     const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, lost_outcome(peer, true)); };
+    for (const Outgoing& each : unsent)
+        if (each.request) end(each.request);
     for (auto& [id, request] : from.offered) end(request);
     for (auto& [id, request] : from.accepted) end(request);
     from.offered.clear();

@@ -111,6 +111,7 @@ class Messenger {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
+        bool deaf = false;  // takes nothing more, but what it sent may not be read yet
         bool left = false;
         bool lost = false;
     };
