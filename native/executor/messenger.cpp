@@ -658,6 +658,11 @@ void Messenger::announce(const CallHeader& header) {
     const auto* from = reinterpret_cast<const std::uint8_t*>(&header);
     for (int peer = 0; peer < links_.size(); ++peer) {
         if (!links_.peer(peer).control) continue;
+        auto& outgoing = state(peer).outgoing;
+        // A peer that computes for long reads nothing: only the latest call waits for it.
+        std::erase_if(outgoing, [](const Outgoing& each) {
+            return each.frame.kind == FrameKind::waiting && each.sent == 0;
+        });
         push(peer, {.kind = FrameKind::waiting, .nbytes = sizeof header}, {from, from + sizeof header}, nullptr);
         flush(peer);
     }
