@@ -93,7 +93,7 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
 bool Messenger::flush(int peer) {
     PeerState& to = state(peer);
     bool moved = false;
-    while (!to.outgoing.empty()) {
+    while (!to.outgoing.empty() && !to.deaf) {
         Outgoing& next = to.outgoing.front();
         const bool in_parts = next.frame.kind == FrameKind::data;
         const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.own.size();
@@ -112,7 +112,8 @@ bool Messenger::flush(int peer) {
         }
         const std::ptrdiff_t n = links_.peer(peer).control->write({pieces.data(), used});
         if (n == link::kClosed) {
-            closed(peer);
+            // What it sent before it went is still to be read, and tells why it went.
+            to.deaf = true;
             return true;
         }
         if (n == 0) return moved;

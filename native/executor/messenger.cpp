@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace paceline::executor {
 namespace {
@@ -49,7 +50,8 @@ void Messenger::close() {
         if (links_.peer(peer).control) push(peer, {.kind = FrameKind::goodbye}, {}, nullptr);
     const auto until = Clock::now() + kFarewell;
     const auto pending = [&] {
-        return std::any_of(states_.begin(), states_.end(), [](const PeerState& s) { return !s.outgoing.empty(); });
+        return std::any_of(states_.begin(), states_.end(),
+                           [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
     };
     while (pending() && Clock::now() < until) {
         if (!progress()) waiter_.sleep(1);
@@ -126,7 +128,7 @@ void Messenger::open(const std::shared_ptr<Request>& request, std::int64_t timeo
 // The peer died, broke the rules, or said goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
-    from.outgoing.clear();
+    const std::deque<Outgoing> unsent = std::exchange(from.outgoing, {});
     if (!from.left) {
         if (from.lost) return;
         from.lost = true;
@@ -134,6 +136,8 @@ void Messenger::closed(int peer) {
         return;
     }
     const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, lost_outcome(peer, true)); };
+    for (const Outgoing& each : unsent)
+        if (each.request) end(each.request);
     for (auto& [id, request] : from.offered) end(request);
     for (auto& [id, request] : from.accepted) end(request);
     from.offered.clear();
@@ -216,20 +220,42 @@ void Messenger::expire() {
     }
 }
 
+// What has to be done now and then, also while there is always something to move.
+void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+                            const Interrupted& interrupted) {
+    expire();
+    if (slice % kSlicesPerInterruptCheck != 0 || !interrupted) return;
+    hold.unlock();
+    const bool stop = interrupted();
+    hold.lock();
+    if (!stop || !until || until->done()) return;
+    Outcome outcome;
+    outcome.code = Code::interrupted;
+    if (until->peer_ >= 0) outcome.missing = {until->peer_};
+    break_group(std::move(outcome), true);
+}
+
 // Drives the lanes until `until` is done or, without it, until there is nothing to do in the background.
 void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                       Clock::time_point deadline, const Interrupted& interrupted) {
     driving_ = true;
     auto idle_since = Clock::now();
-    for (int slice = 1;;) {
+    auto looked = idle_since;
+    int slice = 0;
+    for (;;) {
         const bool moved = progress();
         if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
         const auto now = Clock::now();
+        if (now > deadline) break;
+        if (now - looked >= std::chrono::milliseconds(kSliceMs)) {
+            looked = now;
+            look_around(hold, until, ++slice, interrupted);
+            continue;
+        }
         if (moved) {
             idle_since = now;
             continue;
         }
-        if (now > deadline) break;
         if (until && now - idle_since < kSpin) {
             hold.unlock();
             sched_yield();
@@ -243,15 +269,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
         if (more) continue;
         hold.unlock();
         waiter_.sleep(kSliceMs);
-        const bool stop = ++slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted();
         hold.lock();
-        expire();
-        if (stop && until && !until->done()) {
-            Outcome outcome;
-            outcome.code = Code::interrupted;
-            if (until->peer_ >= 0) outcome.missing = {until->peer_};
-            break_group(std::move(outcome), true);
-        }
     }
     driving_ = false;
     changed_.notify_all();
@@ -259,17 +277,21 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
 
 bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted) {
     if (request->done()) return true;
-    const auto now = Clock::now();
-    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - now).count();
-    const auto deadline = now + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
+    auto looked = Clock::now();
+    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
+    const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
     std::unique_lock hold(mutex_);
     ++urgent_;
     if (driving_) waiter_.wake();
-    while (!request->done() && Clock::now() <= deadline) {
-        if (!driving_)
+    for (int slice = 0; !request->done() && Clock::now() <= deadline;) {
+        if (!driving_) {
             drive(hold, request, deadline, interrupted);
-        else
-            changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
+            continue;
+        }
+        changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
+        if (Clock::now() - looked < std::chrono::milliseconds(kSliceMs)) continue;
+        looked = Clock::now();
+        look_around(hold, request, ++slice, interrupted);
     }
     --urgent_;
     changed_.notify_all();
@@ -315,6 +337,10 @@ void Messenger::announce(const CallHeader& header) {
     const auto* from = reinterpret_cast<const std::uint8_t*>(&header);
     for (int peer = 0; peer < links_.size(); ++peer) {
         if (!links_.peer(peer).control) continue;
+        auto& outgoing = state(peer).outgoing;
+        // A peer that computes for long reads nothing: only the latest call waits for it.
+        std::erase_if(outgoing,
+                      [](const Outgoing& each) { return each.frame.kind == FrameKind::waiting && each.sent == 0; });
         push(peer, {.kind = FrameKind::waiting, .nbytes = sizeof header}, {from, from + sizeof header}, nullptr);
         flush(peer);
     }
@@ -325,6 +351,11 @@ std::vector<CallHeader> Messenger::announced() {
     std::vector<CallHeader> headers;
     for (const PeerState& each : states_) headers.push_back(each.announced);
     return headers;
+}
+
+std::size_t Messenger::queued(int peer) {
+    const std::lock_guard hold(mutex_);
+    return state(peer).outgoing.size();
 }
 
 std::vector<int> Messenger::left() {

@@ -80,6 +80,8 @@ class Messenger {
     void announce(const CallHeader& header);
     // The latest call that each rank told of.
     std::vector<CallHeader> announced();
+    // Frames that wait to be written to `peer`.
+    std::size_t queued(int peer);
     // Ranks that said goodbye, and ranks whose lane closed without.
     std::vector<int> left();
     std::vector<int> lost();
@@ -111,6 +113,7 @@ class Messenger {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
+        bool deaf = false;  // takes nothing more, but what it sent may not be read yet
         bool left = false;
         bool lost = false;
     };
@@ -134,6 +137,8 @@ class Messenger {
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
     void expire();
+    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+                     const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();
