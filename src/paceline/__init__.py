@@ -52,6 +52,7 @@ _PUBLIC = {
     "paceline.group.work": ("Work",),
     # data parallel modules and data
     "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.parallel.bucket_hook": ("GradBucket",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
     # launcher
     "paceline.launch.spawn": ("spawn",),

@@ -44,6 +44,7 @@ from paceline.group.reduce_op import PremulSum as PremulSum
 from paceline.group.reduce_op import ReduceOp as ReduceOp
 from paceline.group.work import Work as Work
 from paceline.launch.spawn import spawn as spawn
+from paceline.parallel.bucket_hook import GradBucket as GradBucket
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
 from paceline.store.base import Store as Store

@@ -15,6 +15,7 @@ from paceline.engine.codes import DTYPE_CODES
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors, byte_views, require_same_module
+from paceline.parallel.bucket_hook import CommHook, Hook
 from paceline.parallel.buckets import MIB, make_buckets
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.reducer import Reducer
@@ -142,6 +143,27 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Has `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
+
+        `bucket` is a `GradBucket`; the hook returns a `torch.futures.Future` of the averaged flat buffer, or the `Work`
+        of a collective with `async_op=True` on it. Register the same hook on every rank. Hooks that compress are in
+        `paceline.parallel.hooks`. A second backward of one forward hands the averaged gradients to the hook again.
+
+        Raises:
+            TypeError: `hook` cannot be called.
+            RuntimeError: there is one already.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
+            )
+        if self._reducer.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
+            )
+        self._reducer.comm_hook = CommHook(state, hook)
 
     def communication_wait_s(self) -> float:
         """The seconds that backwards have spent, at their ends, reducing gradients and waiting for reductions."""

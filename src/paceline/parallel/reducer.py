@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
+from paceline.parallel.bucket_hook import CommHook, HookedWork
 from paceline.parallel.buckets import Bucket
+from paceline.parallel.complaints import AFTER_AN_ERROR, say_late, say_missing
 from paceline.parallel.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.graph import find_tensors, used_parameters
 
@@ -54,6 +56,7 @@ class Reducer:
         overlap: bool,
     ) -> None:
         self.wait_s = 0.0
+        self.comm_hook: CommHook | None = None  # instead of averaging in place
         self._params = list(params)
         self._names = list(names)
         self._buckets = list(buckets)
@@ -74,7 +77,8 @@ class Reducer:
         self._left = list(self._full)
         self._counts = [0] * len(self._params)
         self._next = 0  # the first bucket not handed over
-        self._flying: list[tuple[Work, Memory]] = []
+        self._flying: list[tuple[Work | HookedWork, Memory]] = []
+        self._reduced: list[Memory] = []  # and not written back
         self._wary = False  # the user may hold tensors that share memory with gradients
         self._outputs_left = 0  # that no backward has reached
         self._unused_at_first: set[str] | None = None  # what the first forward left out
@@ -141,30 +145,14 @@ class Reducer:
         if not self._armed or self._backwards == 0:
             return
         if self._task != _NONE:
-            raise RuntimeError(
-                f"{self._me()}: the last backward ended with an error before its gradients were averaged, and other "
-                "ranks may have averaged theirs. End the program, or wrap the module again on every rank"
-            )
+            raise RuntimeError(f"{self._me()}: {AFTER_AN_ERROR}")
         self._raise_missing("the last backward")
 
     def _raise_missing(self, which: str) -> None:
         missing = self._missing()
-        frozen = [n for n, p in zip(self._names, self._params, strict=True) if n in missing and not p.requires_grad]
-        if frozen:
-            raise RuntimeError(
-                f"{self._me()}: {which} gave no gradient to {_listed(frozen)}: frozen after the module was wrapped. "
-                "Freeze parameters first, then wrap the module (again, if need be)"
-            )
-        if self._static_graph:
-            raise RuntimeError(
-                f"{self._me()}: {which} gave no gradient to {_listed(missing)}, which had one in the first backward, "
-                "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
-            )
-        raise RuntimeError(
-            f"{self._me()}: {which} gave no gradient to {len(missing)} of {len(self._names)} parameters "
-            f"({_listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
-            "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
-        )
+        frozen = {n for n, p in zip(self._names, self._params, strict=True) if n in missing and not p.requires_grad}
+        told = say_missing(which, missing, frozen, len(self._names), self._static_graph)
+        raise RuntimeError(f"{self._me()}: {told}")
 
     def _missing(self) -> list[str]:
         missing = {name for gradients in self._gradients if gradients is not None for name in gradients.missing()}
@@ -215,16 +203,7 @@ class Reducer:
         return count
 
     def _raise_late(self, index: int) -> None:
-        if self._static_graph:
-            raise RuntimeError(
-                f"{self._me()}: parameter {self._names[index]!r} got more gradients than in the first backward, "
-                "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
-            )
-        raise RuntimeError(
-            f"{self._me()}: parameter {self._names[index]!r} got another gradient in a backward after it was handed "
-            "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "
-            "wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
-        )
+        raise RuntimeError(f"{self._me()}: {say_late(self._names[index], self._static_graph)}")
 
     def _hand_over(self) -> None:
         """Starts the reduction of the full buckets that may go early, in order."""
@@ -235,10 +214,21 @@ class Reducer:
                 memory = gradients.collect(wary=True)
                 if memory is None:
                     return  # a hook of the user's took a gradient away; told when backward ends
-                work = gradients.reduce(memory, self._group, async_op=True)
-                assert work is not None
-                self._flying.append((work, memory))
+                self._start(self._next, self._gradients, memory, async_op=True)
             self._next += 1
+
+    def _start(self, at: int, buckets: Sequence[BucketGradients | None], memory: Memory, async_op: bool) -> None:
+        gradients = buckets[at]
+        assert gradients is not None
+        work: Work | HookedWork | None
+        if self.comm_hook is None:
+            work = gradients.reduce(memory, self._group, async_op)
+        else:
+            work = self.comm_hook.start(at, all(later is None for later in buckets[at + 1 :]), gradients, memory)
+        if work is None:
+            self._reduced.append(memory)
+        else:
+            self._flying.append((work, memory))
 
     def _end(self) -> None:
         """At the end of a backward."""
@@ -249,6 +239,7 @@ class Reducer:
         except BaseException:
             self._armed = False  # the error is told once, here
             self._flying.clear()
+            self._reduced.clear()
             raise
         finally:
             self.wait_s += time.perf_counter() - started
@@ -259,8 +250,8 @@ class Reducer:
         self._fill_absent()
         present = self._present() if self._find_unused else self._gradients
         first = self._next if self._armed and self._backwards == 1 else 0
-        rest = [gradients for gradients in present[first:] if gradients is not None]
-        memories = [memory for gradients in rest if (memory := gradients.collect(self._wary)) is not None]
+        rest = [at for at, gradients in enumerate(present) if at >= first and gradients is not None]
+        memories = _collect(present, rest, self._wary)
         if len(memories) != len(rest):
             self._await_flying()
             if self._unused_at_first and self._outputs_left == 0 and self._unused_at_first.issuperset(self._missing()):
@@ -268,19 +259,19 @@ class Reducer:
             return  # another backward may bring the others; if not, the next forward tells
         if have_aliases(memories):
             # On another rank, with a batch of another size, they may be apart, and all must reduce the same.
-            memories = [memory for gradients in rest if (memory := gradients.collect(wary=True)) is not None]
-        for gradients, memory in zip(rest, memories, strict=True):
-            gradients.reduce(memory, self._group, async_op=False)
+            memories = _collect(present, rest, wary=True)
+        for at, memory in zip(rest, memories, strict=True):
+            self._start(at, present, memory, async_op=False)
         self._await_flying()
-        for memory in memories:
-            memory.write_back()
         self._armed = False
 
     def _await_flying(self) -> None:
         flying, self._flying = self._flying, []
-        for work, _ in flying:
+        reduced, self._reduced = self._reduced, []
+        for work, memory in flying:
             work.wait()
-        for _, memory in flying:
+            reduced.append(memory)
+        for memory in reduced:
             memory.write_back()
 
     def _present(self) -> list[BucketGradients | None]:
@@ -324,5 +315,7 @@ class Reducer:
                 param.grad = torch.zeros_like(param)
 
 
-def _listed(names: Sequence[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _collect(buckets: Sequence[BucketGradients | None], which: Sequence[int], wary: bool) -> list[Memory]:
+    """The gradients of those buckets that have all."""
+    chosen = (buckets[at] for at in which)
+    return [memory for each in chosen if each is not None and (memory := each.collect(wary)) is not None]
