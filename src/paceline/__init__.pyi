@@ -47,6 +47,8 @@ from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.bucket_hook import GradBucket as GradBucket
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore
