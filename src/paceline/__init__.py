@@ -54,6 +54,7 @@ _PUBLIC = {
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.parallel.bucket_hook": ("GradBucket",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     # launcher
     "paceline.launch.spawn": ("spawn",),

@@ -47,6 +47,9 @@ from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.bucket_hook import GradBucket as GradBucket
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.join import Join as Join
+from paceline.parallel.join import Joinable as Joinable
+from paceline.parallel.join import JoinHook as JoinHook
 from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.store.base import Store as Store
