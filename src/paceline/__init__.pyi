@@ -45,6 +45,8 @@ from paceline.group.reduce_op import ReduceOp as ReduceOp
 from paceline.group.work import Work as Work
 from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.bucket_hook import GradBucket as GradBucket
+from paceline.parallel.data_parallel import DataParallel as DataParallel
+from paceline.parallel.data_parallel import data_parallel as data_parallel
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
 from paceline.parallel.join import Join as Join
