@@ -79,7 +79,11 @@ _PUBLIC = {
     "paceline.group.work": ("Work",),
     # data parallel modules and data
     "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.parallel.bucket_hook": ("GradBucket",),
+    "paceline.parallel.data_parallel": ("DataParallel", "data_parallel"),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
+    "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     # launcher
     "paceline.launch.spawn": ("spawn",),
     # errors

@@ -77,8 +77,16 @@ from paceline.group.subgroups import new_subgroups_by_enumeration as new_subgrou
 from paceline.group.subgroups import split_group as split_group
 from paceline.group.work import Work as Work
 from paceline.launch.spawn import spawn as spawn
+from paceline.parallel.bucket_hook import GradBucket as GradBucket
+from paceline.parallel.data_parallel import DataParallel as DataParallel
+from paceline.parallel.data_parallel import data_parallel as data_parallel
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.join import Join as Join
+from paceline.parallel.join import Joinable as Joinable
+from paceline.parallel.join import JoinHook as JoinHook
+from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore

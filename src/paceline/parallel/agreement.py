@@ -100,11 +100,11 @@ def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
-    """Copies rank 0's values to all ranks, whatever the types and layouts."""
+def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
+    """Copies the root's values to all ranks, whatever the types and layouts."""
     plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
     kept = {id(tensor) for tensor in plain}
-    group.broadcast(byte_views(plain), 0)
+    group.broadcast(byte_views(plain), root)
     for tensor in tensors:
         if id(tensor) not in kept:
-            group.broadcast(tensor.detach(), 0)
+            group.broadcast(tensor.detach(), root)

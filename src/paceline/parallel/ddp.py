@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,21 +10,24 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from paceline.engine.codes import DTYPE_CODES
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors, byte_views, require_same_module
+from paceline.parallel.bucket_hook import CommHook, Hook
 from paceline.parallel.buckets import MIB, make_buckets
+from paceline.parallel.conditions import has_core_to_spare, why_not
 from paceline.parallel.graph import find_tensors
+from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.reducer import Reducer
 from paceline.parallel.structure import ModuleStructure
+from paceline.parallel.uneven import UnevenInputs, announce_step
 
 DEFAULT_BUCKET_CAP_MB = 25
 _LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
 _OF_THIS_PROCESS = ("process_group", "_reducer", "_structure", "_params", "_frozen", "_buffers_sent", "_buffer_bytes")
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps `module` so that backward averages its gradients over the ranks.
 
     Args:
@@ -76,7 +78,8 @@ class DistributedDataParallel(nn.Module):
         *,
         overlap: bool | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         if device_ids or output_device is not None:
             raise ValueError(
                 f"device_ids is {device_ids} and output_device is {output_device}, but they are for GPUs, and this "
@@ -95,7 +98,7 @@ class DistributedDataParallel(nn.Module):
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self.require_backward_grad_sync = True
         self.overlap = bool(overlap)
-        problem = _why_not(module)
+        problem = why_not(module)
         if init_sync:
             wishes = require_same_module(
                 module,
@@ -106,7 +109,7 @@ class DistributedDataParallel(nn.Module):
                     "static_graph": static_graph,
                     "overlap": overlap,
                 },
-                _has_core_to_spare(self.process_group) if overlap is None else overlap,
+                has_core_to_spare(self.process_group) if overlap is None else overlap,
                 problem,
                 self.process_group,
             )
@@ -114,18 +117,23 @@ class DistributedDataParallel(nn.Module):
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
         elif problem is not None:
             raise problem
+        self._divide_by_initial_world_size = True
         self._start()
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`)."""
-        if not (self.require_backward_grad_sync and torch.is_grad_enabled()):
+        syncs = self.require_backward_grad_sync
+        root = 0  # of the buffers
+        if self._join_config.enable and torch.is_grad_enabled():
+            root = announce_step(self)
+        if not (syncs and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self._reducer.require_complete()
         if self._forwards % _LOOK_AGAIN_EVERY == 0:
             self._require_unchanged()
         self._forwards += 1
         if self.broadcast_buffers and self.training:
-            self._broadcast_buffers()
+            self._broadcast_buffers(root)
         output = self.module(*args, **kwargs)
         self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
         return output
@@ -142,6 +150,68 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may run out of inputs at different times.
+
+        A rank that leaves it early takes part in the others' steps with zeros; at the end all ranks get the parameters
+        and buffers of one that trained longest. Every step is to be one forward and one backward.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks, which weighs every input alike;
+                otherwise by the number of those that still have inputs.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: raise on all ranks instead, as soon as one has run out.
+
+        Example::
+
+            with model.join():
+                for inputs, targets in loader:  # of another length on each rank
+                    loss_function(model(inputs), targets).backward()
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """What this module does in `Join`; takes `divide_by_initial_world_size`."""
+        return UnevenInputs(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._params[0].device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.process_group
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Has `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
+
+        `bucket` is a `GradBucket`; the hook returns a `torch.futures.Future` of the averaged flat buffer, or the `Work`
+        of a collective with `async_op=True` on it. Register the same hook on every rank. Hooks that compress are in
+        `paceline.parallel.hooks`. A second backward of one forward hands the averaged gradients to the hook again.
+
+        Raises:
+            TypeError: `hook` cannot be called.
+            RuntimeError: there is one already.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
+            )
+        if self._reducer.exchange.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
+            )
+        self._reducer.exchange.comm_hook = CommHook(state, hook)
 
     def communication_wait_s(self) -> float:
         """The seconds that backwards have spent, at their ends, reducing gradients and waiting for reductions."""
@@ -204,44 +274,18 @@ class DistributedDataParallel(nn.Module):
                     "Unfreeze parameters first, then wrap the module (again, if need be)"
                 )
 
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self, root: int) -> None:
         buffers = self._structure.buffers()
         if not buffers:
             return
         addresses = [buffer.data_ptr() for buffer in buffers]
         if addresses != self._buffers_sent:
             if not all(buffer.is_contiguous() for buffer in buffers):
-                broadcast_tensors(buffers, self.process_group)
+                broadcast_tensors(buffers, self.process_group, root)
                 return
             self._buffer_bytes = byte_views(buffers)
             self._buffers_sent = addresses
-        self.process_group.broadcast(self._buffer_bytes, 0)
-
-
-def _why_not(module: nn.Module) -> Exception | None:
-    """Why this module cannot be wrapped, None if it can."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not tensor.is_cpu:
-            return ValueError(f"{name!r} is on {tensor.device}; the paceline engine works on CPU: module.cpu()")
-    trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    if not trained:
-        return RuntimeError(
-            "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
-        )
-    for name, param in trained:
-        if param.dtype not in DTYPE_CODES:
-            return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            return TypeError(f"{name!r} makes sparse gradients, which are not reduced; build it with sparse=False")
-    return None
-
-
-def _has_core_to_spare(group: ProcessGroup) -> bool:
-    """Whether the ranks of this host leave each of their progress threads a core."""
-    named = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(named) if named.isdecimal() else group.size()
-    return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
+        self.process_group.broadcast(self._buffer_bytes, root)
 
 
 DistributedDataParallelCPU = DistributedDataParallel
