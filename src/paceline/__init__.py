@@ -51,6 +51,8 @@ _PUBLIC = {
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp"),
     "paceline.group.work": ("Work",),
     # data parallel modules and data
+    "paceline.data.evaluation": ("DistributedEvalSampler", "mean_over_samples"),
+    "paceline.data.loader": ("StatefulLoader",),
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
     # launcher
