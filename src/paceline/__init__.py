@@ -78,6 +78,8 @@ _PUBLIC = {
     "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.group.work": ("Work",),
     # data parallel modules and data
+    "paceline.data.evaluation": ("DistributedEvalSampler", "mean_over_samples"),
+    "paceline.data.loader": ("StatefulLoader",),
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.parallel.bucket_hook": ("GradBucket",),
     "paceline.parallel.data_parallel": ("DataParallel", "data_parallel"),

@@ -1,6 +1,9 @@
 """The public face, spelt out for type checkers; see `__init__.py`."""
 
 from paceline import group as group
+from paceline.data.evaluation import DistributedEvalSampler as DistributedEvalSampler
+from paceline.data.evaluation import mean_over_samples as mean_over_samples
+from paceline.data.loader import StatefulLoader as StatefulLoader
 from paceline.data.sampler import DistributedSampler as DistributedSampler
 from paceline.engine.shared import empty_shared as empty_shared
 from paceline.errors import AuthenticationError as AuthenticationError
