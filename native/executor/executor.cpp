@@ -420,9 +420,14 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
+void Executor::poll() {
+    polled_ = Clock::now();
+    messenger_.poll();
+}
+
 // What a rank that waits does every slice; false when the call is over that way.
 bool Executor::look_around(int slice, const Interrupted& interrupted) {
-    messenger_.poll();
+    poll();
     if (auto failure = messenger_.failure()) {
         outcome_ = std::move(*failure);
         return false;
@@ -466,12 +471,14 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
 }
 
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
+    started_ = Clock::now();
+    // Who only sends never waits, and hears here what the others had to say.
+    if (started_ - polled_ > std::chrono::milliseconds(kSliceMs)) poll();
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
     failed_ = false;
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
-    started_ = Clock::now();
     header_ = {++sequence_, call.count, call.root, call.operation,       call.dtype, call.reduce_op,
                0,           0,          0,         schedule_->algorithm, {}};
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
