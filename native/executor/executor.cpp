@@ -420,6 +420,21 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
+// Whom to blame that a call takes too long. Who has not told of this call may have done its part long ago; whoever is
+// awaited right here has not.
+std::vector<int> Executor::missing(const std::vector<CallHeader>& announced) const {
+    const auto has_come = [&](int rank) {
+        return rank == links_.rank() || announced[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
+    };
+    const std::vector<int> here = awaited();
+    std::vector<int> ranks = here;
+    std::erase_if(ranks, has_come);
+    if (!ranks.empty()) return ranks;
+    for (int rank = 0; rank < links_.size(); ++rank)
+        if (!has_come(rank)) ranks.push_back(rank);
+    return ranks.empty() ? here : ranks;
+}
+
 void Executor::poll() {
     polled_ = Clock::now();
     messenger_.poll();
@@ -454,10 +469,7 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
     }
     if (outcome.code == Code::ok && waited_ns > timeout_ns_) {
         outcome.code = Code::timed_out;
-        for (std::size_t r = 0; r < announced.size(); ++r)
-            if (static_cast<int>(r) != links_.rank() && announced[r].sequence < header_.sequence)
-                outcome.missing.push_back(static_cast<int>(r));
-        if (outcome.missing.empty()) outcome.missing = awaited();
+        outcome.missing = missing(announced);
         outcome.calls = announced;
     }
     if (outcome.code == Code::ok && slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted()) {

@@ -82,6 +82,7 @@ class Executor final : public Collectives {
     void poll();
     bool look_around(int slice, const Interrupted& interrupted);
     std::vector<int> awaited() const;
+    std::vector<int> missing(const std::vector<CallHeader>& announced) const;
 
     link::Links& links_;
     Messenger& messenger_;
