@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <thread>
 
 namespace paceline::executor {
 namespace {
@@ -19,6 +20,7 @@ constexpr int kSliceMs = 20;
 constexpr int kSlicesPerInterruptCheck = 5;
 constexpr int kSlicesPerSilenceCheck = 25;
 constexpr int kAnnounceAtSlice = 1;
+constexpr auto kReasonComes = std::chrono::milliseconds(200);
 
 std::size_t padding_after(std::size_t nbytes) {
     return (link::kMemoryAlignment - nbytes % link::kMemoryAlignment) % link::kMemoryAlignment;
@@ -401,13 +403,18 @@ void Executor::reduce_bytes(std::uint32_t step, std::size_t offset, const std::u
     }
 }
 
+// A lane to `peer` has ended. The reason, its goodbye or a verdict, comes over another lane, and perhaps later.
 void Executor::lost(int peer) {
-    messenger_.poll();
+    const auto has = [peer](const std::vector<int>& ranks) {
+        return std::find(ranks.begin(), ranks.end(), peer) != ranks.end();
+    };
+    const auto until = Clock::now() + kReasonComes;
+    for (poll(); !messenger_.failure() && !has(messenger_.left()) && Clock::now() < until; poll())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     Outcome outcome;
     outcome.code = Code::peer_lost;
     outcome.missing = outcome.gone = {peer};
-    const std::vector<int> left = messenger_.left();
-    if (std::find(left.begin(), left.end(), peer) != left.end()) outcome.left = {peer};
+    if (has(messenger_.left())) outcome.left = {peer};
     outcome_ = messenger_.fail(std::move(outcome));
     failed_ = true;
 }

@@ -168,7 +168,7 @@ void a_missing_rank_is_named_with_its_latest_call() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         CHECK(sum(at, 10).code == Code::ok);
         if (at.rank == 2) {
-            pause(700);
+            pause(500);
             return;
         }
         const auto started = Clock::now();
@@ -188,13 +188,13 @@ void a_rank_that_did_its_part_is_not_among_the_missing() {
         Call call = broadcast(at, values, 300 * kMs);
         call.schedule = Schedule::make(2, 1, 3, flat);
         if (at.rank == 1) {
-            pause(800);
+            pause(500);
             return;
         }
         const Outcome outcome = at.executor.run(call, nullptr, false);
         CHECK(outcome.code == (at.rank == 0 ? Code::ok : Code::timed_out));
         if (at.rank == 2) CHECK((outcome.missing == std::vector<int>{1}));
-        if (at.rank == 0) pause(800);
+        if (at.rank == 0) pause(500);
     });
 }
 
@@ -205,12 +205,13 @@ void a_rank_that_leaves_is_named(Over over) {
             if (at.rank == 2) {
                 if (in_the_middle) pause(100);
                 at.messenger.close();
+                pause(400);  // its other groups go on
                 return;
             }
             const auto started = Clock::now();
             const Outcome outcome = sum(at, 500'000);
             CHECK(outcome.code == Code::peer_lost && (outcome.missing == std::vector<int>{2}));
-            CHECK((outcome.left == std::vector<int>{2}) && seconds_since(started) < 1.5);
+            CHECK((outcome.left == std::vector<int>{2}) && seconds_since(started) < 0.35);
         });
 }
 
