@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <thread>
 
 namespace paceline::executor {
 namespace {
@@ -15,6 +16,7 @@ constexpr int kSliceMs = 20;
 constexpr int kSlicesPerInterruptCheck = 5;
 constexpr int kSlicesPerSilenceCheck = 25;
 constexpr int kAnnounceAtSlice = 1;
+constexpr auto kReasonComes = std::chrono::milliseconds(200);
 
 }  // namespace
 
@@ -95,13 +97,18 @@ void Executor::lay_out(Call& call) {
     }
 }
 
+// A lane to `peer` has ended. The reason, its goodbye or a verdict, comes over another lane, and perhaps later.
 void Executor::lost(int peer) {
-    messenger_.poll();
+    const auto has = [peer](const std::vector<int>& ranks) {
+        return std::find(ranks.begin(), ranks.end(), peer) != ranks.end();
+    };
+    const auto until = Clock::now() + kReasonComes;
+    for (poll(); !messenger_.failure() && !has(messenger_.left()) && Clock::now() < until; poll())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     Outcome outcome;
     outcome.code = Code::peer_lost;
     outcome.missing = outcome.gone = {peer};
-    const std::vector<int> left = messenger_.left();
-    if (std::find(left.begin(), left.end(), peer) != left.end()) outcome.left = {peer};
+    if (has(messenger_.left())) outcome.left = {peer};
     outcome_ = messenger_.fail(std::move(outcome));
     failed_ = true;
 }
@@ -114,9 +121,29 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
+// Whom to blame that a call takes too long. Who has not told of this call may have done its part long ago; whoever is
+// awaited right here has not.
+std::vector<int> Executor::missing(const std::vector<CallHeader>& announced) const {
+    const auto has_come = [&](int rank) {
+        return rank == links_.rank() || announced[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
+    };
+    const std::vector<int> here = awaited();
+    std::vector<int> ranks = here;
+    std::erase_if(ranks, has_come);
+    if (!ranks.empty()) return ranks;
+    for (int rank = 0; rank < links_.size(); ++rank)
+        if (!has_come(rank)) ranks.push_back(rank);
+    return ranks.empty() ? here : ranks;
+}
+
+void Executor::poll() {
+    polled_ = Clock::now();
+    messenger_.poll();
+}
+
 // What a rank that waits does every slice; false when the call is over that way.
 bool Executor::look_around(int slice, const Interrupted& interrupted) {
-    messenger_.poll();
+    poll();
     if (auto failure = messenger_.failure()) {
         outcome_ = std::move(*failure);
         return false;
@@ -143,10 +170,7 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
     }
     if (outcome.code == Code::ok && waited_ns > timeout_ns_) {
         outcome.code = Code::timed_out;
-        for (std::size_t r = 0; r < announced.size(); ++r)
-            if (static_cast<int>(r) != links_.rank() && announced[r].sequence < header_.sequence)
-                outcome.missing.push_back(static_cast<int>(r));
-        if (outcome.missing.empty()) outcome.missing = awaited();
+        outcome.missing = missing(announced);
         outcome.calls = announced;
     }
     if (outcome.code == Code::ok && slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted()) {
@@ -160,12 +184,14 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
 }
 
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
+    started_ = Clock::now();
+    // Who only sends never waits, and hears here what the others had to say.
+    if (started_ - polled_ > std::chrono::milliseconds(kSliceMs)) poll();
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
     failed_ = false;
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
-    started_ = Clock::now();
     header_ = {++sequence_, call.count, call.root, call.operation,       call.dtype, call.reduce_op,
                0,           0,          0,         schedule_->algorithm, {}};
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);

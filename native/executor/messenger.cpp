@@ -56,8 +56,10 @@ void Messenger::close() {
     while (pending() && Clock::now() < until) {
         if (!progress()) waiter_.sleep(1);
     }
-    for (int peer = 0; peer < links_.size(); ++peer)
+    for (int peer = 0; peer < links_.size(); ++peer) {
         if (links_.peer(peer).control) links_.peer(peer).control->finish();
+        for (const auto& lane : links_.peer(peer).bulk) lane->finish();
+    }
 }
 
 std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,

@@ -58,7 +58,7 @@ class Messenger {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() { close(); }
-    // Ends open requests and says goodbye to every peer. Idempotent.
+    // Ends open requests, says goodbye to every peer and finishes all lanes. Idempotent.
     void close();
 
     std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
