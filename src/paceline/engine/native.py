@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import zlib
@@ -136,17 +137,19 @@ class NativeEngine:
         links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
             raise self._not_opened(ranks, timeout_s)
-        channel: Channel | None
-        if len(hosts) > 1 or algorithm is not None:
-            if self._costs is None:
-                measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
-                self._costs = agree_on_costs(self._store, topology, links, timeout_s) if measurable else UNMEASURED
-            channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
-        else:
-            channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
-        if channel is None:
-            links.close()
-            raise self._not_opened(ranks, timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(links.close)
+            channel: Channel | None
+            if len(hosts) > 1 or algorithm is not None:
+                if self._costs is None:
+                    measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
+                    self._costs = agree_on_costs(self._store, topology, links, timeout_s) if measurable else UNMEASURED
+                channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
+            else:
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
+            if channel is None:
+                raise self._not_opened(ranks, timeout_s)
+            undo.pop_all()
         group = OpenGroup(channel, links)
         self._groups.append(group)
         return group

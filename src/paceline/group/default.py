@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -103,7 +104,9 @@ def init_process_group(
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     timeout_s = timeout.total_seconds()
     joined = rendezvous(init_method, store, world_size, rank, timeout_s)
-    try:
+    with contextlib.ExitStack() as undo:
+        if store is None:
+            undo.callback(joined.store.close)
         engine = NativeEngine(
             joined.store,
             joined.rank,
@@ -113,13 +116,11 @@ def init_process_group(
             interface=interface,
             algorithm=algorithm,
         )
+        undo.callback(engine.close)
         opened = engine.open_group(range(joined.world_size), timeout_s)
         world = ProcessGroup(opened, engine.members, joined.rank, timeout, group_name)
         world.barrier()  # nobody leaves before all have read what they need from the store
-    except BaseException:
-        if store is None:
-            joined.store.close()
-        raise
+        undo.pop_all()
     _world = _World(joined.store, store is None, engine, world, timeout)
 
 
