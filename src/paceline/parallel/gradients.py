@@ -124,8 +124,8 @@ class BucketGradients:
     def _require_reducible(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of parameter {name!r} is {gradient.layout}, and only dense gradients are reduced; "
-                "build its layer with sparse=False"
+                f"the gradient of parameter {name!r} is {gradient.layout}, which is averaged only for the "
+                "weight of an nn.Embedding or nn.EmbeddingBag with sparse=True; use one, or sparse=False"
             )
         if not gradient.is_cpu:
             raise ValueError(
