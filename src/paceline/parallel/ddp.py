@@ -10,11 +10,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from paceline.errors import CollectiveError
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors, require_same_module
 from paceline.parallel.bucket_hook import CommHook, Hook
 from paceline.parallel.buckets import MIB
+from paceline.parallel.complaints import add_place, say_sending_buffers
 from paceline.parallel.conditions import facts_of, warn_of_too_many_threads, why_not
 from paceline.parallel.data_parallel import apply_on_devices
 from paceline.parallel.graph import find_tensors
@@ -140,10 +142,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer.require_complete()
         self._watched.look()
         if self.broadcast_buffers and self.training:
-            self._watched.send_buffers(root)
+            self._send_buffers(root)
+        if not self._reducer.exchange.same_batches.is_over:
+            self._reducer.exchange.same_batches.look((args, kwargs))
         output = self._call(args, kwargs)
         self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
         return output
+
+    def _send_buffers(self, root: int) -> None:
+        try:
+            self._watched.send_buffers(root)
+        except CollectiveError as error:
+            reducer = self._reducer
+            name = type(self.module).__name__
+            add_place(error, say_sending_buffers(name, reducer.forwards + 1, reducer.awaits_backward()))
+            raise
 
     def _call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         if not self.device_ids:
@@ -258,6 +271,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._watched.members,
             int(self.bucket_cap_mb * MIB),
             self.process_group,
+            name=type(self.module).__name__,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             overlap=self.overlap,

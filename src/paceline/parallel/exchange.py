@@ -14,6 +14,7 @@ from paceline.parallel.buckets import bucket_params
 from paceline.parallel.fused_step import step_params, take_over_steps
 from paceline.parallel.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.members import Members
+from paceline.parallel.same_batches import SameBatches
 from paceline.parallel.sparse import average_sparse, empty_gradient
 
 
@@ -32,6 +33,7 @@ class Exchange:
         self.group = group
         self.comm_hook: CommHook | None = None  # averages instead of the engine
         self.scale = 1.0  # what averages are multiplied by
+        self.same_batches = SameBatches(group)
         self._stepped = take_over_steps(members.trained)
         self._all: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._all_sparse = sparse
@@ -77,6 +79,8 @@ class Exchange:
         if have_aliases(memories):
             # On another rank, with a batch of another size, they may be apart, and all must reduce the same.
             memories = _collect(rest, wary=True)
+        if self.comm_hook is None and memories and not self.same_batches.is_over:
+            self.same_batches.add_to(memories[-1], rest[-1][1].dtype)
         for (at, gradients), memory in zip(rest, memories, strict=True):
             self._start(at, gradients, memory, async_op=False)
         if sparse:
@@ -92,6 +96,7 @@ class Exchange:
         """Leaves reductions to themselves, after an error."""
         self._flying.clear()
         self._reduced.clear()
+        self.same_batches.is_over = True
 
     def _start(self, at: int, gradients: BucketGradients, memory: Memory, async_op: bool) -> None:
         work: Work | HookedWork | None
@@ -111,6 +116,8 @@ class Exchange:
         for work, memory in flying:
             work.wait()
             reduced.append(memory)
+        if not self.same_batches.is_over:
+            self.same_batches.arrive()
         for memory in reduced:
             if self.scale != 1:
                 torch._foreach_mul_(memory.tensors, self.scale)

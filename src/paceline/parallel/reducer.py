@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.complaints import AFTER_AN_ERROR, say_late, say_missing
+from paceline.parallel.complaints import AFTER_AN_ERROR, add_place, say_averaging, say_late, say_missing
 from paceline.parallel.exchange import Exchange
 from paceline.parallel.graph import find_tensors, used_parameters
 from paceline.parallel.members import Members
@@ -34,6 +35,7 @@ class Reducer:
         members: of the module.
         bucket_cap_bytes: how many bytes of gradients are reduced together.
         group: the ranks.
+        name: of the module's class, for messages.
         find_unused: parameters may stay without a gradient.
         static_graph: the first backward shows how often each parameter gets a gradient in the others, and which stay
             without.
@@ -46,11 +48,15 @@ class Reducer:
         bucket_cap_bytes: int,
         group: ProcessGroup,
         *,
+        name: str,
         find_unused: bool,
         static_graph: bool,
         overlap: bool,
     ) -> None:
         self.wait_s = 0.0
+        self.forwards = 0  # whose backward reduces
+        self._reductions = 0
+        self._module_name = name
         self.exchange = Exchange(members, bucket_cap_bytes, group)
         self._params = self.exchange.params
         self._names = self.exchange.names
@@ -99,6 +105,7 @@ class Reducer:
             output: tensors in any nest.
             wary: forward's inputs require gradients, which may share memory with those of parameters.
         """
+        self.forwards += 1
         if not self._armed:
             self._armed = True
             self._backwards = 0
@@ -123,6 +130,10 @@ class Reducer:
             self._sees_outputs = False
             for param in self._params:
                 self._add_hook(param, self._begin_unseen)
+
+    def awaits_backward(self) -> bool:
+        """Whether the latest forward has had no backward."""
+        return self._armed and self._backwards == 0
 
     def require_complete(self) -> None:
         """Raises if the latest backward left gradients unreduced.
@@ -204,10 +215,13 @@ class Reducer:
         try:
             self._complete()
             if not self._armed:
+                self._reductions += 1
                 self.exchange.step()
-        except BaseException:
+        except BaseException as error:
             self._armed = False  # the error is told once, here
             self.exchange.forget()
+            if isinstance(error, CollectiveError):
+                add_place(error, say_averaging(self._module_name, self._reductions + 1, self.forwards))
             raise
         finally:
             self.wait_s += time.perf_counter() - started
@@ -239,4 +253,5 @@ class Reducer:
         """Takes part, with zeros, in the reduction of a backward that other ranks make."""
         self._armed = False
         self._counts = [1] * len(self._params)
+        self.exchange.same_batches.look_away()
         self.exchange.with_zeros(self._complete, leave_out=self._find_unused)
