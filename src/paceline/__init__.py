@@ -84,6 +84,7 @@ _PUBLIC = {
     "paceline.parallel.bucket_hook": ("GradBucket",),
     "paceline.parallel.data_parallel": ("DataParallel", "data_parallel"),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     # launcher

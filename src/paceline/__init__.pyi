@@ -85,6 +85,7 @@ from paceline.parallel.data_parallel import DataParallel as DataParallel
 from paceline.parallel.data_parallel import data_parallel as data_parallel
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.fused_step import apply_optimizer_in_backward as apply_optimizer_in_backward
 from paceline.parallel.join import Join as Join
 from paceline.parallel.join import Joinable as Joinable
 from paceline.parallel.join import JoinHook as JoinHook

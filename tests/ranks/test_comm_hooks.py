@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from training import average_gradients, batches, gradients, mlp, require_equal_on_all_ranks, require_gradients
 
@@ -213,6 +212,8 @@ HOOKS = {
 
 def train_digits(kind: str) -> float:
     """Three epochs of examples/digits.py, with a narrower model; the share of test images that are recognised."""
+    from sklearn.datasets import load_digits
+
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     digits = load_digits()

@@ -12,29 +12,30 @@ graph, or of the other of two forwards) is answered by averaging all gradients a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.buckets import Bucket
-from paceline.parallel.complaints import AFTER_AN_ERROR, say_late, say_missing
+from paceline.parallel.complaints import AFTER_AN_ERROR, add_place, say_averaging, say_late, say_missing
 from paceline.parallel.exchange import Exchange
 from paceline.parallel.graph import find_tensors, used_parameters
+from paceline.parallel.members import Members
 
 _NONE = -1  # no backward
 
 
 class Reducer:
-    """Averages the gradients of `params` over the ranks of `group`.
+    """Averages the gradients of a module over the ranks of `group`.
 
     Args:
-        params: those that require a gradient, in order of registration.
-        names: of the parameters, for messages.
-        buckets: over the indices of `params`; the same on every rank.
+        members: of the module.
+        bucket_cap_bytes: how many bytes of gradients are reduced together.
         group: the ranks.
+        name: of the module's class, for messages.
         find_unused: parameters may stay without a gradient.
         static_graph: the first backward shows how often each parameter gets a gradient in the others, and which stay
             without.
@@ -43,26 +44,29 @@ class Reducer:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
-        names: Sequence[str],
-        buckets: Sequence[Bucket],
+        members: Members,
+        bucket_cap_bytes: int,
         group: ProcessGroup,
         *,
+        name: str,
         find_unused: bool,
         static_graph: bool,
         overlap: bool,
     ) -> None:
         self.wait_s = 0.0
-        self.exchange = Exchange(params, names, buckets, group)
-        self._params = list(params)
-        self._names = list(names)
-        self._buckets = list(buckets)
+        self.forwards = 0  # whose backward reduces
+        self._reductions = 0
+        self._module_name = name
+        self.exchange = Exchange(members, bucket_cap_bytes, group)
+        self._params = self.exchange.params
+        self._names = self.exchange.names
+        self._buckets = buckets = self.exchange.buckets
         self._group = group
         self._static_graph = static_graph
         self._learning = static_graph
         self._find_unused = find_unused and not static_graph
         # Which parameters a backward left out is known when it ends.
-        self._early = len(buckets) - 1 if overlap and not self._find_unused else 0
+        self._early = max(0, len(buckets) - 1) if overlap and not self._find_unused else 0
         self._expected = [1] * len(self._params)  # gradients that a backward brings to each parameter
         self._full = [len(bucket.params) for bucket in buckets]
 
@@ -101,6 +105,7 @@ class Reducer:
             output: tensors in any nest.
             wary: forward's inputs require gradients, which may share memory with those of parameters.
         """
+        self.forwards += 1
         if not self._armed:
             self._armed = True
             self._backwards = 0
@@ -125,6 +130,10 @@ class Reducer:
             self._sees_outputs = False
             for param in self._params:
                 self._add_hook(param, self._begin_unseen)
+
+    def awaits_backward(self) -> bool:
+        """Whether the latest forward has had no backward."""
+        return self._armed and self._backwards == 0
 
     def require_complete(self) -> None:
         """Raises if the latest backward left gradients unreduced.
@@ -205,9 +214,14 @@ class Reducer:
         self._task = _NONE
         try:
             self._complete()
-        except BaseException:
+            if not self._armed:
+                self._reductions += 1
+                self.exchange.step()
+        except BaseException as error:
             self._armed = False  # the error is told once, here
             self.exchange.forget()
+            if isinstance(error, CollectiveError):
+                add_place(error, say_averaging(self._module_name, self._reductions + 1, self.forwards))
             raise
         finally:
             self.wait_s += time.perf_counter() - started
@@ -239,4 +253,5 @@ class Reducer:
         """Takes part, with zeros, in the reduction of a backward that other ranks make."""
         self._armed = False
         self._counts = [1] * len(self._params)
+        self.exchange.same_batches.look_away()
         self.exchange.with_zeros(self._complete, leave_out=self._find_unused)

@@ -9,6 +9,7 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors
 from paceline.parallel.join import Join, JoinHook
+from paceline.parallel.members import find_members
 
 if TYPE_CHECKING:
     from paceline.parallel.ddp import DistributedDataParallel
@@ -27,7 +28,7 @@ class UnevenInputs(JoinHook):
         if not any(syncs):
             return
         if any(senders):
-            self._model._broadcast_buffers(senders.index(True))
+            self._model._watched.send_buffers(senders.index(True))
         _set_scale(self._model, sum(active))
         self._model._reducer.shadow()
 
@@ -35,8 +36,7 @@ class UnevenInputs(JoinHook):
         """Copies the model of a rank that trained longest to all."""
         group = self._model.process_group
         last, _, _ = _exchange(group, active=is_last_joiner, syncs=False, sends_buffers=False)
-        module = self._model.module
-        broadcast_tensors([*module.parameters(), *module.buffers()], group, last.index(True))
+        broadcast_tensors(find_members(self._model.module).tensors(), group, last.index(True))
         self._model._reducer.exchange.scale = 1.0
 
 
@@ -44,7 +44,7 @@ def announce_step(model: DistributedDataParallel) -> int:
     """Tells ranks that have run out that this one makes a step; returns the rank whose buffers are taken."""
     Join.notify_join_context(model)
     syncs = model.require_backward_grad_sync
-    sends_buffers = syncs and model.broadcast_buffers and model.training and bool(model._structure.buffers())
+    sends_buffers = syncs and model.broadcast_buffers and model.training and model._watched.has_buffers()
     active, _, senders = _exchange(model.process_group, active=True, syncs=syncs, sends_buffers=sends_buffers)
     _set_scale(model, sum(active))
     return senders.index(True) if any(senders) else 0
