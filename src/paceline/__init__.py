@@ -55,6 +55,7 @@ _PUBLIC = {
     "paceline.data.loader": ("StatefulLoader",),
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
     "paceline.launch.spawn": ("spawn",),
     # errors

@@ -49,6 +49,7 @@ from paceline.group.work import Work as Work
 from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore
