@@ -87,6 +87,7 @@ _PUBLIC = {
     "paceline.parallel.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
+    "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
     "paceline.launch.spawn": ("spawn",),
     # errors

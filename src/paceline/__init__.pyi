@@ -91,6 +91,7 @@ from paceline.parallel.join import Joinable as Joinable
 from paceline.parallel.join import JoinHook as JoinHook
 from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore

@@ -37,8 +37,7 @@ ScheduleOf ring_all_reduce(int rank, int n) {
 // Rank 0 sends its whole tensor to each other rank, which does no more than receive.
 ScheduleOf star_broadcast(int rank, int n) {
     Flat flat;
-    for (int peer = 1; peer < n && rank == 0; ++peer)
-        flat.insert(flat.end(), {kSend, 0, peer, 1, 0, 0, 1, 0, 1});
+    for (int peer = 1; peer < n && rank == 0; ++peer) flat.insert(flat.end(), {kSend, 0, peer, 1, 0, 0, 1, 0, 1});
     if (rank != 0) flat.insert(flat.end(), {kReceive, 0, 0, 1, 0, 1, 1, 0, 0});
     return Schedule::make(2, 1, n, flat);
 }
@@ -85,9 +84,9 @@ void sums_of_every_size_over_any_number_of_streams() {
         for (const int n : {2, 3})
             with_ranks(n, streams, Over::sockets, [n](Rank at) {
                 const auto blocks = static_cast<std::size_t>(n);
-                for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1023},
-                                                blocks * kStripe - 1, blocks * kStripe, blocks * kStripe + 1,
-                                                2 * blocks * kStripe + 17, std::size_t{7 * kStripe + 5}})
+                for (const std::size_t count :
+                     {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1023}, blocks * kStripe - 1,
+                      blocks * kStripe, blocks * kStripe + 1, 2 * blocks * kStripe + 17, std::size_t{7 * kStripe + 5}})
                     CHECK(sum(at, count).code == Code::ok);
             });
     with_ranks(3, 1, Over::rings, [](Rank at) {

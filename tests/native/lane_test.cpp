@@ -41,10 +41,8 @@ struct Sockets {
 // Two rings between a and b; each end rings the other's waiter.
 struct Rings {
     Rings() {
-        a = std::make_unique<RingLane>(
-            there, back, [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
-        b = std::make_unique<RingLane>(
-            back, there, [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
+        a = std::make_unique<RingLane>(there, back, [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
+        b = std::make_unique<RingLane>(back, there, [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
     }
     Ring there, back;
     Waiter of_a, of_b;
@@ -90,8 +88,7 @@ void more_pieces_than_one_write_takes_are_a_partial_write() {
     std::vector<Piece> many;
     for (std::size_t i = 0; i < sent.size(); ++i) many.push_back(piece(sent, i, 1));
     std::size_t written = 0;
-    while (written < sent.size())
-        written += static_cast<std::size_t>(pair.a->write(std::span(many).subspan(written)));
+    while (written < sent.size()) written += static_cast<std::size_t>(pair.a->write(std::span(many).subspan(written)));
     Bytes received(sent.size());
     std::vector<Piece> into;
     for (std::size_t i = 0; i < received.size(); ++i) into.push_back(piece(received, i, 1));
@@ -208,7 +205,8 @@ void a_peek_is_what_a_read_would_give() {
 
 // A corrupt peer may write any number as head or tail: what is touched stays within the ring.
 void senseless_counts_in_a_ring_do_no_harm() {
-    for (const std::uint64_t sense : {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
+    for (const std::uint64_t sense :
+         {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
         auto pair = std::make_unique<Rings>();
         Bytes bytes(600'000);
         const Piece all = piece(bytes, 0, bytes.size());

@@ -42,10 +42,11 @@ void nonsense_is_refused() {
         std::int32_t to;
     };
     constexpr std::int32_t kMost = 0x7fffffff, kLeast = -kMost - 1;
-    for (const Change change : {Change{0, 4}, {0, -1}, {0, kMost}, {0, kCopy},                // kind; a copy has no peer
-                                {2, -1}, {2, kSize}, {2, kMost}, {2, kLeast},                 // peer
-                                {3, 3}, {3, -1}, {3, kInput}, {6, 3}, {6, kLeast},            // buffer; input is only read
-                                {4, -1}, {4, kMost}, {5, -1}, {5, kMost}, {5, 1}, {7, kLeast}, {8, kMost}, {8, 3}}) {
+    for (const Change change :
+         {Change{0, 4}, {0, -1},    {0, kMost},  {0, kCopy},                // kind; a copy has no peer
+          {2, -1},      {2, kSize}, {2, kMost},  {2, kLeast},               // peer
+          {3, 3},       {3, -1},    {3, kInput}, {6, 3},      {6, kLeast},  // buffer; input is only read
+          {4, -1},      {4, kMost}, {5, -1},     {5, kMost},  {5, 1},      {7, kLeast}, {8, kMost}, {8, 3}}) {
         Flat bad = good;
         bad[change.at] = change.to;
         CHECK(!is_schedule(bad));
@@ -78,11 +79,11 @@ std::vector<std::uint32_t> on(const Schedule& schedule, std::uint32_t step) {
 void a_step_follows_those_that_touch_the_same_blocks() {
     using Steps = std::vector<std::uint32_t>;
     const auto schedule = Schedule::make(1, 4, kSize,
-                                         joined({{kReceive, 0, 1, kOutput, 0, 2, kOutput, 0, 0},   // 0 writes 0, 1
-                                                 send(2, kOutput, 1, 2),                           // 1 reads 1, 2
-                                                 {kReceive, 0, 1, kOutput, 2, 1, kOutput, 0, 0},   // 2 writes 2
-                                                 {kReceive, 0, 3, kOutput, 0, 1, kOutput, 0, 0},   // 3 writes 0
-                                                 {kCopy, 0, -1, kOutput, 3, 1, kInput, 0, 1},      // 4 writes 3
+                                         joined({{kReceive, 0, 1, kOutput, 0, 2, kOutput, 0, 0},    // 0 writes 0, 1
+                                                 send(2, kOutput, 1, 2),                            // 1 reads 1, 2
+                                                 {kReceive, 0, 1, kOutput, 2, 1, kOutput, 0, 0},    // 2 writes 2
+                                                 {kReceive, 0, 3, kOutput, 0, 1, kOutput, 0, 0},    // 3 writes 0
+                                                 {kCopy, 0, -1, kOutput, 3, 1, kInput, 0, 1},       // 4 writes 3
                                                  {kReduce, 0, 3, kOutput, 0, 4, kOutput, 0, 4}}));  // 5 all
     CHECK(schedule);
     CHECK(on(*schedule, 0).empty());
