@@ -54,7 +54,7 @@ _PUBLIC = {
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
     # launcher
-    "paceline.launch.spawn": ("spawn",),
+    "paceline.launch.spawn": ("notebook_launch", "spawn"),
     # errors
     "paceline.errors": (
         "AuthenticationError",

@@ -43,6 +43,7 @@ from paceline.group.process_group import ProcessGroup as ProcessGroup
 from paceline.group.reduce_op import PremulSum as PremulSum
 from paceline.group.reduce_op import ReduceOp as ReduceOp
 from paceline.group.work import Work as Work
+from paceline.launch.spawn import notebook_launch as notebook_launch
 from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU

@@ -1,14 +1,17 @@
-"""The workers' output, line by line, each with its rank in front."""
+"""The workers' output: whole lines with their rank in front on the console, and as it is in files."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOUNDARY = re.compile(rb"[\r\n]")
 _LONGEST_LINE = 1 << 16
+
+Write = Callable[[bytes], None]
 
 
 def prefix_of(rank: int, coloured: bool) -> bytes:
@@ -20,7 +23,7 @@ def prefix_of(rank: int, coloured: bool) -> bytes:
 class LinePrefixer:
     """Passes whole lines on to `write`; the last, unfinished one when `close` is called."""
 
-    def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
+    def __init__(self, prefix: bytes, write: Write) -> None:
         self._prefix = prefix
         self._write = write
         self._open = b""
@@ -41,7 +44,45 @@ class LinePrefixer:
             self.feed(b"\n")
 
 
-def writer(fd: int) -> Callable[[bytes], None]:
+class Stream:
+    """One stream of one worker, to the console, to its file, and filtered to another."""
+
+    def __init__(self, console: LinePrefixer | None, file: BinaryIO | None, filtered: LinePrefixer | None) -> None:
+        self._console = console
+        self._file = file
+        self._filtered = filtered
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+        if self._file is not None:
+            self._file.write(data)
+            self._file.flush()
+        for lines in (self._console, self._filtered):
+            if lines is not None:
+                lines.feed(data)
+
+    def close(self) -> None:
+        """Passes on what is left; idempotent."""
+        for lines in (self._console, self._filtered):
+            if lines is not None:
+                lines.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def only_with(words: Sequence[str], write: Write) -> Write:
+    """Passes on the lines that have one of `words` in them."""
+    wanted = [word.encode() for word in words]
+
+    def filtered(lines: bytes) -> None:
+        kept = [line for line in lines.splitlines(keepends=True) if any(word in line for word in wanted)]
+        if kept:
+            write(b"".join(kept))
+
+    return filtered
+
+
+def writer(fd: int) -> Write:
     """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
 
     def write(data: bytes) -> None:
@@ -54,3 +95,8 @@ def writer(fd: int) -> Callable[[bytes], None]:
                 return
 
     return write
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own on stderr."""
+    writer(2)(f"paceline: {text}\n".encode())
