@@ -23,7 +23,7 @@ from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
-from paceline.launch.output import say
+from paceline.launch.output import Console
 from paceline.launch.signals import Signals
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
@@ -71,8 +71,11 @@ class _Agent:
         self._guard = guard
         self._mark = mark
         self._machine = Machine.mine(job)
-        self._logs = Logs(job.output, job.run_id)
-        self._events = Events(job.events, job.run_id)
+        self._signals = Signals(job.signals)
+        self._console = Console(lambda: self._signals.has_come)
+        self._say = self._console.say
+        self._logs = Logs(job.output, job.run_id, self._console)
+        self._events = Events(job.events, job.run_id, self._console)
         self._generation: Generation | None = None
         self._store: StoreServer | None = None
         self._secret_fd = -1
@@ -83,7 +86,6 @@ class _Agent:
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Agent:
-        self._signals = Signals(self._job.signals)
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
         self._selector.register(self._meeting.line.fileno(), selectors.EVENT_READ, self._on_orders)
         return self
@@ -96,7 +98,7 @@ class _Agent:
     def run(self) -> int:
         job = self._job
         for line in self._machine.remarks(job):
-            say(line)
+            self._say(line)
         self._meeting.line.send(
             Join(
                 host=socket.gethostname(),
@@ -143,11 +145,11 @@ class _Agent:
             if self._generation is not None and self._generation.start.generation == order.generation:
                 self._was_told_to_stop = True
                 if not self._generation.failures:
-                    say(f"{order.reason}; ending the workers of this machine")
+                    self._say(f"{order.reason}; ending the workers of this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if "failed" in order.reason else 0.0)
         elif isinstance(order, Wait):
             self._events.tell("wait", reason=order.reason)
-            say(order.reason)
+            self._say(order.reason)
         elif isinstance(order, End) and self._end is None:
             self._end = order
             if self._generation is not None:
@@ -159,7 +161,7 @@ class _Agent:
         first, count = start.first_rank, self._job.workers
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
         if start.group_world_size > 1:
-            say(
+            self._say(
                 f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
                 f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
             )
@@ -239,7 +241,7 @@ class _Agent:
                 self._leave(number)
                 continue
             running = [worker for worker in self._generation.workers if worker.exit_code is None]
-            say(
+            self._say(
                 f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
                 "end (again to kill them)"
             )
@@ -256,12 +258,12 @@ class _Agent:
         if end.failures:
             *others, _ = report(end.failures).split("\n", len(end.failures) - 1)
             for line in others:
-                say(line)
+                self._say(line)
             told = {failure.rank for failure in end.failures}
             ended = [str(rank) for rank in self._world if rank not in told]
             if ended:
-                say(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
-            say(describe(first_failure(end.failures)))
+                self._say(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
+            self._say(describe(first_failure(end.failures)))
         if end.reason:
-            say(end.reason)
+            self._say(end.reason)
         return end.code

@@ -6,15 +6,16 @@ import json
 import socket
 import time
 
-from paceline.launch.output import writer
+from paceline.launch.output import Console
 
 
 class Events:
     """Writes events, or nothing."""
 
-    def __init__(self, is_on: bool, run_id: str) -> None:
+    def __init__(self, is_on: bool, run_id: str, console: Console) -> None:
         self._is_on = is_on
         self._run_id = run_id
+        self._write = console.writer(2)
 
     def tell(self, event: str, **facts: str | int | list[int]) -> None:
         """One event: what, when, where, and its facts."""
@@ -26,4 +27,4 @@ class Events:
                 "run_id": self._run_id,
                 **facts,
             }
-            writer(2)(json.dumps(line).encode() + b"\n")
+            self._write(json.dumps(line).encode() + b"\n")

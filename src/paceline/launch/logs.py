@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.launch.job import Output
-from paceline.launch.output import LinePrefixer, Stream, only_with, prefix_of, writer
+from paceline.launch.output import Console, LinePrefixer, Stream, file_writer, only_with, prefix_of
 from paceline.launch.values import Streams, streams_of
 
 _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
@@ -26,8 +26,9 @@ class Destination:
 class Logs:
     """The output of a job; files are made when they are asked for, in DIR/RUN_ID/attempt_N/RANK/."""
 
-    def __init__(self, output: Output, run_id: str) -> None:
+    def __init__(self, output: Output, run_id: str, console: Console) -> None:
         self._output = output
+        self._console = console
         self.directory: Path | None = None
         if output.needs_files:
             base = output.log_dir if output.log_dir is not None else tempfile.mkdtemp(prefix="paceline-logs-")
@@ -48,12 +49,13 @@ class Logs:
         file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
         if file is not None and not is_shown and not words:
             return Destination(file)
-        console = LinePrefixer(prefix_of(rank, _is_coloured(which)), writer(which.value)) if is_shown else None
+        console = (
+            LinePrefixer(prefix_of(rank, _is_coloured(which)), self._console.writer(which.value)) if is_shown else None
+        )
         filtered = None
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
-            filtered = LinePrefixer(prefix_of(rank, False), only_with(words, writer(os.dup(matches.fileno()))))
-            matches.close()
+            filtered = LinePrefixer(prefix_of(rank, False), only_with(words, file_writer(matches)))
         return Destination(stream=Stream(console, file, filtered))
 
     def _open(self, attempt: int, folder: str, name: str) -> BinaryIO:

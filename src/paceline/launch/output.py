@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import select
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOUNDARY = re.compile(rb"[\r\n]")
 _LONGEST_LINE = 1 << 16
+_PATIENCE_S = 0.2
 
 Write = Callable[[bytes], None]
 
@@ -82,21 +84,45 @@ def only_with(words: Sequence[str], write: Write) -> Write:
     return filtered
 
 
-def writer(fd: int) -> Write:
-    """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
+class Console:
+    """The launcher's own stdout and stderr; a reader that stopped reading cannot hold up a job that is to end.
+
+    Args:
+        hurries: whether the job is to end, asked while nobody reads.
+    """
+
+    def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
+        self._hurries = hurries
+        self._unread: set[int] = set()
+
+    def writer(self, fd: int) -> Write:
+        """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
+
+        def write(data: bytes) -> None:
+            while data and fd not in self._unread:
+                if not select.select([], [fd], [], _PATIENCE_S)[1]:
+                    if self._hurries():
+                        self._unread.add(fd)
+                    continue
+                try:
+                    data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+                except BlockingIOError:
+                    continue
+                except OSError:  # the reader, or the terminal, is gone
+                    self._unread.add(fd)
+
+        return write
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own on stderr."""
+        self.writer(2)(f"paceline: {text}\n".encode())
+
+
+def file_writer(file: BinaryIO) -> Write:
+    """Writes to a file at once."""
 
     def write(data: bytes) -> None:
-        while data:
-            try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                return
+        file.write(data)
+        file.flush()
 
     return write
-
-
-def say(text: str) -> None:
-    """A line of the launcher's own on stderr."""
-    writer(2)(f"paceline: {text}\n".encode())

@@ -16,7 +16,12 @@ class Signals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._caught = {number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-        self._before = {number: signal.signal(number, lambda *_: None) for number in (*self._caught, signal.SIGCHLD)}
+        self.has_come = False  # known at once, also while the loop is held up
+        self._before = {number: signal.signal(number, self._come) for number in self._caught}
+        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def _come(self, *_: object) -> None:
+        self.has_come = True
 
     def fileno(self) -> int:
         """Readable when a signal has come."""
