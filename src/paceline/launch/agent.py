@@ -175,9 +175,9 @@ class _Agent:
             gpus=self._machine.gpus,
             logs=self._logs,
             selector=self._selector,
-            on_start=lambda pid: self._guard.watch([pid]),
             on_failure=lambda failure: self._on_failure(start, failure),
         )
+        self._guard.watch(worker.pid for worker in self._generation.workers)
 
     def _environment(self, start: Start) -> dict[str, str]:
         """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
@@ -217,6 +217,7 @@ class _Agent:
     def _close_generation(self) -> None:
         if self._generation is not None:
             self._generation.close()
+            self._guard.watch([])
             kill_marked(f"{self._mark}{self._generation.start.generation}.")
             self._generation = None
         if self._store is not None:
@@ -230,7 +231,7 @@ class _Agent:
         numbers, child_ended = self._signals.read()
         if child_ended:
             workers = self._generation.workers if self._generation is not None else []
-            reap_orphans([self._guard.pid, *(each.pid for each in workers if each.exit_code is None)])
+            reap_orphans([*self._guard.pids, *(each.pid for each in workers if each.exit_code is None)])
         for number in numbers:
             if self._stopped_by is not None:
                 if self._generation is not None:

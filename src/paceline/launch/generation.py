@@ -68,7 +68,6 @@ class Generation:
         gpus: int,
         logs: Logs,
         selector: selectors.BaseSelector,
-        on_start: Callable[[int], None],
         on_failure: Callable[[Failure], None],
     ) -> None:
         self.start = start
@@ -102,7 +101,6 @@ class Generation:
                 [secret_fd],
                 cores[place.local_rank] if cores is not None else None,
             )
-            on_start(process.pid)
             worker = Worker(place.rank, place.local_rank, process, error_file, pidfd, str(log) if log else None)
             self.workers.append(worker)
             self._follow(worker, outputs)

@@ -1,9 +1,10 @@
 """Nothing outlives the launcher, whatever ends it.
 
-The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). What the worker itself had started is killed by the
-guard: a process that was forked off early, holds the reading end of a pipe, and learns of the launcher's death by its
-end. It then kills the workers' process groups and whatever carries the job's mark in its environment, and removes the
-job's directory. Nothing else is killed: a process tree may hold what belongs to others.
+The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). What a worker had started is killed by guards,
+processes that were forked off early, hold the reading end of a pipe, and learn of the launcher's death by its end. They
+kill whatever carries the job's mark in its environment or is in a session that a worker leads, and remove the job's
+directory. Nothing else is killed: a process tree may hold what belongs to others. There are several guards, since one
+may be killed just before the launcher.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterable
 
 MARK = "PACELINE_JOB"
+GUARDS = 3
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -75,27 +77,50 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.005)
 
 
+def in_sessions(leaders: Iterable[int]) -> list[int]:
+    """The running processes of the sessions that `leaders` lead or led."""
+    wanted = set(leaders)
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(name)) in wanted:
+                    found.append(int(name))
+    return found
+
+
 class Guard:
-    """The guarding process; make it before any thread is started. `close` when the job is over."""
+    """The guarding processes; make it before any thread is started. `close` when the job is over."""
 
     def __init__(self, directory: str, mark: str) -> None:
-        reading, self._writing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._writing)
+        self._writing: list[int] = []
+        self.pids = [self._fork(directory, mark) for _ in range(GUARDS)]
+
+    def _fork(self, directory: str, mark: str) -> int:
+        reading, writing = os.pipe()
+        self._writing.append(writing)
+        pid = os.fork()
+        if pid == 0:
+            for each in self._writing:
+                os.close(each)
             _keep_watch(reading, directory, mark)
             os._exit(0)
         os.close(reading)
+        return pid
 
     def watch(self, leaders: Iterable[int]) -> None:
-        """Also guards these process groups."""
-        with contextlib.suppress(BrokenPipeError):  # it was killed; the workers still end with their launcher
-            os.write(self._writing, b"".join(b"%d\n" % leader for leader in leaders))
+        """Guards the sessions of these workers, and no longer those of earlier ones."""
+        told = b"!" + b"".join(b"%d " % leader for leader in leaders)
+        for writing in self._writing:
+            with contextlib.suppress(BrokenPipeError):  # this one was killed
+                os.write(writing, told)
 
     def close(self) -> None:
-        """Ends the guard; what is left of the process groups it guarded is killed."""
-        os.close(self._writing)
-        os.waitpid(self.pid, 0)
+        """Ends the guards; what is left of the job is killed."""
+        for writing in self._writing:
+            os.close(writing)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
 
 
 def _keep_watch(reading: int, directory: str, mark: str) -> None:
@@ -103,9 +128,10 @@ def _keep_watch(reading: int, directory: str, mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     told = b""
-    while more := os.read(reading, 4096):
-        told += more
-    for leader in told.split():
-        kill_group(int(leader), signal.SIGKILL)
+    while more := os.read(reading, 1 << 16):
+        told = (told + more).rpartition(b"!")[2] if b"!" in more else told + more
     kill_marked(mark)
+    for pid in in_sessions(map(int, told.split())):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)
