@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,10 +45,17 @@ class Machines:
         self._mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, host: int, *arguments: str, secret: str | None = "", verb: str = "run") -> subprocess.Popen[str]:
+    def start(
+        self,
+        host: int,
+        *arguments: str,
+        secret: str | None = "",
+        verb: str = "run",
+        more: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
         """Starts a launcher on a host; its output goes to files that `said` reads."""
         name, value = self._mark.split("=")
-        environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+        environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
             environment["PACELINE_SECRET"] = secret or self.secret
         words = ["python", "-m", "paceline", verb, *arguments]

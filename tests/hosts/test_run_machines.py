@@ -207,3 +207,36 @@ def test_nobody_served_the_meeting(machines):
     )
     here.expect(launcher, 1)
     assert "no launcher served the meeting at 10.77.0.9:29400 for 1 s" in here.said(launcher)
+
+
+def test_under_slurm_machines_meet_without_flags(machines):
+    here = machines(2)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}
+    words = ("--nproc-per-node=2", str(here.script), str(here.directory))
+    launchers = [here.start(host, *words, more={**step, "SLURM_PROCID": str(host)}) for host in range(2)]
+    here.wait_for(4)
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+    assert "found Slurm: launcher 0 of 2, which meet at 10.77.0.1" in here.said(launchers[0])
+
+
+def test_under_mpirun_each_rank_has_a_launcher_and_its_local_rank(machines):
+    here = machines(2)
+    words = (str(here.script), str(here.directory))
+    for rank in range(4):
+        place = {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.77.0.1:4444",
+        }
+        here.start(rank // 2, *words, more=place)
+    here.wait_for(4)
+    assert sorted((line[3], line[1], line[5]) for line in here.log()) == [
+        ("0", "h0", "0"),
+        ("1", "h0", "1"),
+        ("2", "h1", "0"),
+        ("3", "h1", "1"),
+    ]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
+from paceline.cli import launch_script
 from paceline.launch.command import add_run_arguments, run
 
 
@@ -31,9 +32,17 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
     )
     joining.add_argument("token", metavar="TOKEN", help="from `paceline run --print-token`; - reads it from stdin")
     add_run_arguments(joining, environment)
+    printing = commands.add_parser(
+        "launch-script",
+        help="print a batch script or manifest for Slurm, Kubernetes or Ray",
+        description="Prints what the scheduler needs to start SCRIPT on several machines, ready to be submitted. "
+        "Kubernetes manifests hold a new secret: treat what is printed as one.",
+    )
+    launch_script.add_arguments(printing)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit code."""
-    return run(parser().parse_args(arguments))
+    options = parser().parse_args(arguments)
+    return launch_script.run(options) if options.command == "launch-script" else run(options)
