@@ -240,3 +240,15 @@ def test_under_mpirun_each_rank_has_a_launcher_and_its_local_rank(machines):
         ("2", "h1", "0"),
         ("3", "h1", "1"),
     ]
+
+
+def test_the_doctors_of_two_machines_examine_the_way_between_them(machines):
+    here = machines(2)
+    listening = here.start(0, "--listen", ipv4(0), verb="doctor", secret=None)
+    here.wait(lambda: here.said(listening, "out").endswith("\n"))
+    token = here.said(listening, "out").split()[-1]
+    visiting = here.start(1, "--peer", token, verb="doctor", secret=None)
+    here.expect(visiting, 0)
+    here.expect(listening, 0)
+    assert "3 MiB each way at" in here.said(visiting, "out")
+    assert "10.77.0.2 can be reached too" in here.said(listening, "out")

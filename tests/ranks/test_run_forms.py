@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -103,3 +104,21 @@ def fail(rank: int) -> None:
 def test_a_function_of_a_notebook_that_fails_raises_there():
     with pytest.raises(dist.WorkerError, match="KeyError: 'of "):
         dist.notebook_launch(fail, 2)
+
+
+CORES = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+
+
+def test_workers_are_bound_to_cores_of_their_own(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(CORES)
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) < 2:
+        pytest.skip("one core")
+    bound = run("--nproc-per-node=2", str(path)).stdout.splitlines()
+    sets = [set(ast.literal_eval(line.split("] ", 1)[1].rpartition(" ")[0])) for line in sorted(bound)]
+    assert not sets[0] & sets[1]
+    free = run("--nproc-per-node=2", "--no-pin", str(path)).stdout.splitlines()
+    assert all(str(mine) in line for line in free)
+    chosen = run("--nproc-per-node=2", str(path), env={**ENVIRONMENT, "OMP_NUM_THREADS": "7"}).stdout.splitlines()
+    assert all(line.endswith(" 7") for line in chosen)

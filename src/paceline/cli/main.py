@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline import __version__
 from paceline.cli import launch_script
+from paceline.cli.doctor import command as doctor
 from paceline.launch.command import add_run_arguments, run
 
 
@@ -39,10 +40,18 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "Kubernetes manifests hold a new secret: treat what is printed as one.",
     )
     launch_script.add_arguments(printing)
+    examining = commands.add_parser(
+        "doctor",
+        help="examine this machine, the way to another one, or a script",
+        description="Examines this machine; with --listen here and --peer there, both ways between two machines; with "
+        "SCRIPT, known mistakes in it, each with its line, reason and fix.",
+    )
+    doctor.add_arguments(examining)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit code."""
     options = parser().parse_args(arguments)
-    return launch_script.run(options) if options.command == "launch-script" else run(options)
+    runs = {"launch-script": launch_script.run, "doctor": doctor.run}
+    return runs.get(options.command, run)(options)
