@@ -89,7 +89,7 @@ _PUBLIC = {
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
-    "paceline.launch.spawn": ("spawn",),
+    "paceline.launch.spawn": ("notebook_launch", "spawn"),
     # errors
     "paceline.errors": (
         "AuthenticationError",

@@ -79,6 +79,7 @@ from paceline.group.subgroups import new_subgroups as new_subgroups
 from paceline.group.subgroups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
 from paceline.group.subgroups import split_group as split_group
 from paceline.group.work import Work as Work
+from paceline.launch.spawn import notebook_launch as notebook_launch
 from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.bucket_hook import GradBucket as GradBucket
 from paceline.parallel.data_parallel import DataParallel as DataParallel
