@@ -16,12 +16,13 @@ def register() -> None:
             return
         torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu"])
     except Exception as error:
-        import warnings
+        import logging
 
-        warnings.warn(f"torch.distributed does not get the backend 'paceline': {error}", stacklevel=2)
+        # Not a warning: those can be made errors, and an error here would end `import torch`.
+        logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
 
 
 def _create(options: object, pg_options: object = None) -> object:
-    from paceline.plugin.process_group import create
+    from paceline.plugin.joining import create
 
     return create(options, pg_options)

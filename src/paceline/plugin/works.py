@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -10,21 +10,25 @@ from torch.distributed import Work as TorchWork
 
 from paceline.group.work import Work
 
+_FOR_EVER = timedelta(0)
+
 
 class RunningWork(TorchWork):
-    """A call that runs, or ran, asynchronously; `finish` is called once when it is over, before anybody hears of it."""
+    """A call that runs, or ran, asynchronously."""
 
-    def __init__(self, work: Work, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._running = work.yielding(results, finish)
+        self._running = work.yielding(results)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Waits for it, at most as long as `timeout` if that is positive."""
-        return self._running.wait(timeout if timeout > timedelta(0) else None)
+        return self._running.wait(timeout if timeout > _FOR_EVER else None)
 
     def synchronize(self) -> None:
         """Like `wait`: there are no streams."""
         self._running.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Whether it is over, well or not."""
@@ -53,6 +57,39 @@ class RunningWork(TorchWork):
     _source_rank = source_rank
 
 
-def finished(results: Sequence[torch.Tensor]) -> TorchWork:
-    """The work of a call that was over when it returned."""
-    return RunningWork(Work(None, "a call that is over", results), results)
+class FinishedWork(TorchWork):
+    """A call that was over, and went well, when it returned."""
+
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._results = results
+
+    def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
+        """At once."""
+        return True
+
+    is_completed = is_success = wait
+
+    def synchronize(self) -> None:
+        """At once."""
+
+    block_current_stream = synchronize
+
+    def exception(self) -> None:
+        """None."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors it wrote."""
+        return list(self._results)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the tensors that has them."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    def source_rank(self) -> int:
+        """Nobody: it was no message."""
+        return -1
+
+    _source_rank = source_rank
