@@ -183,6 +183,7 @@ def fail_to_meet(how: str) -> Counter[str]:
     if how == "secret" and rank() == 1:
         os.environ["PACELINE_SECRET"] = "not the secret of this job, but as long"
     if how == "connection" and rank() == 1:
+
         def refuse(*_: object, **__: object) -> socket.socket:
             raise OSError("no route")
 
@@ -191,13 +192,10 @@ def fail_to_meet(how: str) -> Counter[str]:
         connections._dial = refuse
     algorithm = "ring" if how == "settings" and rank() == 1 else None
     interface = "eth7" if how == "interface" and rank() == 1 else None
-    try:
+    with pytest.raises((dist.PacelineError, ValueError)):
         dist.init_process_group(timeout=timedelta(seconds=2), algorithm=algorithm, interface=interface)
-    except (dist.PacelineError, ValueError) as error:
-        # With the error in hand, which keeps the failed call's objects alive: but for wake-up descriptors, all is closed.
-        assert not {what for what in left_behind(before) if what != "descriptor anon_inode"}, (error, left_behind(before))
-    else:
-        raise AssertionError("they met")
+    # The error at hand keeps the failed call's objects alive: but for wake-up descriptors, all is closed.
+    assert not {what for what in left_behind(before) if what != "descriptor anon_inode"}, left_behind(before)
     return left_behind(before)
 
 
