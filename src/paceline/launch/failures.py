@@ -21,6 +21,7 @@ _CONSEQUENCE_TEXTS = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
     r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
 )
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_FILES = ("paceline/launch/bootstrap.py", "<frozen runpy>", "runpy.py")
 
 
@@ -49,10 +50,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether another rank's failure explains this one."""
-        if self.record is None:
-            return False
-        last_line = self.record.text.rstrip().rpartition("\n")[2]
-        return self.record.kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(last_line))
+        return self.record is not None and _is_consequence(self.record.kind, self.record.text)
 
     @property
     def how(self) -> str:
@@ -60,6 +58,14 @@ class Failure:
         if self.memory is not None:
             return "killed by the kernel, out of memory"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
+
+
+def _is_consequence(kind: str, text: str) -> bool:
+    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(_last_line(text)))
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
 
 
 def signal_name(number: int) -> str:
@@ -97,7 +103,7 @@ def report(failures: Sequence[Failure]) -> str:
         if failure is not cause:
             what = failure.how
             if failure.record is not None:
-                what = failure.record.text.rstrip().rpartition("\n")[2][:160]
+                what = _last_line(failure.record.text).partition(". ")[0][:200]
             label = "a consequence" if failure.is_consequence else "failed too"
             lines.append(f"rank {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     return "\n".join([*lines, describe(cause)])
@@ -125,15 +131,31 @@ def read_record(path: str) -> Record | None:
 
 
 def record_uncaught(path: str) -> None:
-    """Has an uncaught exception of this process recorded in `path`, and printed without the launcher's own frames."""
+    """Has an uncaught exception of this process recorded in `path`, and printed without the launcher's own frames.
+
+    Of one that another rank brings about only the user's own frames are printed: the cause is to be seen, and the
+    launcher repeats the whole if this turns out to be it.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher says that it was interrupted; a traceback a rank adds nothing
         write_record(path, kind, error, trace)
-        traceback.print_exception(kind, error, _without_own(trace))
+        shown = traceback.TracebackException(kind, error, _without_own(trace))
+        text = "".join(shown.format())
+        if _is_consequence(kind.__name__, text):
+            ours = [frame for frame in shown.stack if not _is_installed(frame.filename)]
+            shown.stack = traceback.StackSummary.from_list(ours)
+            shown.__cause__ = shown.__context__ = None
+            text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
+        sys.stderr.write(text)
 
     sys.excepthook = hook
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of Python, an installed package, or Paceline: not the user's."""
+    return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
 
 
 def _without_own(trace: TracebackType | None) -> TracebackType | None:

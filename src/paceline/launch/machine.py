@@ -46,11 +46,8 @@ class Machine:
         if self.workers > 1 and self.threads is not None and job.slot[0] == 0:
             bound = ""
             if self.cores is not None:
-                bound = f" on cores {' | '.join(map(format_cpulist, self.cores[:16]))}"
-            lines.append(
-                f"OMP_NUM_THREADS={self.threads} for each of {self.workers} workers{bound}; set it yourself to choose "
-                "otherwise" + ("; --no-pin binds none to cores" if bound else "")
-            )
+                bound = f" on cores {' | '.join(map(format_cpulist, self.cores[:16]))} (--no-pin: on any)"
+            lines.append(f"OMP_NUM_THREADS={self.threads} for each of {self.workers} workers{bound}")
         if self.cores is None and job.binding_is_asked_for:
             lines.append(f"--numa-binding exclusive: {self.workers} workers have too few cores; none is bound")
         if 0 < self.gpus < self.workers and not job.virtual_local_rank:
