@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import TracebackType
 
 
 def main() -> None:
@@ -61,12 +62,12 @@ def _record_uncaught(path: str) -> None:
     """Has an uncaught exception recorded; what that needs is imported when there is one."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-    def hook(kind: object, error: object, trace: object) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.path.insert(0, package)
         from paceline.launch.failures import record_uncaught
 
         record_uncaught(path)
-        sys.excepthook(kind, error, trace)  # type: ignore[arg-type]
+        sys.excepthook(kind, error, trace)
 
     sys.excepthook = hook
 

@@ -85,8 +85,8 @@ class Link:
                 self._lost("it has ended")
                 return
             for message in messages:
-                if not isinstance(message, Alive):
-                    self._take(message)  # type: ignore[arg-type]
+                if isinstance(message, Order):
+                    self._take(message)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 from paceline.launch.failures import Failure, Record
@@ -146,7 +147,8 @@ def decode(body: bytes) -> Message:
         kind = _KINDS[content.pop("kind")]
         known = {each.name: str(each.type) for each in fields(kind)}
         values = {name: _value(known[name], value) for name, value in content.items()}
-        return kind(**values)  # type: ignore[arg-type]
+        make: Callable[..., Message] = kind
+        return make(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise MessageError(f"not a message of a launcher ({type(error).__name__}: {error})") from error
 

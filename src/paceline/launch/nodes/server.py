@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.launch.nodes.line import apply
 from paceline.launch.nodes.membership import Membership, Orders, Policy
-from paceline.launch.nodes.messages import Alive, Inbox, MessageError, encode
+from paceline.launch.nodes.messages import Alive, Inbox, MessageError, Report, encode
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
@@ -112,7 +112,8 @@ class MeetingServer:
             return
         node.heard_s = time.monotonic()
         for message in messages:
-            self._carry(apply(self._membership, node.name, message, node.heard_s))  # type: ignore[arg-type]
+            if isinstance(message, Report):
+                self._carry(apply(self._membership, node.name, message, node.heard_s))
 
     def _beat(self) -> None:
         for node in list(self._nodes.values()):
