@@ -104,6 +104,8 @@ class Messenger {
         std::uint64_t next_id = 1;
         std::size_t eager_out = 0;  // not credited yet
         std::size_t eager_in = 0;   // taken, not credited yet
+        std::size_t eager_held = 0; // come, not credited yet
+        std::uint64_t latest_id = 0;  // of what came
         // The frame that is coming in.
         Frame frame;
         std::size_t frame_read = 0;
@@ -123,6 +125,7 @@ class Messenger {
     bool receive_from(int peer);
     bool begin_body(int peer);
     void end_body(int peer);
+    bool is_next(int peer);
     bool match_posted(int peer);
     void take(Arrival& arrival, const std::shared_ptr<Request>& request);
     void accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request);
