@@ -1,12 +1,15 @@
 #include "executor/frame.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
 namespace paceline::executor {
 namespace {
 
-constexpr std::uint32_t kMostListed = 256;  // ranks that a verdict names
+constexpr std::uint32_t kMostListed = 1024;  // ranks that a verdict names
+// The lists are three of ranks and one of calls.
+static_assert(kMostListed * (3 * sizeof(int) + sizeof(CallHeader)) + 128 <= kMostVerdictBytes);
 
 class Writer {
   public:
@@ -57,6 +60,21 @@ bool are_ranks(const std::vector<int>& ranks, int size) {
     return true;
 }
 
+// Whether there is all that the error which is made of it tells.
+bool is_complete(const Outcome& outcome, int size) {
+    const std::size_t calls = std::min(static_cast<std::size_t>(size), std::size_t{kMostListed});
+    switch (outcome.code) {
+        case Code::mismatch:
+            return outcome.calls.size() == calls && (outcome.split_from < 0) == (outcome.split_to < 0);
+        case Code::timed_out:
+            return outcome.calls.size() == calls;
+        case Code::peer_lost:
+            return !outcome.gone.empty();
+        default:
+            return true;
+    }
+}
+
 }  // namespace
 
 std::vector<std::uint8_t> encode(const Outcome& outcome) {
@@ -90,8 +108,9 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
     outcome.code = static_cast<Code>(code);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
                        are_ranks(outcome.left, size) && outcome.reporter >= 0 && outcome.reporter < size &&
-                       outcome.split_from < size && outcome.split_to < size &&
-                       outcome.calls.size() <= static_cast<std::size_t>(size);
+                       outcome.split_from >= -1 && outcome.split_from < size && outcome.split_to >= -1 &&
+                       outcome.split_to < size && outcome.calls.size() <= static_cast<std::size_t>(size) &&
+                       is_complete(outcome, size);
     if (!sound) return std::nullopt;
     for (const CallHeader& call : outcome.calls)
         if (!is_sound(call)) return std::nullopt;

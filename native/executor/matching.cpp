@@ -68,8 +68,9 @@ bool Messenger::fits(const Frame& frame, int peer, const std::shared_ptr<Request
 
 void Messenger::credit(int peer, std::size_t nbytes) {
     PeerState& from = state(peer);
-    from.eager_in += nbytes;
+    from.eager_in += charge(nbytes);
     if (from.eager_in < kEagerWindow / 2) return;
+    from.eager_held -= from.eager_in;
     push(peer, {.kind = FrameKind::credit, .nbytes = from.eager_in}, {}, nullptr);
     from.eager_in = 0;
     flush(peer);
@@ -194,14 +195,16 @@ bool Messenger::begin_body(int peer) {
     if (!is_sound(frame)) return false;
     switch (frame.kind) {
         case FrameKind::eager: {
-            if (frame.nbytes > kEagerBytes) return false;
+            if (frame.nbytes > kEagerBytes || !is_next(peer)) return false;
+            from.eager_held += charge(frame.nbytes);
+            if (from.eager_held > kEagerWindow) return false;
             frame.offset = 0;
             if (!match_posted(peer)) from.body.resize(frame.nbytes);
             return true;
         }
         case FrameKind::data: {
             const auto found = from.accepted.find(frame.id);
-            if (found == from.accepted.end() || frame.part > kPartBytes) return false;
+            if (found == from.accepted.end() || frame.part == 0 || frame.part > kPartBytes) return false;
             const std::size_t size = found->second->memory_.nbytes();
             if (frame.offset > size || frame.part > size - frame.offset || frame.part > from.still[frame.id])
                 return false;
@@ -212,9 +215,19 @@ bool Messenger::begin_body(int peer) {
         case FrameKind::verdict:
             from.body.resize(frame.nbytes);
             return true;
+        case FrameKind::offer:
+            return is_next(peer);
         default:
             return true;
     }
+}
+
+// Whether the message that has come is a new one: their numbers rise.
+bool Messenger::is_next(int peer) {
+    PeerState& from = state(peer);
+    if (from.frame.id <= from.latest_id) return false;
+    from.latest_id = from.frame.id;
+    return true;
 }
 
 // Whether an eager message's receive is there already and takes its bytes straight.
@@ -304,7 +317,9 @@ void Messenger::end_body(int peer) {
             return;
         }
         case FrameKind::verdict:
-            if (auto outcome = decode(from.body, links_.size()); outcome && !failure_)
+            if (auto outcome = decode(from.body, links_.size()); !outcome || outcome->reporter != peer)
+                closed(peer);
+            else if (!failure_)
                 break_group(std::move(*outcome), false);
             return;
         case FrameKind::goodbye:

@@ -79,9 +79,9 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
     } else {
         const std::size_t nbytes = request->memory_.nbytes();
         Frame frame{.kind = FrameKind::offer, .id = to.next_id++, .nbytes = nbytes, .tag = tag, .dtype = dtype};
-        if (nbytes <= kEagerBytes && to.eager_out + nbytes <= kEagerWindow) {
+        if (nbytes <= kEagerBytes && to.eager_out + charge(nbytes) <= kEagerWindow) {
             frame.kind = FrameKind::eager;
-            to.eager_out += nbytes;
+            to.eager_out += charge(nbytes);
             push(peer, frame, {}, request);
         } else {
             to.offered[frame.id] = request;

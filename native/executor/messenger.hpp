@@ -29,6 +29,11 @@ constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // larger messages ask first
 constexpr std::size_t kEagerWindow = 512 << 10;  // of small ones that were not credited yet
 
+// What a small message takes of the window: empty ones are not free for who keeps them.
+constexpr std::size_t charge(std::size_t nbytes) {
+    return nbytes + sizeof(Frame);
+}
+
 class Request {
   public:
     bool done() const { return done_.load(std::memory_order_acquire); }
@@ -104,8 +109,10 @@ class Messenger {
         std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives whose parts come
         std::map<std::uint64_t, std::size_t> still;                  // of `accepted`: bytes that are to come
         std::uint64_t next_id = 1;
-        std::size_t eager_out = 0;  // not credited yet
-        std::size_t eager_in = 0;   // taken, not credited yet
+        std::size_t eager_out = 0;    // not credited yet
+        std::size_t eager_in = 0;     // taken, not credited yet
+        std::size_t eager_held = 0;   // come, not credited yet
+        std::uint64_t latest_id = 0;  // of what came
         // The frame that is coming in.
         Frame frame;
         std::size_t frame_read = 0;
@@ -125,6 +132,7 @@ class Messenger {
     bool receive_from(int peer);
     bool begin_body(int peer);
     void end_body(int peer);
+    bool is_next(int peer);
     bool match_posted(int peer);
     void take(Arrival& arrival, const std::shared_ptr<Request>& request);
     void accept(int peer, const Frame& offer, const std::shared_ptr<Request>& request);

@@ -64,7 +64,8 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     if outcome.code == Code.TIMED_OUT:
-        absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in outcome.missing)
+        known = [at for at in outcome.missing if at < len(outcome.calls)]
+        absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in known)
         return CollectiveTimeoutError(
             f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' by {reporter}'}; {_names(missing)} did not come ({absent}). "
