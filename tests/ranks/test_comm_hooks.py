@@ -127,6 +127,24 @@ def test_every_hook_averages_to_its_precision_and_to_the_same_bits_on_all_ranks(
     ranks(3)(compressed_gradients)
 
 
+def complex_gradients() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    parameter = nn.Parameter(torch.zeros(20, 30, dtype=torch.complex64))
+    for hook, state in (
+        (hooks.fp16_compress_hook, None),
+        (hooks.int8_hook, hooks.Int8State()),
+        (hooks.power_sgd_hook, hooks.PowerSGDState(start_powerSGD_iter=0)),
+    ):
+        gradient = torch.full((600,), complex(rank, 1 - rank))
+        average = hook(state, dist.GradBucket(0, True, gradient, [parameter])).wait()
+        assert (average == complex(0.5, 0.5)).all()
+
+
+def test_complex_gradients_are_averaged_uncompressed(ranks):
+    ranks(2)(complex_gradients)
+
+
 def what_is_lost_comes_later() -> None:
     dist.init_process_group()
     rank = dist.get_rank()

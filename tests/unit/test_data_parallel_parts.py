@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import doctest
+import pkgutil
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
+import paceline.parallel
 from paceline.parallel.gradients import BucketGradients, have_aliases, shares_memory
 from paceline.parallel.graph import find_tensors, used_parameters
 from paceline.parallel.structure import ModuleStructure
 
+MODULES = [each.name for each in pkgutil.walk_packages(paceline.parallel.__path__, "paceline.parallel.")]
 Pair = namedtuple("Pair", "left right")
 
 
@@ -20,6 +25,11 @@ Pair = namedtuple("Pair", "left right")
 class Answer:
     logits: torch.Tensor
     extra: object = None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_run(module):
+    assert doctest.testmod(import_module(module)).failed == 0
 
 
 @pytest.mark.parametrize(

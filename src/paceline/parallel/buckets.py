@@ -33,7 +33,7 @@ def make_buckets(
         sizes: bytes of each parameter, in order of registration.
         dtypes: their types, or whatever else must not mix.
 
-    >>> make_buckets([4, 4, 4], [torch.float32] * 3, cap_bytes=8, first_cap_bytes=4)
+    >>> make_buckets([4, 4, 4], ["float32"] * 3, cap_bytes=8, first_cap_bytes=4)
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
     """
     buckets: list[Bucket] = []

@@ -56,7 +56,8 @@ def bf16_compress_wrapper(hook: Hook) -> FutureHook:
 def _in_type(dtype: torch.dtype, hook: Hook) -> FutureHook:
     def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
         original = bucket.buffer()
-        bucket.set_buffer(original.to(dtype))
+        if original.is_floating_point():  # complex gradients stay what they are
+            bucket.set_buffer(original.to(dtype))
         future = hook(state, bucket)
 
         def decompress() -> Reduced:

@@ -9,7 +9,7 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.bucket_hook import GradBucket, Reduced
 from paceline.parallel.futures import future_of
-from paceline.parallel.hooks.average import group_of
+from paceline.parallel.hooks.average import allreduce_hook, group_of
 
 _LEVELS = 127
 
@@ -45,6 +45,8 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> torch.futures.Future[Redu
     group = group_of(state.process_group)
     size, index = group.size(), bucket.index()
     gradient = bucket.buffer()
+    if not gradient.is_floating_point():
+        return allreduce_hook(group, bucket)
     count = gradient.numel()
     part = -(-count // (size * state.block_size)) * state.block_size
     padded = gradient.new_zeros(size * part, dtype=torch.float32)
