@@ -55,6 +55,8 @@ _PUBLIC = {
     "paceline.data.loader": ("StatefulLoader",),
     "paceline.data.sampler": ("DistributedSampler",),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.sharded.loader": ("ShardLoader",),
+    "paceline.parallel.sharded.logical": ("LogicalShards",),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
     "paceline.launch.spawn": ("spawn",),

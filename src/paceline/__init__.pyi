@@ -49,6 +49,8 @@ from paceline.group.work import Work as Work
 from paceline.launch.spawn import spawn as spawn
 from paceline.parallel.ddp import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.sharded.loader import ShardLoader as ShardLoader
+from paceline.parallel.sharded.logical import LogicalShards as LogicalShards
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
