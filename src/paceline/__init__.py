@@ -87,6 +87,8 @@ _PUBLIC = {
     "paceline.parallel.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
+    "paceline.parallel.sharded.loader": ("ShardLoader",),
+    "paceline.parallel.sharded.logical": ("LogicalShards",),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
     "paceline.launch.spawn": ("notebook_launch", "spawn"),

@@ -90,6 +90,8 @@ from paceline.parallel.fused_step import apply_optimizer_in_backward as apply_op
 from paceline.parallel.join import Join as Join
 from paceline.parallel.join import Joinable as Joinable
 from paceline.parallel.join import JoinHook as JoinHook
+from paceline.parallel.sharded.loader import ShardLoader as ShardLoader
+from paceline.parallel.sharded.logical import LogicalShards as LogicalShards
 from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer

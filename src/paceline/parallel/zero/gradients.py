@@ -134,8 +134,8 @@ class GradientReducer:
             if gradient is None or owner >= 0:
                 gradient = torch.zeros(self._shapes[index], dtype=param.dtype)
         assert gradient is not None
-        if owner in (-1, self._group.rank()) and shares_memory(gradient):
-            gradient = gradient.clone()  # other layers still wait for what is in that memory
+        if (self._overlap or owner in (-1, self._group.rank())) and shares_memory(gradient):
+            gradient = gradient.clone()  # other layers still wait for what is in that memory, or write to it
         param.grad = None
         return gradient.detach()
 

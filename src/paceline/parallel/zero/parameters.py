@@ -110,16 +110,19 @@ class ShardedParameters:
             f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
         )
 
-    def _before_forward(self, number: int, *_: object) -> None:
+    def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
+        if torch.is_grad_enabled() and not self._is_trained(number):  # else its gradients tell when it is through
+            for tensor in find_tensors(inputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._after_backward, number))
 
     def _after_forward(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
-        needed = torch.is_grad_enabled() and any(param.requires_grad for param in self._units[number].params)
-        if needed:
+        if torch.is_grad_enabled():
             outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
             for tensor in outputs:
                 tensor.register_hook(partial(self._before_backward, number))
-            if not outputs:
+            if not outputs and self._is_trained(number):
                 return  # backward would come without notice, so the parameters stay
         if not in_backward():  # a checkpointed layer runs again there, and its backward follows
             self.free(number)
@@ -127,6 +130,12 @@ class ShardedParameters:
     def _before_backward(self, number: int, _: torch.Tensor) -> None:
         self._ends.begin()
         self._gather(number)
+
+    def _after_backward(self, number: int, _: torch.Tensor) -> None:
+        self.free(number)
+
+    def _is_trained(self, number: int) -> bool:
+        return any(param.requires_grad for param in self._units[number].params)
 
 
 def _own_storage(param: torch.Tensor) -> torch.Tensor:

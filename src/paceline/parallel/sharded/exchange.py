@@ -1,0 +1,46 @@
+"""Adds up over the ranks what each has added up of its shards, in the order of the tree over all shards.
+
+Each rank adds one slice of the values, and all collect the slices. That moves as many bytes as an all-reduce does, but
+the order is this module's own: engines add over ranks, some of them in another order than a tree, and some round
+half-precision sums once for all ranks, which a tree over shards could not continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
+
+
+def add_over_ranks(mine: Mapping[Node, torch.Tensor], shards: int, group: ProcessGroup) -> torch.Tensor:
+    """The sum over all shards, the same bits on every rank of any group.
+
+    Args:
+        mine: the sums of `nodes_within` this rank's run, in that order; one-dimensional, of one type and of one length,
+            which the number of ranks divides.
+    """
+    root, size = Node(0, shards), group.size()
+    if size == 1:
+        return mine[root]
+    nodes = [nodes_within(run_of_rank(shards, size, rank), root) for rank in range(size)]
+    some = next(iter(mine.values()))
+    count = some.numel() // size
+    inputs = [[value[rank * count : (rank + 1) * count] for value in mine.values()] for rank in range(size)]
+    outputs = [[some.new_empty(count) for _ in theirs] for theirs in nodes]
+    group.all_to_all(outputs, inputs)
+    known = {
+        node: value
+        for theirs, values in zip(nodes, outputs, strict=True)
+        for node, value in zip(theirs, values, strict=True)
+    }
+    total = add_up(root, torch.Tensor.add_, _no_leaf, known)
+    whole = torch.empty_like(some)
+    group.all_gather([whole[rank * count : (rank + 1) * count] for rank in range(size)], total)
+    return whole
+
+
+def _no_leaf(shard: int) -> torch.Tensor:
+    raise AssertionError(f"no rank has shard {shard}")

@@ -1,0 +1,161 @@
+"""Batches by logical shard: the same for every number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.parallel.sharded.logical import LogicalShards
+from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.tree import run_of_rank
+
+_ORDER, _READING = 0, 1  # what a random stream is for
+
+
+class Indexed(Protocol):
+    """A dataset with a length and an index."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """A sample."""
+
+
+@dataclass(frozen=True)
+class ShardBatch:
+    """A shard's part of a step.
+
+    `key` is the epoch, the step and the shard; `weight` this batch's share of the step's samples.
+    """
+
+    key: tuple[int, int, int]
+    weight: float
+    data: Any
+
+
+class ShardLoader:
+    """Gives in each step the batches of this rank's shards, a list of `ShardBatch`.
+
+    Which samples a shard has in which step depends on the number of shards, not of ranks. The last step of an epoch
+    shares what is left among all shards; those without a sample have no batch. Samples are read in the random stream
+    of their shard and step, so that augmentation does not depend on the number of ranks or workers either. Each
+    iteration is an epoch, or the rest of one.
+
+    Args:
+        dataset: with a length and an index.
+        batch_size: samples of each shard in a step.
+        shards: whose shards, and which of them are this rank's.
+        shuffle: permute the samples, anew in each epoch.
+        num_workers, collate_fn, prefetch_factor, persistent_workers: as for torch's DataLoader.
+
+    Example::
+
+        loader = paceline.ShardLoader(dataset, batch_size=4, shards=shards)
+    """
+
+    def __init__(
+        self,
+        dataset: Indexed,
+        batch_size: int,
+        shards: LogicalShards,
+        *,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        self.epoch = 0
+        self._next_step = 0
+        self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
+        self._loader: DataLoader[Any] = DataLoader(
+            _Reading(dataset, shards.seed),  # type: ignore[arg-type]
+            batch_sampler=_Batches(self),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[list[ShardBatch]]:
+        """The steps that are left of the epoch."""
+        batches = iter(self._loader)
+        plans = [self._plan(step) for step in range(self._next_step, self._steps())]
+        for step, plan in enumerate(plans, self._next_step):
+            self._next_step = step + 1
+            yield [
+                ShardBatch((self.epoch, step, shard), len(places) / self._in_step(step), next(batches))
+                for shard, places in plan
+            ]
+        self.epoch += 1
+        self._next_step = 0
+
+    def __len__(self) -> int:
+        """The number of steps that are left of the epoch; the same on every rank."""
+        return self._steps() - self._next_step
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch stands after the steps handed out so far."""
+        return {"epoch": self.epoch, "step": self._next_step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where `state` was taken, on any number of ranks; with as many shards, of the same size."""
+        self.epoch, self._next_step = state["epoch"], state["step"]
+
+    def _steps(self) -> int:
+        return -(-len(self._dataset) // (self._shards.count * self._batch_size))
+
+    def _in_step(self, step: int) -> int:
+        """The samples of all shards."""
+        whole = self._shards.count * self._batch_size
+        return min(whole, len(self._dataset) - step * whole)
+
+    def _plan(self, step: int) -> list[tuple[int, range]]:
+        """This rank's shards in a step that have samples, and their places in the order of the epoch."""
+        count, first = self._shards.count, step * self._shards.count * self._batch_size
+        runs = [(shard, run_of_rank(self._in_step(step), count, shard)) for shard in self._shards.mine]
+        return [(shard, range(first + run.start, first + run.stop)) for shard, run in runs if run]
+
+
+class _Batches:
+    """For the DataLoader: of each batch its key, and then its indices."""
+
+    def __init__(self, owner: ShardLoader) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        owner = self._owner
+        order = torch.arange(len(owner._dataset))
+        if owner._shuffle:
+            with random_stream(owner._shards.seed, _ORDER, owner.epoch):
+                order = torch.randperm(len(owner._dataset))
+        # All at once: when the DataLoader asks for the last ones, the owner will have gone on.
+        return iter(
+            [
+                [(owner.epoch, step, shard), *order[places.start : places.stop].tolist()]
+                for step in range(owner._next_step, owner._steps())
+                for shard, places in owner._plan(step)
+            ]
+        )
+
+
+class _Reading:
+    """The dataset, read batch by batch in the random streams of their keys."""
+
+    def __init__(self, dataset: Indexed, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, keyed: Sequence[Any]) -> list[Any]:
+        key, *indices = keyed
+        with random_stream(self._seed, _READING, *key):
+            return [self._dataset[index] for index in indices]

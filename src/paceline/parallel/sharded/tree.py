@@ -1,0 +1,67 @@
+"""The order in which the values of S shards are added, and which part of that each rank can do by itself.
+
+It is the pairwise tree over the shards' numbers that the core has over ranks: ((0 1) (2 3)) ((4 5) ...). A node of the
+tree is the run of shards below it, so it is the same node whoever adds it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Node(NamedTuple):
+    """The shards from `first` to before `stop`."""
+
+    first: int
+    stop: int
+
+    @property
+    def halves(self) -> tuple[Node, Node]:
+        """What is added to get this one; of more than one shard."""
+        half = 1 << ((self.stop - self.first - 1).bit_length() - 1)
+        return Node(self.first, self.first + half), Node(self.first + half, self.stop)
+
+
+def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
+    """The shards that a rank computes; they follow each other.
+
+    >>> [list(run_of_rank(8, 3, rank)) for rank in range(3)]
+    [[0, 1, 2], [3, 4, 5], [6, 7]]
+    """
+    each, more = divmod(shards, num_ranks)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def nodes_within(run: range, node: Node) -> list[Node]:
+    """The largest nodes at or below `node` that lie within `run`: all that can be added up without the other ranks.
+
+    It is one node where the number of ranks is a power of two that divides the number of shards.
+
+    >>> nodes_within(range(3, 6), Node(0, 8))
+    [Node(first=3, stop=4), Node(first=4, stop=6)]
+    """
+    if run.start <= node.first and node.stop <= run.stop:
+        return [node]
+    if node.stop <= run.start or run.stop <= node.first:
+        return []
+    left, right = node.halves
+    return nodes_within(run, left) + nodes_within(run, right)
+
+
+def add_up(
+    node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
+) -> Value:
+    """The value of `node`: known, of a single shard, or the sum of its halves', the left one first.
+
+    Depth first, so that no more than one value a level of the tree is held at a time.
+    """
+    if node in known:
+        return known[node]
+    if node.stop - node.first == 1:
+        return leaf(node.first)
+    left, right = node.halves
+    return add(add_up(left, add, leaf, known), add_up(right, add, leaf, known))

@@ -1,0 +1,76 @@
+"""The order of summation over shards, and what belongs to a shard."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.parallel.sharded.packing import pack, unpack
+from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
+
+
+def written(shards: int, known: dict[Node, str] | None = None, node: Node | None = None) -> str:
+    return add_up(node or Node(0, shards), lambda a, b: f"({a} {b})", str, known or {})
+
+
+@pytest.mark.parametrize(
+    ("shards", "order"),
+    [
+        (1, "0"),
+        (3, "((0 1) 2)"),
+        (6, "(((0 1) (2 3)) (4 5))"),
+        (7, "(((0 1) (2 3)) ((4 5) 6))"),
+        (8, "(((0 1) (2 3)) ((4 5) (6 7)))"),
+    ],
+)
+def test_the_order_is_the_pairwise_tree_of_the_core(shards, order):
+    assert written(shards) == order
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_the_order_is_the_same_for_every_number_of_ranks(shards, ranks):
+    ranks = min(ranks, shards)
+    known = {}
+    for rank in range(ranks):
+        for node in nodes_within(run_of_rank(shards, ranks, rank), Node(0, shards)):
+            known[node] = written(shards, node=node)
+    assert written(shards, known) == written(shards)
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_powers_of_two_send_one_value_a_rank(shards, ranks):
+    shards, ranks = 2 ** max(shards, ranks), 2**ranks
+    for rank in range(ranks):
+        assert len(nodes_within(run_of_rank(shards, ranks, rank), Node(0, shards))) == 1
+
+
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_the_runs_of_the_ranks_follow_each_other(shards, ranks):
+    runs = [run_of_rank(shards, ranks, rank) for rank in range(ranks)]
+    assert [shard for run in runs for shard in run] == list(range(shards))
+
+
+def test_a_stream_depends_on_its_key_alone_and_leaves_others_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    with random_stream(1, 2):
+        first = (torch.rand(2).tolist(), random.random())
+    assert torch.equal(torch.rand(1), expected)
+    with random_stream(1, 2):
+        assert (torch.rand(2).tolist(), random.random()) == first
+    with random_stream(1, 3):
+        assert (torch.rand(2).tolist(), random.random()) != first
+
+
+def test_tensors_of_several_types_are_packed_and_unpacked():
+    tensors = [torch.ones(2, 3), torch.zeros(0), torch.ones(()).double(), torch.arange(4.0).reshape(2, 2).t()]
+    packed = pack(tensors, 4)
+    assert {dtype: flat.numel() for dtype, flat in packed.items()} == {torch.float32: 12, torch.float64: 4}
+    for one, other in zip(unpack(packed, tensors), tensors, strict=True):
+        assert torch.equal(one, other)
