@@ -185,3 +185,26 @@ def test_without_a_reader_of_its_output_the_job_ends(script):
 
 def test_python_is_the_one_of_the_launcher(script):
     assert run(script("import sys; print(sys.executable)")).stdout == f"[rank 0] {sys.executable}\n"
+
+
+def test_a_crash_in_native_code_leaves_the_python_stack(script):
+    done = run(script("import ctypes\ndef fall(): ctypes.string_at(0)\nfall()"))
+    assert done.returncode == 139
+    assert "killed by SIGSEGV" in done.stderr
+    assert re.search(r"\[rank 0\]   File .*script.py.*, line 2 in fall", done.stderr)
+
+
+def test_workers_keep_the_limit_of_descriptors_they_would_have_had(script):
+    text = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    words = " ".join(command("--nproc-per-node=40", script(text)))
+    shell = f"ulimit -S -n 256; exec {words}"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[-1] for line in done.stdout.splitlines()} == {"256"}
+
+
+def test_a_long_temporary_directory_is_no_obstacle(script, tmp_path):
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    done = run(script(SPEAKS), env={**ENVIRONMENT, "TMPDIR": str(deep)})
+    assert done.stdout == "[rank 0] out 0\n", done.stderr

@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
         (["--nnodes", "2", "--master-addr", "h0", "--node-rank", "2"], "0 to 1"),
         (["--nnodes", "1:2", "--master-addr", "h0"], "--rdzv-backend c10d"),
         (["--rdzv-conf", "speed=1"], "speed, which is not known"),
-        (["--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
+        (["--nnodes=2", "--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(arguments, complaint):
@@ -150,6 +150,7 @@ def test_machines_meet_by_number_or_in_any_order():
     assert (told.serves, told.join_timeout_s, told.last_call_s, told.silence_s) == (False, 5.0, 2.0, 1.5)
     assert told.address == ("h0", 29500)
     assert job("--standalone", "--nnodes=2").meeting.address is None
+    assert job("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0").meeting.address is None
     assert endpoint_of("10.0.0.1:1234") == ("10.0.0.1", 1234)
 
 

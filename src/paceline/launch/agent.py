@@ -28,6 +28,8 @@ from paceline.launch.signals import Signals
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
+_LONGEST_PATH = 80  # of 107, less the names of what is in it
+
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
     """Runs this machine's part of the job to its end; the exit code for the shell.
@@ -40,7 +42,7 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     Raises:
         PacelineError, ValueError: the machines did not meet.
     """
-    directory = tempfile.mkdtemp(prefix="paceline-")
+    directory = _directory()
     mark = f"{secrets.token_hex(8)}."
     guard = Guard(directory, mark)
     adopt_orphans()
@@ -58,6 +60,15 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
         kill_marked(mark)
         reap_orphans([])
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _directory() -> str:
+    """A directory of the job's own, with a path short enough for a Unix socket."""
+    directory = tempfile.mkdtemp(prefix="paceline-")
+    if len(os.fsencode(directory)) <= _LONGEST_PATH:
+        return directory
+    os.rmdir(directory)
+    return tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
 
 
 class _Agent:

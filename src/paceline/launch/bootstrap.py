@@ -23,6 +23,9 @@ def main() -> None:
                 f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
             )
     _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
+    import faulthandler
+
+    faulthandler.enable()  # the Python stack of a worker that crashes in native code
     if rest[0] == "-m":
         import runpy
 

@@ -85,4 +85,5 @@ def _join(options: argparse.Namespace) -> int:
     host = f"[{token.host}]" if ":" in token.host else token.host
     options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
     options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
+    options.nnodes = (2, 2)  # more than one; how many they are is decided where they meet
     return run_job(job_of(options), secret=token.secret)

@@ -20,7 +20,7 @@ from paceline.launch.nodes.messages import Start
 from paceline.launch.output import Stream
 from paceline.launch.placement import Cores
 from paceline.launch.values import Streams
-from paceline.launch.worker import Worker, command_line, start_worker
+from paceline.launch.worker import Worker, allow_descriptors, command_line, start_worker
 
 CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
 _READ_BYTES = 1 << 16
@@ -81,6 +81,7 @@ class Generation:
         self._grace_s = job.shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._told_to_end = False
+        files = allow_descriptors(job.workers)
         for index in range(job.workers):
             place = place_of(job, start, index)
             error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
@@ -100,6 +101,7 @@ class Generation:
                 (outputs[0].file or subprocess.PIPE, outputs[1].file or subprocess.PIPE),
                 [secret_fd],
                 cores[place.local_rank] if cores is not None else None,
+                files,
             )
             worker = Worker(place.rank, place.local_rank, process, error_file, pidfd, str(log) if log else None)
             self.workers.append(worker)

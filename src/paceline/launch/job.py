@@ -151,8 +151,8 @@ def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meetin
     conf = options.rdzv_conf
     if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
         raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
-    if most == 1 and not options.rdzv_endpoint and not options.print_token:
-        return Meeting()
+    if most == 1:
+        return Meeting()  # there is nobody to meet, whatever the address
     comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
     is_static = options.rdzv_backend == "static" and not comes_in_any_order
     address, serves = _address(options, around)

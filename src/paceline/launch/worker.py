@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -63,14 +64,28 @@ class Worker:
         kill_group(self.pid, number)
 
 
+def allow_descriptors(workers: int) -> tuple[int, int] | None:
+    """Lets the launcher open what so many workers need; the limit before, if that was too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 8 * workers + 256
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard))
+    return soft, hard
+
+
 def start_worker(
     words: Sequence[str],
     environment: Mapping[str, str],
     outputs: tuple[BinaryIO | int, BinaryIO | int],
     pass_fds: Sequence[int],
     cores: Cores | None,
+    files: tuple[int, int] | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a process in a session of its own, on its cores; with a descriptor that becomes readable at its end."""
+    """Starts a process in a session of its own, on its cores; with a descriptor that becomes readable at its end.
+
+    `files` is its limit of descriptors, where it is not the launcher's.
+    """
     process = subprocess.Popen(
         words,
         env=environment,
@@ -80,7 +95,9 @@ def start_worker(
         pass_fds=pass_fds,
         start_new_session=True,
     )
-    if cores is not None:
-        with contextlib.suppress(OSError):  # it has ended already, or the cores were taken away
+    with contextlib.suppress(OSError):  # it has ended already, or the cores were taken away
+        if cores is not None:
             os.sched_setaffinity(process.pid, cores)
+        if files is not None:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, files)
     return process, os.pidfd_open(process.pid)

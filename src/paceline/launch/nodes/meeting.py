@@ -12,6 +12,7 @@ from paceline.launch.nodes.line import Line, LocalLine
 from paceline.launch.nodes.link import dial
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.server import MeetingServer
+from paceline.security.secret import is_loopback
 from paceline.store.tcp import PortInUseError, listen
 
 
@@ -73,17 +74,29 @@ def open_meeting(job: Job, secret: bytes | None, listener: socket.socket | None 
 
 def _listener(meeting: Meeting, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:
     """A listening socket if the address is this machine's and no other launcher serves there."""
+    host = host_to_serve_on(address[0], bool(meeting.serves))
     try:
-        return listen(*address, secret)
+        return None if host is None else listen(host, address[1], secret)
     except StoreConnectionError as error:
         if not meeting.serves and isinstance(error, PortInUseError):
             return None  # the launcher that came first on this machine serves
         if meeting.serves:
             raise
-    except OSError:  # the name is not known yet, perhaps
-        if meeting.serves:
-            raise
     return None
+
+
+def host_to_serve_on(name: str, serves: bool) -> str | None:
+    """`name`, or this machine's address if the name leads to loopback here only, as /etc/hosts of many systems says.
+
+    A name that is not known yet, as a pod's own may not be, is this machine's if it `serves`, else another's: None.
+    """
+    if name == "localhost" or name.replace(".", "").isdecimal() or ":" in name:
+        return name
+    try:
+        addresses = [str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return own_address() if serves else None
+    return own_address() if all(map(is_loopback, addresses)) else name
 
 
 def own_address() -> str:

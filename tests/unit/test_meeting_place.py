@@ -1,0 +1,50 @@
+"""Where a machine serves the meeting, and what it opens for many workers."""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+import pytest
+
+from paceline.launch.nodes import meeting
+from paceline.launch.worker import allow_descriptors
+
+
+@pytest.mark.parametrize(
+    ("name", "leads_to", "served_on"),
+    [
+        ("10.0.0.1", None, "10.0.0.1"),
+        ("fd00::1", None, "fd00::1"),
+        ("localhost", None, "localhost"),
+        ("node0", ["10.0.0.1"], "node0"),
+        ("node0", ["127.0.1.1"], "192.168.0.9"),
+        ("node0", [], "192.168.0.9"),
+    ],
+)
+def test_a_name_that_leads_to_loopback_here_is_served_on_the_address_others_see(monkeypatch, name, leads_to, served_on):
+    def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
+        if not leads_to:
+            raise socket.gaierror("unknown")
+        return [(0, 0, 0, "", (address, 0)) for address in leads_to]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(meeting, "own_address", lambda: "192.168.0.9")
+    assert meeting.host_to_serve_on(name, True) == served_on
+    assert meeting.host_to_serve_on(name, False) == (None if leads_to == [] else served_on)
+
+
+def test_the_own_address_is_one_of_this_machine():
+    with socket.create_server((meeting.own_address(), 0)):
+        pass
+
+
+def test_descriptors_are_allowed_for_many_workers():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        assert allow_descriptors(1) is None
+        assert allow_descriptors(100) == (min(512, before[1]), before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(1056, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
