@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
-CODE := src tests bench examples
+CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 .DEFAULT_GOAL := help

@@ -75,8 +75,9 @@ class ShardLoader:
         self.epoch = 0
         self._next_step = 0
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
+        reading: Any = _Reading(dataset, shards.seed)  # a Dataset in all but its base class
         self._loader: DataLoader[Any] = DataLoader(
-            _Reading(dataset, shards.seed),  # type: ignore[arg-type]
+            reading,
             batch_sampler=_Batches(self),
             num_workers=num_workers,
             collate_fn=collate_fn,
