@@ -26,7 +26,7 @@ class HostGroup {
     HostGroup& operator=(const HostGroup&) = delete;
     // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
     ~HostGroup() {
-        if (shm::forked_from_member()) static_cast<void>(progress_.release());
+        if (forked_from_member()) static_cast<void>(progress_.release());
     }
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,

@@ -51,7 +51,7 @@ class LinkGroup {
     LinkGroup& operator=(const LinkGroup&) = delete;
     // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
     ~LinkGroup() {
-        if (!shm::forked_from_member()) return;
+        if (!forked_from_member()) return;
         static_cast<void>(progress_.release());
         static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
         static_cast<void>(new std::shared_ptr<link::Links>(links_));

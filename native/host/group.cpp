@@ -70,7 +70,7 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
 }
 
 Group::~Group() {
-    if (shm::forked_from_member()) return;
+    if (forked_from_member()) return;
     if (controls_[static_cast<std::size_t>(rank_)] != nullptr && !broken_) {
         Control& mine = control(rank_);
         mine.gave_up.store(GaveUp::left, std::memory_order_release);

@@ -35,7 +35,7 @@ bool would_block() {
 
 }  // namespace
 
-SocketLane::SocketLane(int socket) : socket_(socket) {
+SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(socket); }) {
     fcntl(socket_, F_SETFL, fcntl(socket_, F_GETFL) | O_NONBLOCK);
     const int on = 1;
     // Of a Unix socket these fail, and it needs none of them.
@@ -51,7 +51,7 @@ SocketLane::~SocketLane() {
     // A peer that goes on sending gets the reset.
     for (int i = 0; i < kMostDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
-    ::close(socket_);
+    guard_.close();
 }
 
 std::ptrdiff_t SocketLane::write(std::span<const Piece> pieces) {

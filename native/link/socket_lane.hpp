@@ -8,6 +8,7 @@
 #include <chrono>
 
 #include "link/lane.hpp"
+#include "process/fork_guard.hpp"
 
 namespace paceline::link {
 
@@ -31,6 +32,7 @@ class SocketLane final : public Lane {
     std::array<std::uint8_t, 16 << 10> ahead_;  // read already, asked for not yet
     std::size_t ahead_from_ = 0;
     std::size_t ahead_to_ = 0;
+    ForkGuard guard_;
 };
 
 }  // namespace paceline::link

@@ -15,17 +15,6 @@ namespace {
 
 enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4 };
 
-// Live meshes, for the handler that runs in a forked child; only touched with the lock or in that child.
-std::mutex& registry_lock() {
-    static std::mutex lock;
-    return lock;
-}
-std::vector<Mesh*>& registry() {
-    static std::vector<Mesh*> meshes;
-    return meshes;
-}
-std::atomic<bool> forked{false};
-
 std::uint64_t bit(int rank) {
     return std::uint64_t{1} << rank;
 }
@@ -39,32 +28,14 @@ struct Mesh::Message {
     std::uint64_t size;
 };
 
-bool forked_from_member() {
-    return forked.load(std::memory_order_relaxed);
-}
-
-void Mesh::forget_in_child() {
-    for (Mesh* mesh : registry()) mesh->close_sockets();
-    if (!registry().empty()) forked.store(true, std::memory_order_relaxed);
-    registry().clear();
-    registry_lock().unlock();
-}
-
 Mesh::Mesh(int rank, std::vector<int> sockets)
     : rank_(rank),
       sockets_(std::move(sockets)),
       wake_(eventfd(0, EFD_CLOEXEC)),
       doorbell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      doorbells_(sockets_.size()) {
+      doorbells_(sockets_.size()),
+      guard_([this] { close_sockets(); }) {
     for (std::atomic<int>& each : doorbells_) each.store(-1, std::memory_order_relaxed);
-    static std::once_flag once;
-    std::call_once(once, [] {
-        pthread_atfork([] { registry_lock().lock(); }, [] { registry_lock().unlock(); }, &Mesh::forget_in_child);
-    });
-    {
-        const std::lock_guard hold(registry_lock());
-        registry().push_back(this);
-    }
     listener_ = std::thread([this] { listen(); });
     for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::doorbell, 0, 0, 0}, doorbell_);
 }
@@ -110,10 +81,8 @@ void Mesh::close() {
         const std::lock_guard hold(mutex_);
         regions_.clear();
     }
-    const std::lock_guard hold(registry_lock());
-    std::erase(registry(), this);
-    const std::lock_guard hold_sockets(sending_);
-    close_sockets();
+    const std::lock_guard hold(sending_);
+    guard_.close();
 }
 
 void Mesh::send(int peer, const Message& message, int fd) {

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "process/fork_guard.hpp"
 #include "shm/segment.hpp"
 
 namespace paceline::shm {
@@ -67,9 +68,6 @@ class Mesh {
     void send(int peer, const Message& message, int fd);
     void close_sockets();
 
-    // A child made by fork() must not keep the sockets open: its parent's death would go unnoticed.
-    static void forget_in_child();
-
     int rank_;
     std::vector<int> sockets_;
     int wake_;
@@ -82,9 +80,7 @@ class Mesh {
     std::mutex sending_;
     bool closed_ = false;
     std::thread listener_;
+    ForkGuard guard_;
 };
-
-// Whether this process was forked from one that held a mesh, which the child must not use.
-bool forked_from_member();
 
 }  // namespace paceline::shm

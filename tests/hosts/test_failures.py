@@ -341,6 +341,27 @@ def test_a_rank_that_left_is_told_from_one_that_died(hosts, layout):
             )
 
 
+def die_and_leave_a_child() -> tuple[str, str, float]:
+    dist.init_process_group()
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    if rank() == 1:
+        if os.fork() == 0:  # as the workers of a DataLoader are made
+            time.sleep(60)
+            os._exit(0)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return told_by(lambda: dist.all_reduce(torch.ones(100_000)))
+
+
+def test_a_child_that_outlives_a_rank_does_not_hide_its_death(hosts):
+    with hosts(3, 1).start(die_and_leave_a_child) as run:
+        told = run.join(20, expect_dead={1})
+    for error, message, took_s in (told[0], told[2]):
+        assert error == "PeerLostError" and took_s < 1
+        assert message.startswith(f"rank 1 (h1, pid {run.pids[1]}) died")
+
+
 def die_together() -> tuple[str, str, float] | None:
     dist.init_process_group(timeout=timedelta(seconds=5))
     dist.barrier()

@@ -1,7 +1,9 @@
 // Lanes: bytes come out as they went in, whatever the sizes, and the end comes after the last of them.
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -172,6 +174,27 @@ void a_socket_to_a_peer_that_never_stops_is_closed_all_the_same() {
     ::close(ends[1]);
 }
 
+void a_forked_child_holds_no_socket_open() {
+    Sockets pair;
+    const pid_t child = fork();
+    if (child == 0) {
+        pause();
+        _exit(0);
+    }
+    Bytes bytes = pattern(100);
+    const Piece out = piece(bytes, 0, 100);
+    CHECK(pair.a->write({&out, 1}) == 100);  // the parent goes on
+    pair.a.reset();
+    Bytes received(100);
+    const Piece in = piece(received, 0, 100);
+    CHECK(pair.b->read({&in, 1}) == 100);
+    const auto started = std::chrono::steady_clock::now();
+    while (pair.b->read({&in, 1}) != kClosed)  // the child may not have run yet
+        CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(5));
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+}
+
 void a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing() {
     Rings pair;
     CHECK(pair.b->read({}) == 0);
@@ -260,6 +283,7 @@ int main() {
     what_was_sent_before_the_end_is_read_before_the_end<Rings>();
     a_socket_closed_with_bytes_unread_still_delivers_what_it_sent();
     a_socket_to_a_peer_that_never_stops_is_closed_all_the_same();
+    a_forked_child_holds_no_socket_open();
     a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing();
     a_peek_is_what_a_read_would_give();
     senseless_counts_in_a_ring_do_no_harm();

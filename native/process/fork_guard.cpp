@@ -1,0 +1,56 @@
+#include "process/fork_guard.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace paceline {
+namespace {
+
+// Held over every fork; the guards are only touched with it.
+std::mutex& lock() {
+    static std::mutex mutex;
+    return mutex;
+}
+std::vector<ForkGuard*>& guards() {
+    static std::vector<ForkGuard*> all;
+    return all;
+}
+std::atomic<bool> forked{false};
+
+}  // namespace
+
+bool forked_from_member() {
+    return forked.load(std::memory_order_relaxed);
+}
+
+ForkGuard::ForkGuard(std::function<void()> close) : close_(std::move(close)) {
+    static std::once_flag once;
+    std::call_once(once,
+                   [] { pthread_atfork([] { lock().lock(); }, [] { lock().unlock(); }, &ForkGuard::close_in_child); });
+    const std::lock_guard hold(lock());
+    guards().push_back(this);
+}
+
+ForkGuard::~ForkGuard() {
+    const std::lock_guard hold(lock());
+    std::erase(guards(), this);
+}
+
+void ForkGuard::close() {
+    const std::lock_guard hold(lock());
+    if (std::erase(guards(), this) != 0) close_();
+}
+
+void ForkGuard::close_in_child() {
+    for (const ForkGuard* guard : guards()) guard->close_();
+    if (!guards().empty()) forked.store(true, std::memory_order_relaxed);
+    guards().clear();
+    lock().unlock();
+}
+
+}  // namespace paceline
