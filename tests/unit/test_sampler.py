@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch.utils.data
 from hypothesis import given, settings
@@ -39,3 +41,43 @@ def test_a_rank_out_of_range_is_refused_with_the_range():
 def test_without_a_group_the_fix_is_named():
     with pytest.raises(ValueError, match="init_process_group"):
         DistributedSampler(range(4))
+
+
+def forget_nothing(sampler):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return list(sampler)
+
+
+def test_a_second_epoch_in_the_same_order_is_told_once_with_the_fix():
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
+    forget_nothing(sampler)
+    with pytest.warns(UserWarning, match=r"rank 1: .* order of epoch 0.*call sampler\.set_epoch\(epoch\)"):
+        list(sampler)
+    forget_nothing(sampler)
+
+
+def test_a_loop_that_leaves_its_epochs_early_is_told_as_well():
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
+    for _ in range(2):
+        next(iter(sampler))
+    with pytest.warns(UserWarning, match="set_epoch"):
+        next(iter(sampler))
+
+
+def test_set_epoch_a_look_at_the_first_batch_and_a_fixed_order_are_no_mistakes():
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
+    next(iter(sampler))
+    for epoch in (0, 1, 1):
+        sampler.set_epoch(epoch)
+        forget_nothing(sampler)
+    in_order = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
+    forget_nothing(in_order)
+    forget_nothing(in_order)
+
+
+def test_a_data_loader_tells_of_a_forgotten_epoch():
+    loader = torch.utils.data.DataLoader(range(8), sampler=DistributedSampler(range(8), num_replicas=2, rank=1))
+    list(loader)
+    with pytest.warns(UserWarning, match="set_epoch"):
+        list(loader)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sized
 
-import torch
 from torch.utils.data import Sampler
 
+from paceline.data.order import epoch_order
 from paceline.group.default import get_rank, get_world_size
 
 
@@ -15,7 +16,8 @@ class DistributedSampler(Sampler[int]):
     """The indices of one rank's part of `dataset`; the same sequence as torch's DistributedSampler.
 
     All ranks get the same number of samples: without `drop_last` the first ones are repeated to fill up, with it the
-    last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order.
+    last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order; a warning says so,
+    once, when an epoch is read that was read before.
 
     Args:
         dataset: anything with a length.
@@ -40,12 +42,7 @@ class DistributedSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        num_replicas = get_world_size() if num_replicas is None else num_replicas
-        rank = get_rank() if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise ValueError(
-                f"rank is {rank}; with num_replicas {num_replicas} it must be from 0 to {num_replicas - 1}"
-            )
+        num_replicas, rank = which_part(num_replicas, rank)
         self.dataset = dataset
         self.num_replicas = num_replicas
         self.rank = rank
@@ -53,6 +50,8 @@ class DistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
+        self._read_before = self._warned = False
+        self._begun = 0
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)
@@ -63,17 +62,14 @@ class DistributedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """This rank's indices in this epoch."""
         length = len(self.dataset)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            indices: list[int] = torch.randperm(length, generator=generator).tolist()
-        else:
-            indices = list(range(length))
+        indices = epoch_order(length, self.shuffle, self.seed, self.epoch)
         if self.drop_last:
             indices = indices[: self.total_size]
         elif indices:
             repeats = math.ceil(self.total_size / length)
             indices = (indices * repeats)[: self.total_size]
-        return iter(indices[self.rank : self.total_size : self.num_replicas])
+        self._warn_of_a_forgotten_epoch()
+        return self._read(indices[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:
         """The number of samples of each rank."""
@@ -82,3 +78,33 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration."""
         self.epoch = epoch
+        self._read_before = False
+        self._begun = 0
+
+    def _read(self, indices: list[int]) -> Iterator[int]:
+        yield from indices
+        self._read_before = True
+
+    def _warn_of_a_forgotten_epoch(self) -> None:
+        self._begun += 1
+        # A first batch, to look at it, is no epoch; two of them in a row are how a loop with `break` begins.
+        if self.shuffle and not self._warned and (self._read_before or self._begun > 2):
+            self._warned = True
+            warnings.warn(
+                f"rank {self.rank}: DistributedSampler is read again in the order of epoch {self.epoch}, so this epoch "
+                "has the batches of an earlier one; call sampler.set_epoch(epoch) before each epoch",
+                stacklevel=3,
+            )
+
+
+def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of parts and this one's, by default the default group's.
+
+    Raises:
+        ValueError: the one does not fit the other.
+    """
+    num_replicas = get_world_size() if num_replicas is None else num_replicas
+    rank = get_rank() if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank is {rank}; with num_replicas {num_replicas} it must be from 0 to {num_replicas - 1}")
+    return num_replicas, rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -31,7 +31,8 @@ class DeferredFuture(torch.futures.Future[T]):
             try:
                 self.set_result(compute())
             except Exception as error:
-                self.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a value
+                # torch annotates the error with the type of the value.
+                cast("torch.futures.Future[Exception]", self).set_exception(error)
         value: T = super().wait()
         return value
 

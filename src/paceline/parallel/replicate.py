@@ -52,7 +52,7 @@ def _fill(
             former[name] = copies[id(param)]
     for name, buffer in original._buffers.items():
         replica._buffers[name] = None if buffer is None else copies[id(buffer)]
-    replica._former_parameters = former  # type: ignore[assignment]  # torch's RNNs look there
+    replica.__dict__["_former_parameters"] = former  # torch's RNNs look there
 
 
 def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -36,17 +37,19 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     """
     sizes = {tensor.shape[dim] for tensor in _tensors(value) if tensor.dim() > dim}
     count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
-    return [
-        _rebuild(value, lambda tensor, at=at: _part(tensor, at, count, dim, to_device(devices[at])))  # type: ignore[misc]
-        for at in range(count)
-    ]
+
+    def part(at: int) -> object:
+        return _rebuild(value, lambda tensor: _part(tensor, at, count, dim, to_device(devices[at])))
+
+    return [part(at) for at in range(count)]
 
 
 def scatter_arguments(
     args: Sequence[object], kwargs: Mapping[str, object], devices: Sequence[Device], dim: int = 0
 ) -> list[tuple[tuple[object, ...], dict[str, object]]]:
     """Positional and keyword arguments for each device; see `scatter`."""
-    return list(scatter((tuple(args), dict(kwargs)), devices, dim))  # type: ignore[arg-type]
+    parts = scatter((tuple(args), dict(kwargs)), devices, dim)
+    return cast("list[tuple[tuple[object, ...], dict[str, object]]]", parts)
 
 
 def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> object:
@@ -129,12 +132,13 @@ def _children(value: object) -> dict[object, object] | None:
 
 def _with_children(value: object, children: dict[object, object]) -> object:
     """A nest like `value` that holds other things."""
+    make: Callable[..., object] = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*children.values())  # type: ignore[arg-type]
+        return make(*children.values())
     if isinstance(value, (list, tuple)):
-        return type(value)(children.values())
+        return make(children.values())
     if isinstance(value, Mapping):
-        return type(value)(children.items())  # type: ignore[call-arg]
+        return make(children.items())
     copied = object.__new__(type(value))  # whatever its __init__ takes
     copied.__dict__.update(value.__dict__)
     for name, child in children.items():

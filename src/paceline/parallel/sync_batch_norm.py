@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -58,9 +59,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return plain
         self._check_input_dim(input)
         momentum = self._count_batch()
-        normalise = _Normalise.apply
-        output: torch.Tensor
-        output, statistics = normalise(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
+        normalise: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _Normalise.apply
+        output, statistics = normalise(input, self.weight, self.bias, self.eps, group)
         if momentum is not None:
             self._track(statistics, momentum)
         return output
@@ -98,7 +98,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return {name: value for name, value in self.__dict__.items() if name != "process_group"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        restore: Callable[[dict[str, object]], None] = super().__setstate__
+        restore(state)
         self.__dict__.setdefault("process_group", None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SyncBatchNorm:
@@ -127,7 +128,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
     >>> convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))[1]
     SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
     """
-    return _convert(module, process_group, {})  # type: ignore[return-value]
+    return cast("M | SyncBatchNorm", _convert(module, process_group, {}))
 
 
 def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.Module]) -> nn.Module:
@@ -157,7 +158,7 @@ def _synchronised(layer: nn.modules.batchnorm._BatchNorm, group: ProcessGroup | 
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -181,15 +182,15 @@ class _Normalise(torch.autograd.Function):
         if bias is not None:
             output = output + bias.to(kind).view(shape)
         packed = whole.pack()
-        ctx.save_for_backward(input, weight, packed, inverse)  # type: ignore[arg-type]
-        ctx.group = group  # type: ignore[attr-defined]
-        ctx.has_bias = bias is not None  # type: ignore[attr-defined]
+        ctx.save_for_backward(input, weight, packed, inverse)
+        ctx.group = group
+        ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(packed)
         return output.to(input.dtype), packed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor, _: torch.Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, packed, inverse = ctx.saved_tensors
         whole = Statistics.unpack(packed)
         kind = torch.promote_types(input.dtype, torch.float32)

@@ -16,7 +16,7 @@ from paceline.parallel.hooks.average import (
 from paceline.parallel.hooks.int8 import Int8State, int8_hook
 from paceline.parallel.hooks.power_sgd import PowerSGDState, power_sgd_hook
 
-powerSGD_hook = power_sgd_hook  # noqa: N816  (as it is spelt in torch)
+powerSGD_hook = power_sgd_hook
 
 __all__ = [
     "DeferredFuture",

@@ -29,7 +29,7 @@ class PowerSGDState:
 
     process_group: ProcessGroup | None = None
     matrix_approximation_rank: int = 1
-    start_powerSGD_iter: int = 1000  # noqa: N815  (as it is spelt in torch)
+    start_powerSGD_iter: int = 1000
     min_compression_rate: float = 2
     use_error_feedback: bool = True
     warm_start: bool = True

@@ -1,0 +1,106 @@
+"""What does each stage of ZeRO leave on a rank, and what does a step cost?
+
+    python bench/zero.py [--ranks 2] [--models NAME ...] [--json FILE]
+
+Stage 0 is DistributedDataParallel with AdamW on every rank. Bytes are the most of any rank: of the optimizer's state,
+of gradients when backward has ended, of parameters between steps, and of parameters at their peak in forward. "share"
+is the optimizer's state divided by that of stage 0, to hold against 1 / ranks. "loss apart" is the largest difference
+of any rank's loss to stage 0's over the steps. Every rank has one thread and a batch of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from ddp import build
+from report import parser, show
+from torch import nn
+
+STEPS = 20
+MODELS = ["transformer", "wide MLP"]
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(param.data.untyped_storage().nbytes() for param in model.parameters())
+
+
+def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    rows: list[dict[str, object]] = []
+    for name in names:
+        unsharded: list[float] = []
+        whole = 0.0
+        for stage in range(4):
+            torch.manual_seed(rank)  # rank 0's model goes to all
+            model, x = build(name)
+            peak = 0
+
+            def look(module: nn.Module, inputs: object, output: object, model: nn.Module = model) -> None:
+                nonlocal peak
+                peak = max(peak, parameter_bytes(model))
+
+            for module in model.modules():
+                module.register_forward_hook(look)
+            trained = dist.DistributedDataParallel(model) if stage == 0 else model
+            if stage == 0:
+                optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+            else:
+                optimizer = dist.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-4)
+            losses = []
+            started = time.perf_counter()
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                loss = trained(x).square().mean()
+                loss.backward()
+                gradients = sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
+                optimizer.step()
+                losses.append(loss.item())
+            elapsed = time.perf_counter() - started
+            state = sum(each.nbytes for values in optimizer.state.values() for each in values.values())
+            if stage == 0:
+                unsharded = losses
+            apart = max(abs(mine - other) for mine, other in zip(losses, unsharded, strict=True))
+            most = torch.tensor([state, gradients, parameter_bytes(model), peak, apart, elapsed], dtype=torch.float64)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            if stage == 0:
+                whole = most[0].item()
+            columns = ["optimizer MiB", "gradients MiB", "parameters MiB", "peak parameters MiB"]
+            row = {column: value / 2**20 for column, value in zip(columns, most.tolist()[:4], strict=True)}
+            rows.append(
+                {
+                    "model": name,
+                    "stage": stage,
+                    **row,
+                    "share": most[0].item() / whole,
+                    "loss apart": most[4].item(),
+                    "ms a step": most[5].item() / STEPS * 1e3,
+                }
+            )
+            del optimizer, trained, model
+    if rank == 0:
+        Path(directory, "result.json").write_text(json.dumps(rows))
+    dist.barrier()
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--models", nargs="+", default=MODELS, choices=["transformer", "wide MLP", "CNN"])
+    options = arguments.parse_args()
+    import paceline as dist
+
+    with tempfile.TemporaryDirectory() as directory:
+        dist.spawn(rank_main, (options.ranks, options.models, directory), options.ranks)
+        rows = json.loads(Path(directory, "result.json").read_text())
+    show(f"ZeRO on {options.ranks} ranks of one thread, AdamW", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The end of a backward, for those that have work left to do then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_NONE = -1  # no backward
+
+
+def in_backward() -> bool:
+    """Whether this is called from within a backward."""
+    task: int = torch._C._current_graph_task_id()
+    return task != _NONE
+
+
+class BackwardEnd:
+    """Calls `callbacks`, in order, at the end of each backward in which `begin` was called."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], None]] = []
+        self._task = _NONE
+
+    def begin(self) -> None:
+        """To be called from hooks.
+
+        Raises:
+            RuntimeError: another backward has not ended.
+        """
+        task: int = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self._task != _NONE:
+            raise RuntimeError(
+                "a backward began while another one, of parameters that ZeroRedundancyOptimizer shards, had not ended. "
+                "Within a backward: use checkpoint(..., use_reentrant=False). After one that failed: call zero_grad()"
+            )
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def forget(self) -> None:
+        """After a backward that failed and will not end."""
+        self._task = _NONE
+
+    def _end(self) -> None:
+        self._task = _NONE
+        for callback in self.callbacks:
+            callback()

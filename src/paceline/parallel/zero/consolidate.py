@@ -1,0 +1,74 @@
+"""Brings the optimizer's state together on one rank, as the unsharded optimizer would have it.
+
+Nothing is pickled: numbers travel as JSON, tensors as their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from paceline.group.process_group import ProcessGroup
+
+State = dict[int, dict[str, object]]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> State | None:
+    """The states of all ranks, by the parameter's index; None on other ranks than `to` (a group rank).
+
+    Raises:
+        TypeError: a state has something that is neither a tensor nor a number, a string or None; on every rank.
+    """
+    problem = _why_not(mine)
+    described = [] if problem else [[index, name, _describe(value)] for index, name, value in _flat(mine)]
+    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps([problem, described]).encode())]
+    for rank, (told, _) in zip(group.ranks, everyone, strict=True):
+        if told:
+            raise TypeError(f"rank {rank}: consolidate_state_dict cannot send {told}")
+    if group.rank() != to:
+        tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
+        if tensors:
+            group.send([_bytes(tensor.detach().contiguous()) for tensor in tensors], to)
+        return None
+    gathered: State = {}
+    for rank, (_, entries) in enumerate(everyone):
+        received: list[torch.Tensor] = []
+        for index, name, (kind, *what) in entries:
+            value = what[0]
+            if kind == "tensor":
+                if rank == to:
+                    kept = mine[index][name]
+                    assert isinstance(kept, torch.Tensor)
+                    value = kept.detach().clone()
+                else:
+                    value = torch.empty(what[1], dtype=getattr(torch, what[0]))
+                    received.append(_bytes(value))
+            gathered.setdefault(index, {})[name] = value
+        if received:
+            group.recv(received, rank)
+    return dict(sorted(gathered.items()))
+
+
+def _flat(state: Mapping[int, Mapping[str, object]]) -> list[tuple[int, str, object]]:
+    return [(index, name, value) for index, values in state.items() for name, value in values.items()]
+
+
+def _why_not(state: Mapping[int, Mapping[str, object]]) -> str | None:
+    for _, name, value in _flat(state):
+        if not isinstance(value, (torch.Tensor, *_PLAIN)):
+            return f"the state {name!r}, which is a {type(value).__name__}; tensors, numbers and strings can be sent"
+    return None
+
+
+def _describe(value: object) -> list[object]:
+    if isinstance(value, torch.Tensor):
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    return ["plain", value]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

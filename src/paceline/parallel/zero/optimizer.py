@@ -1,0 +1,280 @@
+"""An optimizer whose state, and with it gradients and parameters, the ranks share instead of each holding it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.group.default import default_group
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+from paceline.parallel.agreement import broadcast_tensors, require_same_module
+from paceline.parallel.buckets import MIB, make_buckets
+from paceline.parallel.conditions import facts_of
+from paceline.parallel.ddp import DistributedDataParallel
+from paceline.parallel.members import Members
+from paceline.parallel.zero.backward import BackwardEnd
+from paceline.parallel.zero.consolidate import State, gather_state
+from paceline.parallel.zero.gradients import GradientReducer
+from paceline.parallel.zero.groups import copy_options, part_of_group, part_of_state_dict, to_state_dict
+from paceline.parallel.zero.parameters import ShardedParameters
+from paceline.parallel.zero.partition import assign_owners
+from paceline.parallel.zero.units import find_units
+from paceline.parallel.zero.updates import copy_from_owner
+
+Stage = Literal[1, 2, 3]
+
+
+class ZeroRedundancyOptimizer(Optimizer):
+    """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
+
+    Every parameter has one owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020). Stage 1 shards the
+    optimizer's state; stage 2 the gradients as well, which are averaged into their owner's and freed elsewhere; stage 3
+    the parameters too, which the other ranks have only while a layer needs them.
+
+    Args:
+        params: the module, plain or in a `DistributedDataParallel`; or parameters or parameter groups, as for any
+            optimizer. With the module, gradients are averaged: by the wrapper in stage 1, else by this optimizer.
+            With parameters they are taken to be averaged when `step` is called, which a wrapper around their module
+            does; stage 2 then frees them no earlier than in `step`.
+        optimizer_class: such as `torch.optim.AdamW`; one that updates each parameter by itself.
+        process_group: the ranks; None for the default group.
+        parameters_as_bucket_view: without effect: parameters are sent from where they are.
+        overlap: average gradients on the group's progress thread while backward goes on.
+        stage: 1, 2 or 3; 3 needs the module.
+        module: where `params` is groups of its parameters.
+        bucket_cap_mb: MiB of gradients that are averaged together in backward.
+        defaults: arguments of `optimizer_class`.
+
+    Raises:
+        CollectiveMismatchError: parameters or arguments differ between ranks; on every rank.
+        TypeError: the optimizer evaluates the loss several times in a step.
+        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module.
+
+    Example::
+
+        optimizer = paceline.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=2, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap: bool = False,
+        stage: Stage = 1,
+        *,
+        module: nn.Module | None = None,
+        bucket_cap_mb: float = 4,
+        **defaults: Any,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            module = params
+            params = module.parameters()
+        if stage not in get_args(Stage):
+            raise ValueError(f"stage is {stage!r}; it must be 1 (optimizer state), 2 (and gradients) or 3 (all)")
+        if stage == 3 and module is None:
+            raise ValueError("stage=3 gathers parameters layer by layer and needs the module: pass it as params")
+        if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{optimizer_class.__name__} evaluates the loss several times in a step, which looks at all parameters "
+                "together; ZeroRedundancyOptimizer needs an optimizer that updates each by itself, such as AdamW"
+            )
+        self.stage = stage
+        self.process_group = default_group() if process_group is None else process_group
+        self._overlap, self._cap_bytes = overlap, int(bucket_cap_mb * MIB)
+        self._averages = module is not None
+        if isinstance(module, DistributedDataParallel):
+            self._averages = stage > 1
+            if self._averages:
+                module.require_backward_grad_sync = False  # from here on this optimizer does it
+            module = module.module
+        self._module = module
+        self._rank = self.process_group.rank()
+        self._loads = [0] * self.process_group.size()
+        self._owners: list[int] = []
+        self._inner: Optimizer | None = None
+        self._consolidated: State | None = None
+        self._ends = BackwardEnd()
+        self._reducer: GradientReducer | None = None
+        self._sharded: ShardedParameters | None = None
+        super().__init__(params, {})  # calls add_param_group for each
+        self._require_agreement(optimizer_class)
+        make: Callable[..., Optimizer] = optimizer_class
+        owned = [part_of_group(group, self._owned(at)) for at, group in enumerate(self.param_groups)]
+        self._inner = make(owned, **defaults)
+        self.defaults = self._inner.defaults
+        self.state = self._inner.state
+        copy_options(self._inner.param_groups, self.param_groups)
+        self._start()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that this rank owns, and brings all ranks' together.
+
+        Every rank calls it. `closure` computes the loss and its gradients, and is called once.
+        """
+        assert self._inner is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._consolidated = None
+        if self.stage > 1:
+            for param, owner in zip(self._params(), self._owners, strict=True):
+                if owner != self._rank:
+                    param.grad = None
+        copy_options(self.param_groups, self._inner.param_groups)
+        self._inner.step()
+        copy_options(self._inner.param_groups, self.param_groups)
+        if self.stage < 3:
+            for owner in range(self.process_group.size()):
+                theirs = [p.data for p, by in zip(self._params(), self._owners, strict=True) if by == owner]
+                copy_from_owner(theirs, owner, self.process_group)
+        if self._averages and self._module is not None:
+            broadcast_tensors(list(self._module.buffers()), self.process_group)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, and a backward that failed."""
+        super().zero_grad(set_to_none)
+        self._ends.forget()
+        if self._reducer is not None:
+            self._reducer.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, the same on every rank; those there keep their owners."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._owners += assign_owners([param.numel() for param in group["params"]], self._loads)
+        if self._inner is not None:
+            self._inner.add_param_group(part_of_group(group, self._owned(len(self.param_groups) - 1)))
+            copy_options(self._inner.param_groups, self.param_groups)
+            self._stop()
+            self._start()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the gradients so that their norm, over all ranks' parts, is at most `max_norm`; returns the norm.
+
+        `torch.nn.utils.clip_grad_norm_` would see only this rank's gradients in stages 2 and 3.
+        """
+        gradients = [p.grad for p, by in zip(self._params(), self._owners, strict=True) if by == self._rank]
+        norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients if each is not None]
+        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        if norm_type == float("inf"):
+            total = mine.max()
+            self.process_group.all_reduce(total, ReduceOp.MAX)
+        else:
+            total = mine.pow(norm_type).sum()
+            self.process_group.all_reduce(total)
+            total = total.pow(1 / norm_type)
+        scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+        for param in self._params():
+            if param.grad is not None:
+                param.grad.detach().mul_(scale)
+        return total.float()
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Within it every rank holds all parameters, to save or load the module in stage 3; every rank enters it."""
+        return nullcontext() if self._sharded is None else self._sharded.all_present()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Brings the whole state to rank `to` of the group, for `state_dict` there; every rank calls it."""
+        assert self._inner is not None
+        place_of = {id(param): place for place, param in enumerate(self._params())}
+        mine = {place_of[id(param)]: values for param, values in self._inner.state.items()}
+        self._consolidated = gather_state(mine, self.process_group, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that the unsharded optimizer would have, which it can load; on one rank only.
+
+        Raises:
+            RuntimeError: `consolidate_state_dict` was not called since the last step, or was for another rank.
+        """
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self.process_group.ranks[self._rank]}: the state is in parts. Call consolidate_state_dict(to=0)"
+                " on every rank, after the last step, and then state_dict() on rank 0"
+            )
+        return to_state_dict(self.param_groups, self._consolidated)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the whole state, of this optimizer or an unsharded one; every rank loads it and keeps its part.
+
+        Raises:
+            ValueError: the state has other parameter groups.
+        """
+        assert self._inner is not None
+        self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._owners, self._rank))
+        self.state = self._inner.state
+        self._consolidated = None
+        copy_options(self._inner.param_groups, self.param_groups)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _owned(self, at: int) -> list[torch.Tensor]:
+        """This rank's parameters in a group."""
+        params = self.param_groups[at]["params"]
+        first = sum(len(group["params"]) for group in self.param_groups[:at])
+        owners = self._owners[first : first + len(params)]
+        return [param for param, owner in zip(params, owners, strict=True) if owner == self._rank]
+
+    def _require_agreement(self, optimizer_class: type[Optimizer]) -> None:
+        """Every rank has the same parameters, and from now on rank 0's values of them and of the module's others."""
+        names = {} if self._module is None else {id(param): name for name, param in self._module.named_parameters()}
+        named = {
+            names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
+            for at, param in enumerate(self._params())
+        }
+        members = Members(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
+        options: dict[str, object] = {
+            "stage": self.stage,
+            "optimizer_class": optimizer_class.__name__,
+            "groups": [len(group["params"]) for group in self.param_groups],
+        }
+        require_same_module(members, options, facts_of(self.process_group, False), None, self.process_group)
+        everything = {id(param): param for param in self._params()}
+        if self._module is not None:
+            everything.update({id(each): each for each in (*self._module.parameters(), *self._module.buffers())})
+        broadcast_tensors([tensor.data for tensor in everything.values()], self.process_group)
+
+    def _start(self) -> None:
+        if not self._averages:
+            return
+        params, owners = self._params(), self._owners
+        places = [place for place, param in enumerate(params) if param.requires_grad]
+        trained = [params[place] for place in places]
+        units = find_units(self._module, params) if self.stage == 3 and self._module is not None else []
+        if self.stage == 3:
+            place_of = {id(param): at for at, param in enumerate(trained)}
+            buckets = [[place_of[id(param)] for param in unit.params if id(param) in place_of] for unit in units]
+        else:
+            sizes = [param.nbytes for param in trained]
+            buckets = [list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._cap_bytes)]
+        self._reducer = GradientReducer(
+            trained,
+            [owners[place] for place in places],
+            buckets,
+            self.process_group,
+            self._ends,
+            shard=self.stage > 1,
+            in_order=self.stage < 3,
+            overlap=self._overlap,
+            reduced=lambda bucket: self._sharded.free(bucket) if self._sharded is not None else None,
+        )
+        if self.stage == 3:
+            owner_of = {id(param): owner for param, owner in zip(params, owners, strict=True)}
+            self._sharded = ShardedParameters(units, owner_of, self.process_group, self._ends)
+
+    def _stop(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._sharded is not None:
+            self._sharded.close()

@@ -1,0 +1,147 @@
+"""Parameters that only their owner holds; the others have them while a layer needs them (ZeRO stage 3).
+
+A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
+each. What autograd saved for backward are views of the parameters' storage, so it is the storage that is freed and
+filled again: the views then hold what they held. Between times a parameter has no elements, so that whoever reads it
+gets an error and not freed memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import CollectiveMismatchError
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.graph import find_tensors
+from paceline.parallel.zero.backward import BackwardEnd, in_backward
+from paceline.parallel.zero.units import Unit
+
+
+class ShardedParameters:
+    """Gathers and frees the parameters of `units`.
+
+    Args:
+        units: what is gathered together; the same on every rank.
+        owners: by `id` of the parameter, the group rank that keeps it.
+        group: the ranks.
+        ends: tells when a backward ends.
+    """
+
+    def __init__(self, units: Sequence[Unit], owners: dict[int, int], group: ProcessGroup, ends: BackwardEnd) -> None:
+        self._units = list(units)
+        self._owners = owners
+        self._group = group
+        self._ends = ends
+        self._present = [True] * len(units)
+        self._wholes = [[_own_storage(param) for param in unit.params] for unit in units]
+        self._pinned = False
+        self._handles: list[RemovableHandle] = []
+        for number, unit in enumerate(units):
+            self._handles.append(unit.module.register_forward_pre_hook(partial(self._before_forward, number)))
+            self._handles.append(unit.module.register_forward_hook(partial(self._after_forward, number)))
+        ends.callbacks.append(self.free_all)
+        self.free_all()
+
+    def close(self) -> None:
+        """Gives every rank all parameters back, for good; idempotent."""
+        for number in range(len(self._units)):
+            self._gather(number)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.free_all in self._ends.callbacks:
+            self._ends.callbacks.remove(self.free_all)
+
+    @contextmanager
+    def all_present(self) -> Iterator[None]:
+        """Within it every rank holds all parameters."""
+        for number in range(len(self._units)):
+            self._gather(number)
+        self._pinned = True
+        try:
+            yield
+        finally:
+            self._pinned = False
+            self.free_all()
+
+    def free(self, number: int) -> None:
+        """Frees a unit's parameters, but for those that this rank owns."""
+        if self._pinned or not self._present[number]:
+            return
+        self._present[number] = False
+        for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
+            if self._owners[id(param)] != self._group.rank():
+                whole.untyped_storage().resize_(0)
+                param.data = whole.new_empty(0)
+
+    def free_all(self) -> None:
+        """Frees what is not this rank's."""
+        for number in range(len(self._units)):
+            self.free(number)
+
+    def _gather(self, number: int) -> None:
+        if self._present[number]:
+            return
+        self._present[number] = True
+        parts: dict[int, list[torch.Tensor]] = {}
+        for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
+            owner = self._owners[id(param)]
+            if owner != self._group.rank():
+                whole.untyped_storage().resize_(_nbytes(whole))
+                param.data = whole
+            parts.setdefault(owner, []).append(_bytes_of(whole))
+        told = {owner: torch.tensor([number]) for owner in sorted(parts)}
+        for owner, layer in told.items():
+            self._group.broadcast([layer.view(torch.uint8), *parts[owner]], owner)
+        for owner, layer in told.items():  # now that the others have all they wait for
+            if int(layer) != number:
+                self._raise_apart(number, int(layer), owner)
+
+    def _raise_apart(self, number: int, other: int, owner: int) -> None:
+        ranks, names = self._group.ranks, [unit.name or "the module itself" for unit in self._units]
+        raise CollectiveMismatchError(
+            f"rank {ranks[self._group.rank()]} runs layer {names[number]!r} where rank {ranks[owner]} runs "
+            f"{names[other]!r}. With stage=3 every rank must go through the same layers in the same order"
+        )
+
+    def _before_forward(self, number: int, *_: object) -> None:
+        self._gather(number)
+
+    def _after_forward(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
+        needed = torch.is_grad_enabled() and any(param.requires_grad for param in self._units[number].params)
+        if needed:
+            outputs = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+            for tensor in outputs:
+                tensor.register_hook(partial(self._before_backward, number))
+            if not outputs:
+                return  # backward would come without notice, so the parameters stay
+        if not in_backward():  # a checkpointed layer runs again there, and its backward follows
+            self.free(number)
+
+    def _before_backward(self, number: int, _: torch.Tensor) -> None:
+        self._ends.begin()
+        self._gather(number)
+
+
+def _own_storage(param: torch.Tensor) -> torch.Tensor:
+    """The parameter's data, alone in its storage."""
+    data = param.data
+    storage = data.untyped_storage()
+    if data.storage_offset() or storage.nbytes() != _nbytes(data) or not storage.resizable():
+        data = param.data = data.clone()
+    return data
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's storage as it lies, so that any layout and type travels."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

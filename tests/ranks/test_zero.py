@@ -1,0 +1,220 @@
+"""ZeroRedundancyOptimizer against the same optimizer on every rank, and against torch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import paceline as dist
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.encoder(self.embed(x)) @ self.embed.weight.t()).mean(1)  # the embedding is used twice
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(dist.get_rank())  # wrapping must make them the same
+    if kind == "transformer":
+        return Transformer()
+    if kind == "cnn":
+        layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 20)).to(memory_format=torch.channels_last)
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 20))
+
+
+def batch(kind: str, step: int, rank: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
+    target = torch.randint(0, 20, (6,), generator=generator)
+    if kind == "transformer":
+        return torch.randint(0, 20, (6, 5), generator=generator), target
+    return torch.randn((6, 1, 8, 8) if kind == "cnn" else (6, 8), generator=generator), target
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: str = "mlp", steps: int = 20, first: int = 0
+) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        x, target = batch(kind, step)
+        loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def unsharded(model: nn.Module, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = dist.DistributedDataParallel(model)
+    optimizer_class, options = OPTIMIZERS[name]
+    return wrapped, optimizer_class(wrapped.parameters(), **options)
+
+
+def require_close(mine: object, other: object) -> None:
+    torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def like_unsharded(stage: int, wrap: bool, overlap: bool) -> None:
+    dist.init_process_group()
+    for kind in ("mlp", "cnn", "transformer"):
+        for name, (optimizer_class, options) in OPTIMIZERS.items():
+            reference, optimizer = unsharded(build(kind), name)
+            expected = train(reference, optimizer, kind)
+            model = dist.DistributedDataParallel(build(kind)) if wrap else build(kind)
+            options = {**options, "stage": stage, "overlap": overlap, "bucket_cap_mb": 0.004}
+            sharded = dist.ZeroRedundancyOptimizer(model, optimizer_class, **options)
+            require_close(train(model, sharded, kind), expected)
+            with sharded.full_parameters():
+                plain = model.module if wrap else model
+                for mine, other in zip(plain.parameters(), reference.module.parameters(), strict=True):
+                    require_close(mine, other)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_twenty_steps_end_where_the_unsharded_optimizers_do(ranks, size, stage):
+    ranks(size)(like_unsharded, stage, False, False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_so_they_do_with_data_parallel_modules_and_with_overlap(ranks, stage):
+    ranks(2)(like_unsharded, stage, True, stage > 1)
+
+
+def like_torch(file: str) -> None:
+    import torch.distributed as gloo
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group()
+    gloo.init_process_group("gloo", f"file://{file}", rank=dist.get_rank(), world_size=dist.get_world_size())
+    for name, (optimizer_class, options) in OPTIMIZERS.items():
+        ours = dist.DistributedDataParallel(build("transformer"))
+        theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+        our_optimizer = dist.ZeroRedundancyOptimizer(ours.parameters(), optimizer_class, **options)
+        their_optimizer = ZeroRedundancyOptimizer(theirs.parameters(), optimizer_class, **options)
+        require_close(train(ours, our_optimizer, "transformer"), train(theirs, their_optimizer, "transformer"))
+
+        parts = their_optimizer._partition_parameters()[dist.get_rank()]
+        place_of = {id(param): place for place, param in enumerate(theirs.parameters())}
+        their_part = {place_of[id(param)] for group in parts for param in group["params"]}
+        place_of = {id(param): place for place, param in enumerate(ours.parameters())}
+        assert {place_of[id(param)] for param in our_optimizer.state} == their_part, name
+
+        our_optimizer.consolidate_state_dict()
+        their_optimizer.consolidate_state_dict()
+        if dist.get_rank() == 0:
+            state, other = our_optimizer.state_dict(), their_optimizer.state_dict()
+            require_close(state["state"], other["state"])
+            assert state["param_groups"] == other["param_groups"]
+    gloo.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_stage_one_is_torchs(ranks, size, tmp_path):
+    ranks(size)(like_torch, str(tmp_path / "gloo"))
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    params = list(model.parameters())
+    state = [each for values in optimizer.state.values() for each in values.values() if each.dim()]
+    return {
+        "state": sum(each.nbytes for each in state),
+        "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+        "parameters": sum(param.data.untyped_storage().nbytes() for param in params),
+    }
+
+
+def memory(stage: int) -> dict[str, int]:
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(12)))
+    optimizer = dist.ZeroRedundancyOptimizer(model, torch.optim.Adam, stage=stage)
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    return held(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_holds_its_part_of_what_the_stage_shards_and_no_more(ranks, stage):
+    whole = 12 * (32 * 32 + 32) * 4
+    for at in ranks(3)(memory, stage):
+        assert at["state"] <= 2 * whole * (1 / 3 + 0.05)
+        assert at["gradients"] <= whole * (1 / 3 + 0.05 if stage > 1 else 1)
+        assert at["parameters"] <= whole * (1 / 3 + 0.05 if stage > 2 else 1)
+
+
+def state_dicts() -> None:
+    dist.init_process_group()
+    for stage in (1, 2, 3):
+        for name, (optimizer_class, options) in OPTIMIZERS.items():
+            reference, optimizer = unsharded(build("mlp"), name)
+            train(reference, optimizer, steps=3)
+            model = build("mlp")
+            sharded = dist.ZeroRedundancyOptimizer(model, optimizer_class, stage=stage, **options)
+            with pytest.raises(RuntimeError, match=r"rank \d: the state is in parts. Call consolidate_state_dict"):
+                sharded.state_dict()
+            train(model, sharded, steps=3)
+            sharded.consolidate_state_dict(to=1)
+            if dist.get_rank() == 1:
+                torch.testing.assert_close(sharded.state_dict(), optimizer.state_dict())
+                again = optimizer_class(reference.parameters(), **options)
+                again.load_state_dict(sharded.state_dict())
+
+            # And the other way: a fresh optimizer goes on with the unsharded one's state.
+            with sharded.full_parameters():
+                fresh_model = copy.deepcopy(reference.module)
+            fresh = dist.ZeroRedundancyOptimizer(fresh_model, optimizer_class, stage=stage, lr=123.0)
+            fresh.load_state_dict(optimizer.state_dict())
+            assert fresh.param_groups[0]["lr"] == options["lr"]
+            require_close(train(fresh_model, fresh, first=3), train(reference, optimizer, first=3))
+
+
+def test_states_are_exchanged_with_the_unsharded_optimizer(ranks):
+    ranks(2)(state_dicts)
+
+
+Make = Callable[[nn.Module, list[dict[str, object]]], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def groups_and_schedules(stage: int) -> None:
+    dist.init_process_group()
+
+    def run(make: Make) -> tuple[list[float], object]:
+        model = build("mlp")
+        late = list(model[4].parameters())
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}]
+        model, optimizer = make(model, groups)
+        losses = train(model, optimizer, steps=3)
+        optimizer.add_param_group({"params": late, "lr": 0.03, "weight_decay": 0.2})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(3, 12):
+            losses += train(model, optimizer, steps=1, first=step)
+            schedule.step()
+        return losses, [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    expected = run(lambda m, g: (dist.DistributedDataParallel(m), torch.optim.AdamW(g, lr=0.01)))
+    seen = run(lambda m, g: (m, dist.ZeroRedundancyOptimizer(g, torch.optim.AdamW, module=m, stage=stage, lr=0.01)))
+    require_close(seen[0], expected[0])
+    assert seen[1] == expected[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_groups_that_join_later_and_schedules_count_as_they_do_unsharded(ranks, stage):
+    ranks(2)(groups_and_schedules, stage)

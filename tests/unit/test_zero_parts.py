@@ -1,0 +1,69 @@
+"""Who owns what, and what is gathered together."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.parallel.zero.partition import assign_owners
+from paceline.parallel.zero.units import find_units
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_no_rank_has_more_than_an_even_part_and_one_parameter(sizes, ranks):
+    loads = [0] * ranks
+    owners = assign_owners(sizes, loads)
+    assert loads == [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(ranks)]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.lists(st.integers(1, 50)))
+def test_parameters_that_join_later_are_given_to_those_with_least(first, later):
+    loads = [0, 0, 0]
+    assign_owners(first, loads)
+    before = list(loads)
+    owners = assign_owners(later, loads)
+    assert not later or before[owners[later.index(max(later))]] == min(before)
+
+
+def units_of(module: nn.Module) -> dict[str, int]:
+    return {
+        unit.name: sum(param.numel() for param in unit.params) for unit in find_units(module, list(module.parameters()))
+    }
+
+
+def test_the_layers_of_a_model_are_gathered_one_by_one():
+    assert units_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3))) == {"0": 6, "2": 9}
+
+
+def test_a_layer_that_reads_its_parts_parameters_is_gathered_as_a_whole():
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    found = units_of(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4), enable_nested_tensor=False))
+    assert found == {"layers.0": sum(p.numel() for p in layer.parameters()), "layers.1": found["layers.0"], "": 8}
+
+
+def test_a_layer_within_a_layer_is_gathered_apart_from_the_rest_of_it():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(nn.Linear(1, 1).weight.detach())
+            self.layers = nn.Sequential(nn.Linear(2, 2))
+
+    assert units_of(nn.Sequential(Block())) == {"0": 1, "0.layers.0": 6}
+
+
+def test_what_several_layers_share_belongs_to_the_module_as_a_whole():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    second.weight = first.weight
+    assert units_of(nn.Sequential(first, second)) == {"0": 2, "": 4}
+
+
+def test_a_layer_that_is_used_twice_is_one():
+    layer = nn.Linear(2, 2)
+    assert units_of(nn.Sequential(layer, nn.ReLU(), layer)) == {"0": 6}
+
+
+def test_parameters_that_are_not_asked_for_are_left_out():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert [unit.name for unit in find_units(module, list(module[1].parameters()))] == ["1"]
