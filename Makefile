@@ -60,7 +60,7 @@ $(VENV)/installed: constraints.txt
 	@echo "==> Making the virtual environment .venv and installing what the project needs into it"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torch scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
+	  torch msgspec scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
 	  ruff mypy import-linter clang-format
 	@touch $@
 

@@ -4,8 +4,8 @@
 
 Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
 small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
-the same processes, one thread a rank. Medians. "of line" is 2 (n - 1) / n times the tensor, over the time, over what of the
-rate frames of 1500 bytes leave to the payload (95.6 %).
+the same processes, one thread a rank. Medians. "of line" is 2 (n - 1) / n times the tensor, over the time, over what
+frames of 1500 bytes leave of the rate for the payload (95.6 %).
 """
 
 from __future__ import annotations

@@ -117,6 +117,13 @@ std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls_
     return calls;
 }
 
+// Of the schedules of these calls, 0 without one.
+std::vector<int> algorithms_of(const Outcome& outcome) {
+    std::vector<int> algorithms;
+    for (const CallHeader& header : outcome.calls) algorithms.push_back(header.algorithm);
+    return algorithms;
+}
+
 // A one-dimensional uint8 tensor in shared memory of its own.
 nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nbytes) {
     using Owner = std::shared_ptr<shm::Segment>;
@@ -144,7 +151,8 @@ void register_engine(nb::module_& module) {
         .def_ro("split_to", &Outcome::split_to)
         .def_ro("split_sent", &Outcome::split_sent)
         .def_ro("split_expected", &Outcome::split_expected)
-        .def_prop_ro("calls", &calls_of);
+        .def_prop_ro("calls", &calls_of)
+        .def_prop_ro("algorithms", &algorithms_of);
 
     nb::class_<Work>(module, "Work")
         .def("done", &Work::done)

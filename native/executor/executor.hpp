@@ -79,13 +79,16 @@ class Executor final : public Collectives {
     std::size_t lanes_for(const FlowState& state, std::size_t nbytes) const;
     bool check_header(FlowState& state, std::uint32_t step);
     void lost(int peer);
+    void poll();
     bool look_around(int slice, const Interrupted& interrupted);
     std::vector<int> awaited() const;
+    std::vector<int> missing(const std::vector<CallHeader>& announced) const;
 
     link::Links& links_;
     Messenger& messenger_;
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
+    std::chrono::steady_clock::time_point polled_{};  // the messenger
     std::vector<std::uint8_t> scratch_;
 
     // Of the call that runs:

@@ -26,6 +26,8 @@
 namespace paceline::executor {
 
 constexpr int kAnySource = -1;
+constexpr std::size_t kEagerBytes = 16 << 10;    // larger messages ask first
+constexpr std::size_t kEagerWindow = 512 << 10;  // of small ones that were not credited yet
 
 class Request {
   public:
@@ -56,7 +58,7 @@ class Messenger {
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() { close(); }
-    // Ends open requests and says goodbye to every peer. Idempotent.
+    // Ends open requests, says goodbye to every peer and finishes all lanes. Idempotent.
     void close();
 
     std::shared_ptr<Request> send(int peer, std::int32_t tag, DType dtype, const Stream& tensor,
@@ -78,6 +80,8 @@ class Messenger {
     void announce(const CallHeader& header);
     // The latest call that each rank told of.
     std::vector<CallHeader> announced();
+    // Frames that wait to be written to `peer`.
+    std::size_t queued(int peer);
     // Ranks that said goodbye, and ranks whose lane closed without.
     std::vector<int> left();
     std::vector<int> lost();
@@ -109,6 +113,7 @@ class Messenger {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
+        bool deaf = false;  // takes nothing more, but what it sent may not be read yet
         bool left = false;
         bool lost = false;
     };
@@ -132,6 +137,8 @@ class Messenger {
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
     void expire();
+    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+                     const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();

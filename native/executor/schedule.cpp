@@ -8,7 +8,7 @@ namespace paceline::executor {
 namespace {
 
 constexpr std::size_t kNumbersAStep = 9;
-constexpr std::int32_t kMostBlocks = 1 << 20;
+constexpr std::uint32_t kMostBlocks = 1 << 20;
 
 // Who last wrote a block, and who read it since.
 struct Touched {
@@ -18,10 +18,9 @@ struct Touched {
 
 bool to_slice(const std::int32_t* numbers, Slice& slice) {
     if (numbers[0] < 0 || numbers[0] > 2 || numbers[1] < 0 || numbers[2] < 0) return false;
-    if (numbers[1] > kMostBlocks || numbers[2] > kMostBlocks) return false;
     slice = {static_cast<Buffer>(numbers[0]), static_cast<std::uint32_t>(numbers[1]),
              static_cast<std::uint32_t>(numbers[2])};
-    return true;
+    return slice.first <= kMostBlocks && slice.count <= kMostBlocks;
 }
 
 bool to_step(const std::int32_t* numbers, int size, Step& step) {
@@ -84,7 +83,7 @@ class DependencyFinder {
 
 std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int size,
                                                std::span<const std::int32_t> flat) {
-    if (flat.size() % kNumbersAStep != 0) return nullptr;
+    if (flat.size() % kNumbersAStep != 0 || blocks > kMostBlocks) return nullptr;
     auto schedule = std::make_shared<Schedule>();
     schedule->algorithm = algorithm;
     schedule->blocks = blocks;

@@ -18,7 +18,8 @@ class Lane {
 
     // The number of bytes taken, 0 when the peer must read first, kClosed when it is gone.
     virtual std::ptrdiff_t write(std::span<const Piece> pieces) = 0;
-    // The number of bytes read, 0 when there are none, kClosed when the peer is gone and all it sent was read.
+    // The number of bytes read, 0 when there are none, kClosed when the peer is gone and all it sent was read; without
+    // pieces, one of the latter two.
     virtual std::ptrdiff_t read(std::span<const Piece> pieces) = 0;
 
     // Of a lane in memory: what can be read where it lies, up to the end of its ring; `consume` frees the front of it.

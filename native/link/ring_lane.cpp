@@ -37,10 +37,13 @@ std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
             ring_bell_();
         return static_cast<std::ptrdiff_t>(written);
     }
-    return wanted != 0 && gone_() ? kClosed : 0;
+    // Who finished reads no more either.
+    const bool over = in_.finished.load(std::memory_order_acquire) != 0 || gone_();
+    return wanted != 0 && over ? kClosed : 0;
 }
 
 std::ptrdiff_t RingLane::read(std::span<const Piece> pieces) {
+    if (pieces.empty()) return nothing_more();
     std::size_t taken = 0;
     for (const Piece& piece : pieces) {
         for (std::size_t at = 0; at < piece.nbytes;) {

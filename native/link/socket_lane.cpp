@@ -18,6 +18,7 @@ constexpr int kIdleS = 2;
 constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
+constexpr int kMostDrained = 4096;  // reads
 
 std::size_t fill(std::array<iovec, kMostPieces + 1>& vectors, std::span<const Piece> pieces, std::size_t& wanted) {
     const std::size_t n = std::min(pieces.size(), kMostPieces);
@@ -47,7 +48,8 @@ SocketLane::SocketLane(int socket) : socket_(socket) {
 
 SocketLane::~SocketLane() {
     // What is unread would make the kernel answer with a reset, which may overtake what this side sent last.
-    while (recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0) {
+    // A peer that goes on sending gets the reset.
+    for (int i = 0; i < kMostDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
     ::close(socket_);
 }

@@ -106,6 +106,10 @@ void Mesh::close() {
     while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
     }
     listener_.join();
+    {
+        const std::lock_guard hold(mutex_);
+        regions_.clear();
+    }
     const std::lock_guard hold(registry_lock());
     std::erase(registry(), this);
     const std::lock_guard hold_sockets(sending_);

@@ -25,6 +25,7 @@ _PUBLIC = {
         "is_initialized",
         "new_group",
     ),
+    "paceline.group.availability": ("is_gloo_available", "is_mpi_available", "is_nccl_available"),
     "paceline.group.process_group": ("ProcessGroup",),
     # stores
     "paceline.store.base": ("Store",),
@@ -34,6 +35,14 @@ _PUBLIC = {
     "paceline.store.tcp": ("TCPStore",),
     # collectives
     "paceline.engine.shared": ("empty_shared",),
+    "paceline.group.coalesced": (
+        "all_gather_coalesced",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce_coalesced",
+        "broadcast_coalesced",
+        "reduce_scatter_coalesced",
+        "reduce_scatter_tensor_coalesced",
+    ),
     "paceline.group.collectives": (
         "all_gather",
         "all_gather_into_tensor",
@@ -42,29 +51,53 @@ _PUBLIC = {
         "all_to_all_single",
         "barrier",
         "broadcast",
+        "explain",
         "gather",
         "reduce",
         "reduce_scatter",
         "reduce_scatter_tensor",
         "scatter",
     ),
+    "paceline.group.multigpu": (
+        "all_gather_multigpu",
+        "all_reduce_multigpu",
+        "broadcast_multigpu",
+        "reduce_multigpu",
+        "reduce_scatter_multigpu",
+    ),
+    "paceline.group.object_messages": ("recv_object_list", "send_object_list"),
+    "paceline.group.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "scatter_object_list",
+    ),
+    "paceline.group.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp"),
+    "paceline.group.monitored": ("monitored_barrier",),
+    "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.group.work": ("Work",),
     # data parallel modules and data
     "paceline.data.evaluation": ("DistributedEvalSampler", "mean_over_samples"),
     "paceline.data.loader": ("StatefulLoader",),
     "paceline.data.sampler": ("DistributedSampler",),
+    "paceline.parallel.bucket_hook": ("GradBucket",),
+    "paceline.parallel.data_parallel": ("DataParallel", "data_parallel"),
     "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.fused_step": ("apply_optimizer_in_backward",),
+    "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sharded.loader": ("ShardLoader",),
     "paceline.parallel.sharded.logical": ("LogicalShards",),
+    "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
-    "paceline.launch.spawn": ("spawn",),
+    "paceline.launch.spawn": ("notebook_launch", "spawn"),
     # errors
     "paceline.errors": (
         "AuthenticationError",
         "CollectiveError",
         "CollectiveMismatchError",
+        "CollectiveObjectError",
         "CollectiveTimeoutError",
         "PacelineError",
         "PeerLostError",
@@ -79,10 +112,12 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, "group"])  # group for group.WORLD
 
 
 def __getattr__(name: str) -> object:
+    if name == "group":
+        return import_module("paceline.group")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     value: object = getattr(import_module(_MODULE_OF[name]), name)

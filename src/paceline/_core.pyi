@@ -18,6 +18,7 @@ class Outcome:
     split_sent: int
     split_expected: int
     calls: list[tuple[int, int, int, int, int, int]]
+    algorithms: list[int]
 
 class Work:
     def done(self) -> bool: ...

@@ -44,7 +44,23 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A rank did not come to a call before the time-out; the message names it and its latest call."""
+    """A rank did not come to a call before the time-out; the message names it and its latest call.
+
+    Attributes: `missing`, the ranks (in the default group) that did not come.
+    """
+
+    missing: tuple[int, ...] = ()
+
+
+class CollectiveObjectError(CollectiveError):
+    """A rank sent what this one cannot, or was told not to, make an object of; or it could not send its object.
+
+    The group stays usable. Attributes: `rank` (in the default group) of the sender.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class PeerLostError(CollectiveError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from agreement import agree_with_gloo
 from values import COMPLEX, FLOATS, INTEGERS, expected, make, supported
 
 import paceline as dist
@@ -117,6 +118,10 @@ def test_every_algorithm_between_hosts(hosts, algorithm, layout):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_on_one_host(ranks, algorithm):
     ranks(3)(everything, algorithm, False)
+
+
+def test_random_inputs_agree_with_gloo_between_hosts(hosts, tmp_path):
+    assert min(hosts(2, 2)(agree_with_gloo, str(tmp_path / "gloo"), None, "eth0")) > 60
 
 
 def groups_of_groups() -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 
 from paceline import _core
 from paceline.engine.failures import Member
-from paceline.errors import AuthenticationError, RendezvousError
+from paceline.errors import AuthenticationError, RendezvousError, StoreError
 from paceline.security.handshake import Hello, prove, verify
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.base import Store
 
 MAX_RANKS_OF_HOST = 64
 _CHANNEL = "mesh"
+_PARTING_S = 2.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -74,6 +75,8 @@ def join(
         nonce, *answers = store.multi_get(["engine/nonce", *(f"engine/{r}" for r in range(world_size))])
         peers = [json.loads(answer) for answer in answers]
         members = tuple(Member(r, peer["host"], peer["pid"]) for r, peer in enumerate(peers))
+        if any(peer.get(setting) != value for peer in peers for setting, value in settings.items()):
+            _let_all_read(store, world_size)
         for setting, value in settings.items():
             _require_alike(members, setting, value, [peer.get(setting) for peer in peers], members[rank])
 
@@ -129,6 +132,14 @@ def _connect(
     for connection in connections.values():
         connection.setblocking(True)
     return connections
+
+
+def _let_all_read(store: Store, world_size: int) -> None:
+    """Before this rank gives up, and perhaps takes the store along: the others shall see why."""
+    if store.add("engine/read", 1) == world_size:
+        store.set("engine/all_read", b"")
+    with contextlib.suppress(StoreError):
+        store.wait(["engine/all_read"], timedelta(seconds=_PARTING_S))
 
 
 def _require_alike(members: tuple[Member, ...], setting: str, mine: object, values: list[object], me: Member) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from paceline.engine.bootstrap import Topology
-from paceline.errors import RendezvousError, RendezvousTimeoutError
+from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key, job_secret
@@ -55,9 +55,18 @@ def connect(
         number,
     )
     with contextlib.ExitStack() as cleanup:
+        cleanup.callback(_close_all, arrived)
         cleanup.callback(doorkeeper.close)
         store.set(_key(number, topology.rank), f"{address} {doorkeeper.port}")
-        store.wait([_key(number, peer) for peer in remote], timedelta(seconds=timeout_s))
+        try:
+            store.wait([_key(number, peer) for peer in remote], timedelta(seconds=timeout_s))
+        except StoreTimeoutError as error:
+            absent = [peer for peer in remote if not store.check([_key(number, peer)])] or remote
+            raise RendezvousTimeoutError(
+                f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not open this group within "
+                f"{timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the same "
+                "arguments and in the same order"
+            ) from error
         found: dict[tuple[int, int], socket.socket] = {}
         for peer in remote:
             if peer > topology.rank:
@@ -106,6 +115,12 @@ def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline:
         except BaseException:
             connection.close()
             raise
+
+
+def _close_all(arrived: queue.SimpleQueue[tuple[Hello, socket.socket]]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            arrived.get_nowait()[1].close()
 
 
 def _key(number: int, rank: int) -> str:

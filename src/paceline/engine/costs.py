@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 
 from paceline import _core
 from paceline.engine.bootstrap import Topology
+from paceline.engine.channel import Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.errors import RendezvousError
 from paceline.schedule.cost import CostModel, LinkCost
@@ -33,22 +33,11 @@ _BETWEEN_HOSTS = LinkCost(3e-5, 5e-10)
 UNMEASURED = CostModel(_WITHIN_HOST, _BETWEEN_HOSTS, 1e-10)
 
 
-class Messages(Protocol):
-    """What is needed of a group's links."""
-
-    def send(
-        self, peer: int, tag: int, dtype: int, tensor: list[int], timeout_ns: int, background: bool, /
-    ) -> _core.Message: ...
-    def receive(
-        self, peer: int, tag: int, dtype: int, tensor: list[int], timeout_ns: int, background: bool, /
-    ) -> _core.Message: ...
-
-
 def agree_on_costs(store: Store, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
     """The same model on all ranks: rank 0's measurements, or what PACELINE_COSTS says there.
 
-    PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha in
-    seconds a message, beta and gamma in seconds a byte.
+    PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
+    in seconds a message, beta and gamma in seconds a byte.
 
     Raises:
         ValueError: PACELINE_COSTS is not that.
@@ -107,9 +96,7 @@ def _answer(links: Messages) -> None:
         _pass(links.send, 0, torch.empty(0, dtype=torch.uint8))
 
 
-def _pass(
-    call: Callable[[int, int, int, list[int], int, bool], _core.Message], peer: int, tensor: torch.Tensor
-) -> None:
+def _pass(call: Callable[[int, int, int, Pieces, int, bool], _core.Message], peer: int, tensor: torch.Tensor) -> None:
     pieces = [tensor.data_ptr(), tensor.nbytes]
     message = call(peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
     message.wait(_TIMEOUT_NS)

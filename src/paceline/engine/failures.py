@@ -9,6 +9,7 @@ from enum import IntEnum
 from paceline._core import Outcome
 from paceline.engine.codes import Operation, ReduceCode, dtype_name
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from paceline.schedule.registry import ALGORITHMS
 
 
 class Code(IntEnum):
@@ -70,10 +71,9 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
             "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
             f"(look where it waits). {_BROKEN}"
         )
-    return CollectiveError(
-        f"{me}: {call} was interrupted{'' if reporter is me else f' on {reporter}'} while {_names(missing)} had not "
-        f"come. {_BROKEN}"
-    )
+    where = "" if reporter is me else f" on {reporter}"
+    waiting = f" while {_names(missing)} had not come" if missing else ""
+    return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {_BROKEN}")
 
 
 def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
@@ -95,7 +95,7 @@ def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: st
 
 
 def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> CollectiveMismatchError:
-    if outcome.split_from >= 0 and outcome.calls[0][0] == 0:
+    if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
         return _message_mismatch(outcome, members, me)
     # On one host all ranks see it in the same call; over links a rank sees it first, and ends the group for all.
     usable = "The group remains usable" if outcome.reporter < 0 else _BROKEN
@@ -105,11 +105,13 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
             f"{me}: all_to_all's splits do not fit: {members[outcome.split_from]} sends {outcome.split_sent} bytes "
             f"to {members[outcome.split_to]}, which expects {outcome.split_expected}. {advice}"
         )
+    latest = max((call[0] for call in outcome.calls), default=0)
     by_call: dict[str, list[Member]] = {}
-    for member, header in zip(members, outcome.calls, strict=False):
-        if outcome.reporter >= 0 and header[0] != max(call[0] for call in outcome.calls):
+    for member, header, algorithm in zip(members, outcome.calls, outcome.algorithms, strict=False):
+        if outcome.reporter >= 0 and header[0] != latest:
             continue  # what it did before says nothing
-        by_call.setdefault(describe_call(header), []).append(member)
+        by = f" by {tuple(ALGORITHMS)[algorithm - 1]}" if 0 < algorithm <= len(ALGORITHMS) else ""
+        by_call.setdefault(f"{describe_call(header)}{by}", []).append(member)
     told = "; ".join(f"{_names(ranks)} called {call}" for call, ranks in by_call.items())
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
 

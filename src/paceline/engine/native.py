@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline import _core
 from paceline.engine.bootstrap import Topology, join
+from paceline.engine.channel import Channel
 from paceline.engine.connections import connect
 from paceline.engine.costs import UNMEASURED, agree_on_costs
 from paceline.engine.failures import Member
@@ -26,40 +27,8 @@ ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
+_AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
-
-
-class Channel(Protocol):
-    """What runs a group's collectives."""
-
-    def all_reduce(
-        self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
-    ) -> _core.Outcome | None: ...
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> _core.Outcome | None: ...
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> _core.Work: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -129,8 +98,18 @@ class NativeEngine:
         """Counts a group that this rank is not in, so that all ranks number their groups alike."""
         self._opened += 1
 
-    def open_group(self, ranks: Sequence[int], timeout_s: float, algorithm: str | None = None) -> OpenGroup:
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        algorithm: str | None = None,
+        agreed_identity: int | None = None,
+    ) -> OpenGroup:
         """Connects the group of `ranks`; every member calls this, and the same number of times before.
+
+        Args:
+            agreed_identity: below 2^62; what the members have agreed to call the group, if not all ranks call this.
+                No other group is called so, and the call does not count.
 
         Raises:
             RendezvousTimeoutError: a member did not.
@@ -138,7 +117,12 @@ class NativeEngine:
         """
         deadline = time.monotonic() + timeout_s
         algorithm = _known(algorithm) or self._algorithm
-        self._opened += 1
+        if agreed_identity is None:
+            self._opened += 1
+            number = self._opened
+            identity = number << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
+        else:
+            number = identity = _AGREED | agreed_identity
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
         hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
@@ -148,24 +132,24 @@ class NativeEngine:
         sockets: list[list[int]] = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            sockets = connect(self._store, topology, ranks, self._opened, address, self._streams, timeout_s)
-        identity = self._opened << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
-
+            sockets = connect(self._store, topology, ranks, number, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
         links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
             raise self._not_opened(ranks, timeout_s)
-        channel: Channel | None
-        if len(hosts) > 1 or algorithm is not None:
-            if self._costs is None:
-                measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
-                self._costs = agree_on_costs(self._store, topology, links, timeout_s) if measurable else UNMEASURED
-            channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
-        else:
-            channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
-        if channel is None:
-            links.close()
-            raise self._not_opened(ranks, timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(links.close)
+            channel: Channel | None
+            if len(hosts) > 1 or algorithm is not None:
+                if self._costs is None:
+                    measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
+                    self._costs = agree_on_costs(self._store, topology, links, timeout_s) if measurable else UNMEASURED
+                channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
+            else:
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
+            if channel is None:
+                raise self._not_opened(ranks, timeout_s)
+            undo.pop_all()
         group = OpenGroup(channel, links)
         self._groups.append(group)
         return group

@@ -124,4 +124,4 @@ def _flatten(schedule: Schedule) -> bytes:
 
 
 def _numbers(slice_: Slice | None) -> tuple[int, int, int]:
-    return (slice_.buffer, slice_.first, slice_.count) if slice_ is not None else (1, 0, 0)
+    return (slice_.buffer, slice_.first, slice_.length) if slice_ is not None else (1, 0, 0)

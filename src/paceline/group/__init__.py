@@ -6,6 +6,13 @@ and ends groups is in `default.py`. `paceline.group.WORLD` is the default group,
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.group.process_group import ProcessGroup
+
+WORLD: ProcessGroup | None  # looked up anew each time
+
 
 def __getattr__(name: str) -> object:
     if name == "WORLD":

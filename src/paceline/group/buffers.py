@@ -62,6 +62,7 @@ class Buffers:
 
     def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
         self.kept: list[torch.Tensor] = []
+        self.written: list[torch.Tensor] = []  # the caller's tensors, where `kept` may have copies
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scale = scale
         self._any_order = any_order
@@ -78,6 +79,7 @@ class Buffers:
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Address and bytes of each tensor, to be written, or read and written."""
         flat: list[int] = []
+        self.written += tensors
         for tensor in tensors:
             dense = tensor
             if not self._usable(tensor):

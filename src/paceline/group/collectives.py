@@ -19,11 +19,13 @@ from datetime import timedelta
 
 import torch
 
+from paceline.group.arguments import parts_by_rank, root_rank
 from paceline.group.buffers import Tensors
-from paceline.group.default import Group, get_group_rank, resolve
+from paceline.group.default import Group, resolve
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp, Reduction
-from paceline.group.work import Work
+from paceline.group.work import Work, ended
+from paceline.schedule.steps import OPERATIONS, Operation
 
 
 def all_reduce(
@@ -54,7 +56,7 @@ def broadcast(
     chosen = resolve(group)
     if chosen is None:
         return None
-    return chosen.broadcast(tensor, _root(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
+    return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
 
 
 def reduce(
@@ -70,7 +72,7 @@ def reduce(
     chosen = resolve(group)
     if chosen is None:
         return None
-    return chosen.reduce(tensor, _root(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
+    return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
 
 
 def all_gather(
@@ -102,8 +104,9 @@ def all_gather_into_tensor(
     chosen = resolve(group)
     if chosen is None:
         return None
-    parts = _parts(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
-    return chosen.all_gather(parts, input_tensor, async_op, timeout)
+    parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
+    work = chosen.all_gather(parts, input_tensor, async_op, timeout)
+    return ended([work], "all_gather_into_tensor", [output_tensor])
 
 
 def reduce_scatter(
@@ -135,7 +138,7 @@ def reduce_scatter_tensor(
     chosen = resolve(group)
     if chosen is None:
         return None
-    parts = _parts(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
+    parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
     return chosen.reduce_scatter(output, parts, op, async_op, timeout)
 
 
@@ -152,7 +155,7 @@ def gather(
     chosen = resolve(group)
     if chosen is None:
         return None
-    return chosen.gather(gather_list, tensor, _root(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
+    return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
 
 
 def scatter(
@@ -168,7 +171,9 @@ def scatter(
     chosen = resolve(group)
     if chosen is None:
         return None
-    return chosen.scatter(tensor, scatter_list, _root(chosen, src, group_src, "scatter", "src", 0), async_op, timeout)
+    return chosen.scatter(
+        tensor, scatter_list, root_rank(chosen, src, group_src, "scatter", "src", 0), async_op, timeout
+    )
 
 
 def all_to_all(
@@ -207,7 +212,7 @@ def all_to_all_single(
         return None
     outputs = _split(output, output_split_sizes, chosen, "output")
     inputs = _split(input, input_split_sizes, chosen, "input")
-    return chosen.all_to_all(outputs, inputs, async_op, timeout)
+    return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
 def barrier(
@@ -223,32 +228,22 @@ def barrier(
     return None if chosen is None else chosen.barrier(async_op, timeout)
 
 
-def _root(
-    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
-) -> int:
-    if rank is not None and group_rank is not None:
-        raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
-    if rank is not None:
-        return get_group_rank(group, rank)
-    if group_rank is None:
-        group_rank = default
-    if group_rank is None:
-        raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
-    if not 0 <= group_rank < group.size():
-        raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
-    return group_rank
+def explain(operation: Operation, nbytes: int, group: Group = None) -> str:
+    """Which algorithm `group` takes for a call, what the others would take, and why: a table to be printed.
 
+    Args:
+        operation: the name of a collective, such as "all_reduce".
+        nbytes: the size of the longest buffer of a rank: the tensor, or all parts of a gather or scatter together.
 
-def _parts(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
-    if whole.numel() != count * group.size():
-        raise ValueError(
-            f"{call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} elements it must have "
-            f"{count * group.size()}"
-        )
-    if not whole.is_contiguous():
-        raise ValueError(f"{call}: {name} is not contiguous; pass {name}.contiguous()")
-    flat = whole.detach().view(-1)
-    return [flat[r * count : (r + 1) * count] for r in range(group.size())]
+    Raises:
+        ValueError: there is no such operation, or this rank is not in the group.
+    """
+    chosen = resolve(group)
+    if chosen is None:
+        raise ValueError("explain: this rank is not in the group")
+    if operation not in OPERATIONS:
+        raise ValueError(f"explain: there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
+    return chosen.explain(operation, nbytes)
 
 
 def _split(whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, name: str) -> list[torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing import util
 
 import torch
 
@@ -52,6 +54,8 @@ class _World:
         self.group = group
         self.timeout = timeout
         self.subgroups: list[ProcessGroup] = []
+        # Processes of multiprocessing end without running what atexit knows.
+        self.leaving = util.Finalize(None, _leave_at_exit, exitpriority=0)
 
 
 _world: _World | None = None
@@ -94,14 +98,15 @@ def init_process_group(
     global _world
     if _world is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+    require_known_backend(backend)
     if device_id is not None and torch.device(device_id).type != "cpu":
         raise ValueError(f"device_id is {device_id}; the paceline engine works on CPU tensors, leave it out")
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     timeout_s = timeout.total_seconds()
     joined = rendezvous(init_method, store, world_size, rank, timeout_s)
-    try:
+    with contextlib.ExitStack() as undo:
+        if store is None:
+            undo.callback(joined.store.close)
         engine = NativeEngine(
             joined.store,
             joined.rank,
@@ -111,13 +116,11 @@ def init_process_group(
             interface=interface,
             algorithm=algorithm,
         )
+        undo.callback(engine.close)
         opened = engine.open_group(range(joined.world_size), timeout_s)
         world = ProcessGroup(opened, engine.members, joined.rank, timeout, group_name)
         world.barrier()  # nobody leaves before all have read what they need from the store
-    except BaseException:
-        if store is None:
-            joined.store.close()
-        raise
+        undo.pop_all()
     _world = _World(joined.store, store is None, engine, world, timeout)
 
 
@@ -135,6 +138,7 @@ def destroy_process_group(group: Group = None) -> None:
         group.close()
         return
     _world = None
+    world.leaving.cancel()
     for each in (*world.subgroups, world.group):
         each.close()
     world.engine.close()
@@ -165,8 +169,7 @@ def new_group(
         RendezvousTimeoutError: a member did not call it.
     """
     world = _require_world()
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+    require_known_backend(backend)
     chosen = list(range(world.group.size())) if ranks is None else list(ranks)
     for rank in chosen:
         if not 0 <= rank < world.group.size():
@@ -176,12 +179,34 @@ def new_group(
     if world.group.rank() not in chosen:
         world.engine.skip_group()
         return GroupMember.NON_GROUP_MEMBER
+    return open_group(chosen, timeout, f"group of ranks {chosen}", algorithm)
+
+
+def open_group(
+    ranks: Sequence[int],
+    timeout: timedelta | None,
+    name: str,
+    algorithm: str | None = None,
+    agreed_identity: int | None = None,
+) -> ProcessGroup:
+    """The group of `ranks` of the default group, of which this is one; the rest as for the engine's `open_group`."""
+    world = _require_world()
     timeout = world.timeout if timeout is None else timeout
-    opened = world.engine.open_group(chosen, timeout.total_seconds(), algorithm)
-    members = [world.engine.members[rank] for rank in chosen]
-    group = ProcessGroup(opened, members, chosen.index(world.group.rank()), timeout, f"group of ranks {chosen}")
+    opened = world.engine.open_group(ranks, timeout.total_seconds(), algorithm, agreed_identity)
+    members = [world.engine.members[rank] for rank in ranks]
+    group = ProcessGroup(opened, members, list(ranks).index(world.group.rank()), timeout, name)
     world.subgroups.append(group)
     return group
+
+
+def require_known_backend(backend: str | None) -> None:
+    """Refuses a `backend` that there is no engine for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
 
 
 def default_group() -> ProcessGroup:

@@ -12,10 +12,11 @@ import torch
 from paceline import _core
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.failures import Member, describe_call, to_error
-from paceline.engine.native import OpenGroup
+from paceline.engine.native import ALGORITHM_VARIABLE, OpenGroup
 from paceline.engine.scheduled import ScheduledChannel
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
+from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
 from paceline.schedule.cost import explain_text
@@ -61,6 +62,11 @@ class ProcessGroup:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks with their hosts and processes, by group rank."""
+        return tuple(self._members)
 
     @property
     def timeout(self) -> timedelta:
@@ -116,6 +122,7 @@ class ProcessGroup:
         """
         buffers = Buffers()
         buffers.kept += kept
+        buffers.written += kept
         return self._run(Operation.ALL_REDUCE, dtype, op, -1, count, [], [pieces], buffers, async_op, None)
 
     def broadcast(
@@ -304,12 +311,12 @@ class ProcessGroup:
             raise self._closed_error()
         code = dtype_code(tensors, name)
         message = start(peer, tag, code, pieces, self._limit_ns(timeout), async_op)
-        call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {_other_end(self._members, name, peer)}, tag {tag})"
+        other_end = _other_end(self._members, name, peer)
+        call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {other_end}, tag {tag})"
 
-        def failed(outcome: _core.Outcome) -> CollectiveError:
-            return to_error(outcome, self._members, self._rank, call)
-
-        work = Work(message, name, buffers.kept, buffers.finish, failed)
+        work = Work(
+            message, name, buffers.kept, buffers.finish, lambda outcome: self._failed(outcome, call), results=tensors
+        )
         if async_op:
             return work
         work.wait()
@@ -320,20 +327,18 @@ class ProcessGroup:
         if isinstance(self._channel, ScheduledChannel):
             return explain_text(self._channel.choose(operation, nbytes))
         return (
-            f"{operation} of {nbytes} bytes among {self.size()} ranks of one host: direct. Every rank reads the others' "
-            "parts out of shared memory, so no message is passed on; PACELINE_ALGORITHM=ring and the like force a "
-            "schedule"
+            f"{operation} of {nbytes:,} bytes on {self.size()} ranks, 1 host\n\n"
+            "-> direct: every rank reads the others' parts out of shared memory, so nothing is passed on.\n\n"
+            f"An algorithm runs here only when it is forced (algorithm=, or {ALGORITHM_VARIABLE}).\n"
         )
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank; of any lengths."""
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
-        self.all_gather(lengths, torch.tensor([len(data)]))
-        longest = max(int(length) for length in lengths)
-        padded = torch.frombuffer(bytearray(data.ljust(max(1, longest), b"\0")), dtype=torch.uint8)
-        outputs = [torch.empty_like(padded) for _ in self.ranks]
-        self.all_gather(outputs, padded)
-        return [bytes(output.tolist()[: int(length)]) for output, length in zip(outputs, lengths, strict=True)]
+        lengths = torch.empty(self.size(), dtype=torch.int64)
+        self.all_gather(list(lengths.split(1)), torch.tensor([len(data)]))
+        rooms = [room_for([length]) for length in lengths.tolist()]
+        all_gather_pieces(self, [as_tensor(data)], rooms, None)
+        return [bytes(as_memory(room)) for (room,) in rooms]
 
     def _gather(
         self,
@@ -377,7 +382,14 @@ class ProcessGroup:
         if async_op:
             submitted = self._channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
             name = operation.name.lower()
-            return Work(submitted, name, buffers.kept, buffers.finish, lambda outcome: self._error(outcome, header))
+            return Work(
+                submitted,
+                name,
+                buffers.kept,
+                buffers.finish,
+                lambda outcome: self._error(outcome, header),
+                buffers.written,
+            )
         outcome = self._channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
         if outcome is not None:
             raise self._error(outcome, header)
@@ -389,8 +401,13 @@ class ProcessGroup:
         return self._timeout_ns if timeout is None else max(0, int(timeout.total_seconds() * 1e9))
 
     def _error(self, outcome: _core.Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
-        call = describe_call(header).rsplit(" as call", 1)[0]
-        return to_error(outcome, self._members, self._rank, call)
+        return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
+
+    def _failed(self, outcome: _core.Outcome, call: str) -> CollectiveError:
+        error = to_error(outcome, self._members, self._rank, call)
+        if isinstance(error, CollectiveTimeoutError):
+            error.missing = tuple(self.ranks[at] for at in outcome.missing)
+        return error
 
     def _closed_error(self) -> ValueError:
         return ValueError(

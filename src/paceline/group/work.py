@@ -1,35 +1,53 @@
-"""A collective that runs, or ran, asynchronously."""
+"""A call that runs, or ran, asynchronously."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol, cast
 
 import torch
 
 from paceline import _core
 from paceline.errors import CollectiveTimeoutError
+from paceline.group.completion import Awaitable, when_done
 
 _FOR_EVER_NS = 1 << 62
 
 
+class Pending(Awaitable, Protocol):
+    """A call in progress, as the core shows it."""
+
+    def outcome(self) -> _core.Outcome | None:
+        """Why it failed; None when it went well. For calls that are over."""
+
+
 class Work:
-    """What a collective with `async_op=True` returns. Its tensors must not be touched before `wait` has returned."""
+    """What a call with `async_op=True` returns. Its tensors must not be touched before `wait` has returned.
+
+    It may be asked from several threads at once.
+    """
 
     def __init__(
         self,
-        work: _core.Work | _core.Message | None,
+        work: Pending | None,
         name: str,
         tensors: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
         to_error: Callable[[_core.Outcome], Exception] | None = None,
+        results: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._work = work
         self._name = name
         self._tensors: Sequence[torch.Tensor] = tensors  # kept alive while the core reads and writes them
         self._finish = finish
         self._to_error = to_error
+        self._results = tensors if results is None else results
         self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._settled = work is None
         if self._settled and finish is not None:
             finish()
@@ -51,16 +69,23 @@ class Work:
             PeerLostError, CollectiveMismatchError: as for the synchronous call.
         """
         if not self._settled:
-            assert self._work is not None
             timeout_ns = _FOR_EVER_NS if timeout is None else int(timeout.total_seconds() * 1e9)
-            if not self._work.wait(timeout_ns):
+            if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
                     f"{self._name} was not done after the {timeout_ns / 1e9:.1f} s that wait() was given; "
                     "it goes on, wait for it again or with a longer timeout="
                 )
-            self._settle()
         if self._error is not None:
             raise self._error
+        return True
+
+    def pause(self, timeout_ns: int) -> bool:
+        """Waits up to `timeout_ns` for the end, whatever it is; whether it came."""
+        if not self._settled:
+            assert self._work is not None
+            if not self._work.wait(timeout_ns):
+                return False
+            self._settle()
         return True
 
     def is_completed(self) -> bool:
@@ -81,7 +106,44 @@ class Work:
     def result(self) -> list[torch.Tensor]:
         """The tensors it wrote; waits for them."""
         self.wait()
-        return list(self._tensors)
+        return list(self._results)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of `result()`; the same one each time.
+
+        It completes by itself, on a thread of its own that also runs the callbacks given to `then`; if the call fails,
+        its `wait` and `value` raise what `wait` here raises.
+        """
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+        if self._settled or self._work is None:
+            self._complete(future)
+        else:
+            when_done(self._work, lambda: self._complete(future))
+        return future
+
+    def yielding(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
+        """This work with `results` for its result and `finish` for its last step.
+
+        For the call that makes it, before anybody else has it.
+        """
+        self._results = results
+        if finish is not None:
+            earlier = self._finish
+            self._finish = finish if earlier is None else _both(earlier, finish)
+            if self._settled and self._error is None:
+                finish()
+        return self
+
+    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        error = self.exception()
+        if error is not None:
+            # torch annotates the error with the type of the value.
+            cast("torch.futures.Future[Exception]", future).set_exception(error)
+        else:
+            future.set_result(list(self._results))
 
     def source_rank(self) -> int:
         """Of a receive that is over: the sender's group rank."""
@@ -89,10 +151,68 @@ class Work:
         return self._work.source() if isinstance(self._work, _core.Message) else -1
 
     def _settle(self) -> None:
+        with self._lock:
+            if self._settled:
+                return
+            self._error = self._failure()
+            if self._error is None and self._finish is not None:
+                try:
+                    self._finish()
+                except Exception as error:
+                    self._error = error
+            self._settled = True
+
+    def _failure(self) -> Exception | None:
         assert self._work is not None
         outcome = self._work.outcome()
-        self._settled = True
-        if outcome is not None and self._to_error is not None:
-            self._error = self._to_error(outcome)
-        elif self._finish is not None:
-            self._finish()
+        return None if outcome is None or self._to_error is None else self._to_error(outcome)
+
+
+class JoinedWork(Work):
+    """Several works as one: over when all are, failed when one is."""
+
+    def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        super().__init__(_All(works), name, results)
+
+    def _failure(self) -> Exception | None:
+        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+
+class _All:
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout_ns: int) -> bool:
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        return all(work.pause(deadline_ns - time.monotonic_ns()) for work in self._works)
+
+    def outcome(self) -> None:
+        return None
+
+
+def ended(
+    works: Sequence[Work | None],
+    name: str,
+    results: Sequence[torch.Tensor],
+    finish: Callable[[], None] | None = None,
+) -> Work | None:
+    """What a call made of `works` returns: None when they are over (None), one Work otherwise."""
+    running = [work for work in works if work is not None]
+    if not running:
+        if finish is not None:
+            finish()
+        return None
+    work = running[0] if len(running) == 1 else JoinedWork(running, name, results)
+    return work.yielding(results, finish)
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both

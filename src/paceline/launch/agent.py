@@ -1,223 +1,270 @@
-"""Starts the workers of one machine, passes on their output, and ends all of them when one fails or a signal comes."""
+"""The launcher of one machine: follows the meeting's orders, passes on output and signals, leaves nothing behind."""
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import selectors
 import shutil
 import signal
-import subprocess
-import sys
+import socket
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launch import bootstrap
-from paceline.launch.environment import allowed_cores, free_port, threads_per_worker, worker_environment
-from paceline.launch.failures import Failure, describe, first_failure, read_record, shell_code
-from paceline.launch.lifeline import Guard, kill_group
-from paceline.launch.output import LinePrefixer, prefix_of, writer
+from paceline.launch.environment import free_port
+from paceline.launch.events import Events
+from paceline.launch.failures import Failure, describe, first_failure, report
+from paceline.launch.generation import CONSEQUENCES_S, Generation
+from paceline.launch.job import Job
+from paceline.launch.lifeline import MARK, Guard, adopt_orphans, kill_marked, reap_orphans
+from paceline.launch.logs import Logs
+from paceline.launch.machine import Machine
+from paceline.launch.nodes.meeting import Opened, open_meeting
+from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
+from paceline.launch.output import Console
+from paceline.launch.signals import Signals
+from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
-GRACE_S = 5.0  # between the request to end and SIGKILL
-_CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
-_READ_BYTES = 1 << 16
 
+def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
+    """Runs this machine's part of the job to its end; the exit code for the shell.
 
-@dataclass(frozen=True)
-class Job:
-    """What to run: `command` is a script or, with `is_module`, a module, and its arguments."""
+    Args:
+        job: what to run.
+        listener: where to serve the meeting, if that is decided already.
+        secret: the job's; by default the one in the environment, or on a single machine a new one.
 
-    command: Sequence[str]
-    workers: int
-    is_module: bool = False
-    port: int | None = None
-
-
-@dataclass
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    error_file: str
-    pidfd: int
-    streams: list[LinePrefixer] = field(default_factory=list)
-    ended: bool = False
-
-
-def run(job: Job) -> int:
-    """Runs the job to its end; the exit code for the shell."""
+    Raises:
+        PacelineError, ValueError: the machines did not meet.
+    """
     directory = tempfile.mkdtemp(prefix="paceline-")
-    guard = Guard(directory)
+    mark = f"{secrets.token_hex(8)}."
+    guard = Guard(directory, mark)
+    adopt_orphans()
+    meeting = None
     try:
-        with _Agent(job, directory, guard) as agent:
+        if secret is None:
+            secret = job_secret() or (secrets.token_bytes(32) if job.meeting.address is None else None)
+        meeting = open_meeting(job, secret, listener)
+        with _Agent(job, meeting, secret, directory, guard, mark) as agent:
             return agent.run()
     finally:
+        if meeting is not None:
+            meeting.close()
         guard.close()
+        kill_marked(mark)
+        reap_orphans([])
         shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Agent:
-    def __init__(self, job: Job, directory: str, guard: Guard) -> None:
+    def __init__(
+        self, job: Job, meeting: Opened, secret: bytes | None, directory: str, guard: Guard, mark: str
+    ) -> None:
         self._job = job
-        self._directory = Path(directory)
+        self._meeting = meeting
+        self._secret = secret
+        self._directory = directory
         self._guard = guard
-        self._workers: list[_Worker] = []
-        self._failures: list[Failure] = []
-        self._stopped_by: int | None = None
-        self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
+        self._mark = mark
+        self._machine = Machine.mine(job)
+        self._signals = Signals(job.signals)
+        self._console = Console(lambda: self._signals.has_come)
+        self._say = self._console.say
+        self._logs = Logs(job.output, job.run_id, self._console)
+        self._events = Events(job.events, job.run_id, self._console)
+        self._generation: Generation | None = None
+        self._store: StoreServer | None = None
+        self._secret_fd = -1
+        self._stopped_by: signal.Signals | None = None
+        self._was_told_to_stop = False
+        self._end: End | None = None
+        self._world: tuple[int, ...] = ()
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Agent:
-        secret = secrets.token_bytes(32)
-        self._secret_fd = os.memfd_create("paceline-secret", 0)
-        os.write(self._secret_fd, secret)
-        self._store_path = str(self._directory / "store")
-        self._store = StoreServer.on_unix_path(self._store_path, secret)
-        self._wake, waking = os.pipe()
-        os.set_blocking(waking, False)
-        os.set_blocking(self._wake, False)
-        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-        self._handlers = {
-            number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._meeting.line.fileno(), selectors.EVENT_READ, self._on_orders)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            kill_group(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._store.close()
-        os.close(self._secret_fd)
+        self._close_generation()
+        self._selector.close()
+        self._signals.close()
 
     def run(self) -> int:
-        self._start_workers()
-        while self._selector.get_map() and not self._all_over():
-            timeout_s = None if self._next_signal is None else max(0.0, self._next_signal[0] - time.monotonic())
-            for key, _ in self._selector.select(timeout_s):
-                key.data()
-            if self._next_signal is not None and time.monotonic() >= self._next_signal[0]:
-                self._signal_all(self._next_signal[1])
-                self._next_signal = (time.monotonic() + GRACE_S, signal.SIGKILL)
-        for worker in self._workers:
-            for stream in worker.streams:
-                stream.close()
-        return self._conclude()
-
-    def _start_workers(self) -> None:
         job = self._job
-        environment = {**os.environ}
-        threads = threads_per_worker(allowed_cores(), job.workers, environment)
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-            if job.workers > 1:
-                _say(
-                    f"OMP_NUM_THREADS={threads} for each of {job.workers} workers; set it yourself to choose otherwise"
-                )
-        environment["PACELINE_STORE"] = f"unix:{self._store_path}"
-        environment["PACELINE_SECRET_FD"] = str(self._secret_fd)
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        port = job.port if job.port is not None else free_port()
-        run_id = secrets.token_hex(8)
-        module = ["-m"] if job.is_module else []
-        for rank in range(job.workers):
-            error_file = str(self._directory / f"error-{rank}.json")
-            process = subprocess.Popen(
-                [sys.executable, bootstrap.__file__, str(os.getpid()), *module, *job.command],
-                env={
-                    **environment,
-                    **worker_environment(rank, job.workers, port, run_id),
-                    "PACELINE_ERROR_FILE": error_file,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[self._secret_fd],
-                start_new_session=True,
+        for line in self._machine.remarks(job):
+            self._say(line)
+        self._meeting.line.send(
+            Join(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                address=self._meeting.address,
+                port=free_port(self._meeting.address),
+                workers=job.workers,
+                role=job.role,
+                node_rank=job.meeting.node_rank,
+                slot=job.slot,
+                serves=self._meeting.server is not None or job.meeting.address is None,
             )
-            worker = _Worker(rank, process, error_file, os.pidfd_open(process.pid))
-            self._workers.append(worker)
-            self._guard.watch([process.pid])
-            self._follow(worker)
+        )
+        while self._end is None or self._generation is not None:
+            for key, _ in self._selector.select(self._wait_s()):
+                if key.fd in self._selector.get_map():  # not closed by one before it
+                    key.data()
+            self._on_time()
+        return self._conclude(self._end)
 
-    def _follow(self, worker: _Worker) -> None:
-        for pipe, own in ((worker.process.stdout, sys.stdout), (worker.process.stderr, sys.stderr)):
-            assert pipe is not None
-            stream = LinePrefixer(prefix_of(worker.rank, own.isatty()), writer(own.fileno()))
-            worker.streams.append(stream)
+    def _wait_s(self) -> float | None:
+        deadlines = [self._meeting.line.deadline_s, self._generation.deadline_s if self._generation else None]
+        known = [each for each in deadlines if each is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
 
-            def read(fd: int = pipe.fileno(), stream: LinePrefixer = stream) -> None:
-                data = os.read(fd, _READ_BYTES)
-                if data:
-                    stream.feed(data)
-                else:
-                    self._selector.unregister(fd)
+    def _on_time(self) -> None:
+        now_s = time.monotonic()
+        deadline_s = self._meeting.line.deadline_s
+        if deadline_s is not None and now_s >= deadline_s:
+            self._on_orders()
+        if self._generation is not None:
+            self._generation.tick(now_s)
+            if self._generation.is_over:
+                self._on_generation_over(self._generation)
 
-            self._selector.register(pipe.fileno(), selectors.EVENT_READ, read)
+    def _on_orders(self) -> None:
+        for order in self._meeting.line.receive():
+            self._follow(order)
 
-        def ended() -> None:
-            self._selector.unregister(worker.pidfd)
-            os.close(worker.pidfd)
-            self._on_end(worker)
+    def _follow(self, order: Order) -> None:
+        if isinstance(order, Start):
+            self._start(order)
+        elif isinstance(order, Stop):
+            if self._generation is not None and self._generation.start.generation == order.generation:
+                self._was_told_to_stop = True
+                if not self._generation.failures:
+                    self._say(f"{order.reason}; ending the workers of this machine")
+                self._generation.end(after_s=CONSEQUENCES_S if "failed" in order.reason else 0.0)
+        elif isinstance(order, Wait):
+            self._events.tell("wait", reason=order.reason)
+            self._say(order.reason)
+        elif isinstance(order, End) and self._end is None:
+            self._end = order
+            if self._generation is not None:
+                self._generation.end()
 
-        self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
+    def _start(self, start: Start) -> None:
+        self._was_told_to_stop = False
+        self._world = tuple(range(start.world_size))
+        first, count = start.first_rank, self._job.workers
+        self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
+        if start.group_world_size > 1:
+            self._say(
+                f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
+                f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
+            )
+        self._generation = Generation(
+            self._job,
+            start,
+            self._environment(start),
+            secret_fd=self._secret_fd,
+            directory=self._directory,
+            cores=self._machine.cores,
+            gpus=self._machine.gpus,
+            logs=self._logs,
+            selector=self._selector,
+            on_failure=lambda failure: self._on_failure(start, failure),
+        )
+        self._guard.watch(worker.pid for worker in self._generation.workers)
 
-    def _on_end(self, worker: _Worker) -> None:
-        worker.ended = True
-        code = worker.process.wait()
-        if code == 0:
-            return
-        record = read_record(worker.error_file)
-        if self._next_signal is None:
-            self._next_signal = (time.monotonic() + _CONSEQUENCES_S, signal.SIGTERM)
-        elif record is None and code in (-signal.SIGTERM, -signal.SIGKILL):
-            return  # it ended because it was told to
-        exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
-        self._failures.append(Failure(worker.rank, worker.process.pid, exit_code, time.time(), record))
+    def _environment(self, start: Start) -> dict[str, str]:
+        """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
+        environment = self._machine.environment(os.environ)
+        for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE", "PACELINE_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+            environment.pop(name, None)
+        environment[MARK] = f"{self._mark}{start.generation}."
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
+        self._secret_fd = os.memfd_create("paceline-secret", 0)
+        secret = None
+        if self._secret is not None:
+            secret = hmac.digest(self._secret, b"workers of generation %d" % start.generation, "sha256")
+            os.write(self._secret_fd, secret)
+            environment["PACELINE_SECRET_FD"] = str(self._secret_fd)
+        if self._job.meeting.address is None:
+            path = Path(self._directory, f"store-{start.generation}")
+            self._store = StoreServer.on_unix_path(str(path), secret)
+            environment["PACELINE_STORE"] = f"unix:{path}"
+        return environment
+
+    def _on_failure(self, start: Start, failure: Failure) -> None:
+        self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
+        if self._stopped_by is None:
+            self._meeting.line.send(Failed(start.generation, failure))
+
+    def _on_generation_over(self, generation: Generation) -> None:
+        number, failures = generation.start.generation, tuple(generation.failures)
+        self._close_generation()
+        if self._stopped_by is not None:
+            self._leave(self._stopped_by)
+        elif failures or self._was_told_to_stop:
+            self._meeting.line.send(Stopped(number, free_port(self._meeting.address), failures))
+        else:
+            self._meeting.line.send(Finished(number))
+
+    def _close_generation(self) -> None:
+        if self._generation is not None:
+            self._generation.close()
+            self._guard.watch([])
+            kill_marked(f"{self._mark}{self._generation.start.generation}.")
+            self._generation = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        if self._secret_fd >= 0:
+            os.close(self._secret_fd)
+            self._secret_fd = -1
 
     def _on_signal(self) -> None:
-        for number in os.read(self._wake, 64):
-            if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                continue
+        numbers, child_ended = self._signals.read()
+        if child_ended:
+            workers = self._generation.workers if self._generation is not None else []
+            reap_orphans([*self._guard.pids, *(each.pid for each in workers if each.exit_code is None)])
+        for number in numbers:
             if self._stopped_by is not None:
-                self._signal_all(signal.SIGKILL)
+                if self._generation is not None:
+                    self._generation.kill()
                 continue
             self._stopped_by = number
-            _say(f"{signal.Signals(number).name}: ending {len(self._workers)} workers (again to kill them)")
-            self._signal_all(number)
-            self._next_signal = (time.monotonic() + GRACE_S, signal.SIGKILL)
+            if self._generation is None:
+                self._leave(number)
+                continue
+            running = [worker for worker in self._generation.workers if worker.exit_code is None]
+            self._say(
+                f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
+                "end (again to kill them)"
+            )
+            self._generation.end(number)
 
-    def _signal_all(self, number: int) -> None:
-        for worker in self._workers:
-            if not worker.ended:
-                kill_group(worker.process.pid, signal.SIGCONT)  # a stopped worker would not hear it
-                kill_group(worker.process.pid, number)
+    def _leave(self, number: signal.Signals) -> None:
+        self._meeting.line.send(Leave(128 + number, number.name))
 
-    def _all_over(self) -> bool:
-        """Every worker has ended and its output is passed on; what its children hold open is not waited for."""
-        if not all(worker.ended for worker in self._workers):
-            return False
-        ready = self._selector.select(0)
-        return not any(key.data is not self._on_signal for key, _ in ready)
-
-    def _conclude(self) -> int:
+    def _conclude(self, end: End | None) -> int:
+        assert end is not None
         if self._stopped_by is not None:
             return 128 + self._stopped_by
-        if not self._failures:
-            return 0
-        first = first_failure(self._failures)
-        others = [str(worker.rank) for worker in self._workers if worker.rank != first.rank]
-        _say(describe(first))
-        if others:
-            _say(f"the other ranks ({', '.join(others)}) were ended")
-        return shell_code(first.exit_code)
-
-
-def _say(text: str) -> None:
-    writer(sys.stderr.fileno())(f"paceline: {text}\n".encode())
+        self._events.tell("end", code=end.code)
+        if end.failures:
+            *others, _ = report(end.failures).split("\n", len(end.failures) - 1)
+            for line in others:
+                self._say(line)
+            told = {failure.rank for failure in end.failures}
+            ended = [str(rank) for rank in self._world if rank not in told]
+            if ended:
+                self._say(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
+            self._say(describe(first_failure(end.failures)))
+        if end.reason:
+            self._say(end.reason)
+        return end.code

@@ -1,4 +1,4 @@
-"""The first thing that runs in a worker: `python bootstrap.py LAUNCHER_PID [-m] SCRIPT ARGS...`.
+"""The first thing that runs in a worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
 
 Ties the worker to its launcher and records its uncaught exception; then runs the script as `python SCRIPT` would.
 Kept apart from the package's imports, since every worker pays for it.
@@ -7,24 +7,35 @@ Kept apart from the package's imports, since every worker pays for it.
 from __future__ import annotations
 
 import os
-import runpy
 import sys
+from types import TracebackType
 
 
 def main() -> None:
     """Runs the worker's script."""
     launcher, *rest = sys.argv[1:]
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    sys.path[0] = package  # this file's own directory is not the script's
-    from paceline.launch.failures import record_uncaught
-    from paceline.launch.lifeline import die_with_parent
-
-    die_with_parent(int(launcher))
-    record_uncaught(os.environ["PACELINE_ERROR_FILE"])
+    _die_with_parent(int(launcher))
+    if rest[0] == "--exec":
+        try:
+            os.execvp(rest[1], rest[1:])
+        except OSError as error:
+            sys.exit(
+                f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
+            )
+    _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
     if rest[0] == "-m":
+        import runpy
+
         sys.argv = rest[1:]
         sys.path[0] = os.getcwd()
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        return
+    if rest[0] == "--path":
+        import runpy
+
+        sys.argv = rest[1:]
+        del sys.path[0]
+        runpy.run_path(rest[1], run_name="__main__")
         return
     script = rest[0]
     sys.argv = rest
@@ -32,10 +43,33 @@ def main() -> None:
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec")
     namespace = sys.modules["__main__"].__dict__
-    for name in ("main", "annotations"):
+    for name in ("main", "annotations", "_die_with_parent", "_record_uncaught"):
         del namespace[name]
     namespace["__file__"] = script
     exec(code, namespace)
+
+
+def _die_with_parent(parent: int) -> None:
+    """As `lifeline.die_with_parent`, without its imports."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != parent:
+        os.kill(os.getpid(), 9)
+
+
+def _record_uncaught(path: str) -> None:
+    """Has an uncaught exception recorded; what that needs is imported when there is one."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.path.insert(0, package)
+        from paceline.launch.failures import record_uncaught
+
+        record_uncaught(path)
+        sys.excepthook(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 if __name__ == "__main__":

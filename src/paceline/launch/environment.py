@@ -5,39 +5,74 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands among all: torchrun's numbers."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+    role_rank: int | None = None  # as the rank, unless there are several roles
+    role_world_size: int | None = None
+    role: str = "default"
+
+
+def place_variables(
+    place: Place, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
+) -> dict[str, str]:
+    """torchrun's variables for a worker."""
+    role_rank = place.rank if place.role_rank is None else place.role_rank
+    role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "NODE_RANK": str(place.group_rank),
+        "ROLE_RANK": str(role_rank),
+        "ROLE_WORLD_SIZE": str(role_world_size),
+        "ROLE_NAME": place.role,
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+    }
 
 
 def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
     """torchrun's variables for one of `world_size` workers of this machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
+    return place_variables(Place(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
 
 
 def allowed_cores() -> int:
     """The cores this process may use, by affinity and by its cgroup's quota; at least 1."""
+    quota = cpu_quota()
     cores = len(os.sched_getaffinity(0))
+    return max(1, cores if quota is None else min(cores, -int(-quota // 1)))
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The cores that the cgroup's quota amounts to, in version 2 or 1; None for no limit."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, -(-int(quota) // int(period)))
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         pass
-    return max(1, cores)
+    try:
+        limit = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return limit / int((root / "cpu/cpu.cfs_period_us").read_text()) if limit > 0 else None
+    except (OSError, ValueError):
+        return None
 
 
 def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
@@ -45,9 +80,10 @@ def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str])
     return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port of one of this machine's addresses that is free now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port

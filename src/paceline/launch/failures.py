@@ -1,21 +1,27 @@
-"""What a worker leaves behind when it fails, and which of several failures came first."""
+"""What a worker leaves behind when it fails, which of several failures came first, and how they are told."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-# Errors that another rank's failure brings about.
-_CONSEQUENCES = {"PeerLostError", "CollectiveTimeoutError", "StoreConnectionError"}
+# Errors that another rank's failure brings about: Paceline's, and what gloo, NCCL and sockets say of a lost peer.
+_CONSEQUENCES = {"PeerLostError", "CollectiveTimeoutError", "StoreConnectionError", "ConnectionResetError"}
+_CONSEQUENCE_TEXTS = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
+    r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
+)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OWN_FILES = ("paceline/launch/bootstrap.py", "<frozen runpy>", "runpy.py")
 
 
@@ -37,11 +43,37 @@ class Failure:
     exit_code: int
     seen_s: float
     record: Record | None
+    host: str = field(default_factory=socket.gethostname)
+    memory: str | None = None  # what the kernel said, where it killed the worker for want of memory
+    log: str | None = None  # the directory with its output
 
     @property
     def is_consequence(self) -> bool:
         """Whether another rank's failure explains this one."""
-        return self.record is not None and self.record.kind in _CONSEQUENCES
+        return self.record is not None and _is_consequence(self.record.kind, self.record.text)
+
+    @property
+    def how(self) -> str:
+        """What ended it, in a few words."""
+        if self.memory is not None:
+            return "killed by the kernel, out of memory"
+        return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
+
+
+def _is_consequence(kind: str, text: str) -> bool:
+    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(_last_line(text)))
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV` for 11; real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
@@ -52,13 +84,29 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 def describe(failure: Failure) -> str:
     """The failure in one line, and its traceback if it left one."""
     code = failure.exit_code
-    how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    line = f"rank {failure.rank} failed first ({socket.gethostname()}, pid {failure.pid}, {how})"
+    log = f"; its output is in {failure.log}" if failure.log else ""
+    line = f"rank {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
     if failure.record is not None:
-        return f"{line}:\n{failure.record.text.rstrip()}"
+        return f"{line}{log}:\n{failure.record.text.rstrip()}"
+    if failure.memory is not None:
+        return f"{line}: {failure.memory}{log}"
     if code == -signal.SIGKILL:
-        return f"{line}; if nobody killed it by hand, the machine ran out of memory (see dmesg)"
-    return f"{line}; it left no Python traceback, look at its output above"
+        return f"{line}; if nobody killed it by hand, the machine ran out of memory (see dmesg){log}"
+    return f"{line}; it left no Python traceback, look at its output above{log}"
+
+
+def report(failures: Sequence[Failure]) -> str:
+    """Those that followed in a line each, then the cause: what is to be read stands last."""
+    cause = first_failure(failures)
+    lines = []
+    for failure in sorted(failures, key=lambda each: each.rank):
+        if failure is not cause:
+            what = failure.how
+            if failure.record is not None:
+                what = _last_line(failure.record.text).partition(". ")[0][:200]
+            label = "a consequence" if failure.is_consequence else "failed too"
+            lines.append(f"rank {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
+    return "\n".join([*lines, describe(cause)])
 
 
 def shell_code(exit_code: int) -> int:
@@ -68,9 +116,7 @@ def shell_code(exit_code: int) -> int:
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Leaves an exception in the file `path`."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OWN_FILES):
-        trace = trace.tb_next
-    text = "".join(traceback.format_exception(kind, error, trace))
+    text = "".join(traceback.format_exception(kind, error, _without_own(trace)))
     draft = f"{path}.{os.getpid()}"
     Path(draft).write_text(json.dumps({"time_s": time.time(), "kind": kind.__name__, "text": text}))
     os.replace(draft, path)
@@ -85,14 +131,34 @@ def read_record(path: str) -> Record | None:
 
 
 def record_uncaught(path: str) -> None:
-    """Has an uncaught exception of this process recorded in `path`, and printed without the launcher's own frames."""
+    """Has an uncaught exception of this process recorded in `path`, and printed without the launcher's own frames.
+
+    Of one that another rank brings about only the user's own frames are printed: the cause is to be seen, and the
+    launcher repeats the whole if this turns out to be it.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher says that it was interrupted; a traceback a rank adds nothing
         write_record(path, kind, error, trace)
-        while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OWN_FILES):
-            trace = trace.tb_next
-        traceback.print_exception(kind, error, trace)
+        shown = traceback.TracebackException(kind, error, _without_own(trace))
+        text = "".join(shown.format())
+        if _is_consequence(kind.__name__, text):
+            ours = [frame for frame in shown.stack if not _is_installed(frame.filename)]
+            shown.stack = traceback.StackSummary.from_list(ours)
+            shown.__cause__ = shown.__context__ = None
+            text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
+        sys.stderr.write(text)
 
     sys.excepthook = hook
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file is of Python, an installed package, or Paceline: not the user's."""
+    return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
+
+
+def _without_own(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.endswith(_OWN_FILES):
+        trace = trace.tb_next
+    return trace

@@ -1,8 +1,10 @@
 """Nothing outlives the launcher, whatever ends it.
 
-The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). What the worker itself had started is killed by the
-guard: a process that was forked off early, holds the reading end of a pipe, and learns of the launcher's death by its
-end. It then kills the workers' process groups and removes the job's directory.
+The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). What a worker had started is killed by guards,
+processes that were forked off early, hold the reading end of a pipe, and learn of the launcher's death by its end. They
+kill whatever carries the job's mark in its environment or is in a session that a worker leads, and remove the job's
+directory. Nothing else is killed: a process tree may hold what belongs to others. There are several guards, since one
+may be killed just before the launcher.
 """
 
 from __future__ import annotations
@@ -12,9 +14,15 @@ import ctypes
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterable
 
+MARK = "PACELINE_JOB"
+GUARDS = 3
+
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ROUNDS = 20  # of looking for what was started while the others were killed
 
 
 def die_with_parent(parent: int) -> None:
@@ -24,41 +32,106 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def adopt_orphans() -> None:
+    """Makes the workers' children ours when the workers end, instead of init's."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(own: Iterable[int]) -> None:
+    """Collects those adopted children that have ended; the statuses of `own` are left to those who wait for them."""
+    spared = set(own)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in spared:
+                return  # the others come to light when it is collected
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
 def kill_group(leader: int, number: int) -> None:
     """Sends a signal to the process group of `leader`, if there is still one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 
-class Guard:
-    """The guarding process; make it before any thread is started. `close` when the job is over."""
+def marked(mark: str) -> list[int]:
+    """The running processes of this user whose environment had `mark` when they started."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as environment:
+                if wanted in environment.read():
+                    found.append(int(name))
+    return found
 
-    def __init__(self, directory: str) -> None:
-        reading, self._writing = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._writing)
-            _keep_watch(reading, directory)
+
+def kill_marked(mark: str) -> None:
+    """Kills every process with `mark`, and what these start meanwhile."""
+    for _ in range(_ROUNDS):
+        pids = marked(mark)
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def in_sessions(leaders: Iterable[int]) -> list[int]:
+    """The running processes of the sessions that `leaders` lead or led."""
+    wanted = set(leaders)
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                if os.getsid(int(name)) in wanted:
+                    found.append(int(name))
+    return found
+
+
+class Guard:
+    """The guarding processes; make it before any thread is started. `close` when the job is over."""
+
+    def __init__(self, directory: str, mark: str) -> None:
+        self._writing: list[int] = []
+        self.pids = [self._fork(directory, mark) for _ in range(GUARDS)]
+
+    def _fork(self, directory: str, mark: str) -> int:
+        reading, writing = os.pipe()
+        self._writing.append(writing)
+        pid = os.fork()
+        if pid == 0:
+            for each in self._writing:
+                os.close(each)
+            _keep_watch(reading, directory, mark)
             os._exit(0)
         os.close(reading)
+        return pid
 
     def watch(self, leaders: Iterable[int]) -> None:
-        """Also guards these process groups."""
-        os.write(self._writing, b"".join(b"%d\n" % leader for leader in leaders))
+        """Guards the sessions of these workers, and no longer those of earlier ones."""
+        told = b"!" + b"".join(b"%d " % leader for leader in leaders)
+        for writing in self._writing:
+            with contextlib.suppress(BrokenPipeError):  # this one was killed
+                os.write(writing, told)
 
     def close(self) -> None:
-        """Ends the guard; what is left of the process groups it guarded is killed."""
-        os.close(self._writing)
-        os.waitpid(self._pid, 0)
+        """Ends the guards; what is left of the job is killed."""
+        for writing in self._writing:
+            os.close(writing)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
 
 
-def _keep_watch(reading: int, directory: str) -> None:
+def _keep_watch(reading: int, directory: str, mark: str) -> None:
     os.setsid()  # a Ctrl-C in the terminal is not for the guard
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     told = b""
-    while more := os.read(reading, 4096):
-        told += more
-    for leader in told.split():
-        kill_group(int(leader), signal.SIGKILL)
+    while more := os.read(reading, 1 << 16):
+        told = (told + more).rpartition(b"!")[2] if b"!" in more else told + more
+    kill_marked(mark)
+    for pid in in_sessions(map(int, told.split())):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,14 +1,19 @@
-"""The workers' output, line by line, each with its rank in front."""
+"""The workers' output: whole lines with their rank in front on the console, and as it is in files."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import select
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOUNDARY = re.compile(rb"[\r\n]")
 _LONGEST_LINE = 1 << 16
+_PATIENCE_S = 0.2
+
+Write = Callable[[bytes], None]
 
 
 def prefix_of(rank: int, coloured: bool) -> bytes:
@@ -20,7 +25,7 @@ def prefix_of(rank: int, coloured: bool) -> bytes:
 class LinePrefixer:
     """Passes whole lines on to `write`; the last, unfinished one when `close` is called."""
 
-    def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
+    def __init__(self, prefix: bytes, write: Write) -> None:
         self._prefix = prefix
         self._write = write
         self._open = b""
@@ -41,16 +46,83 @@ class LinePrefixer:
             self.feed(b"\n")
 
 
-def writer(fd: int) -> Callable[[bytes], None]:
-    """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
+class Stream:
+    """One stream of one worker, to the console, to its file, and filtered to another."""
+
+    def __init__(self, console: LinePrefixer | None, file: BinaryIO | None, filtered: LinePrefixer | None) -> None:
+        self._console = console
+        self._file = file
+        self._filtered = filtered
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+        if self._file is not None:
+            self._file.write(data)
+            self._file.flush()
+        for lines in (self._console, self._filtered):
+            if lines is not None:
+                lines.feed(data)
+
+    def close(self) -> None:
+        """Passes on what is left; idempotent."""
+        for lines in (self._console, self._filtered):
+            if lines is not None:
+                lines.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def only_with(words: Sequence[str], write: Write) -> Write:
+    """Passes on the lines that have one of `words` in them."""
+    wanted = [word.encode() for word in words]
+
+    def filtered(lines: bytes) -> None:
+        kept = [line for line in lines.splitlines(keepends=True) if any(word in line for word in wanted)]
+        if kept:
+            write(b"".join(kept))
+
+    return filtered
+
+
+class Console:
+    """The launcher's own stdout and stderr; a reader that stopped reading cannot hold up a job that is to end.
+
+    Args:
+        hurries: whether the job is to end, asked while nobody reads.
+    """
+
+    def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
+        self._hurries = hurries
+        self._unread: set[int] = set()
+
+    def writer(self, fd: int) -> Write:
+        """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
+
+        def write(data: bytes) -> None:
+            while data and fd not in self._unread:
+                if not select.select([], [fd], [], _PATIENCE_S)[1]:
+                    if self._hurries():
+                        self._unread.add(fd)
+                    continue
+                try:
+                    data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+                except BlockingIOError:
+                    continue
+                except OSError:  # the reader, or the terminal, is gone
+                    self._unread.add(fd)
+
+        return write
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own on stderr."""
+        self.writer(2)(f"paceline: {text}\n".encode())
+
+
+def file_writer(file: BinaryIO) -> Write:
+    """Writes to a file at once."""
 
     def write(data: bytes) -> None:
-        while data:
-            try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                return
+        file.write(data)
+        file.flush()
 
     return write

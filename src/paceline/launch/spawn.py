@@ -58,8 +58,8 @@ class Spawned:
                 return False
             wait(running, left)
 
-    def _fail(self, seen: int) -> None:
-        time.sleep(0.1)  # lets the failure that caused this one arrive
+    def end(self) -> None:
+        """Ends the processes that still run."""
         for process in self._processes:
             if process.exitcode is None:
                 process.terminate()
@@ -70,6 +70,10 @@ class Spawned:
                 process.kill()
                 process.join()
         self._release()
+
+    def _fail(self, seen: int) -> None:
+        time.sleep(0.1)  # lets the failure that caused this one arrive
+        self.end()
         told: list[tuple[float, int, str]] = []
         for rank, failure in enumerate(self._failures):
             if failure.poll():
@@ -145,6 +149,46 @@ def spawn(
         return spawned
     spawned.join()
     return None
+
+
+def notebook_launch(
+    fn: Callable[..., object], nprocs: int, args: tuple[object, ...] = (), start_method: str | None = None
+) -> None:
+    """Calls `fn(rank, *args)` on `nprocs` processes from a notebook cell, as `spawn` does from a script.
+
+    A function of the notebook itself is reached by forking the notebook's process; one of a module is imported by new
+    processes, which is safe in every case.
+
+    >>> import paceline
+    >>> paceline.notebook_launch(print, nprocs=1)  # doctest: +SKIP
+
+    Args:
+        fn: a function of the notebook or of a module.
+        nprocs: how many processes.
+        args: further arguments.
+        start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
+
+    Raises:
+        RuntimeError: the processes would be forks of one that has used CUDA, where they could not.
+        WorkerError: a process failed; its message ends with the traceback.
+    """
+    if start_method is None:
+        start_method = "fork" if fn.__module__ == "__main__" else "spawn"
+    torch = sys.modules.get("torch")
+    if start_method == "fork" and torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            f"{fn.__qualname__} is to run in forks of this notebook (pid {os.getpid()}), but a cell has already used "
+            "CUDA here, and a fork of such a process cannot. Restart the notebook and do not touch a GPU before this "
+            "call, or put the function into a module"
+        )
+    sys.stdout.flush()
+    spawned = spawn(fn, args, nprocs, join=False, start_method=start_method)
+    assert spawned is not None
+    try:
+        spawned.join()
+    except KeyboardInterrupt:  # the notebook's stop button
+        spawned.end()
+        raise
 
 
 def _work(

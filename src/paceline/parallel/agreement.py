@@ -5,43 +5,58 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
-from torch import nn
 
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
+from paceline.parallel.members import Members
 
 Entry = list[object]
 
 
-def describe_module(module: nn.Module) -> list[Entry]:
-    """Name, shape, strides, type and requires_grad of each parameter and buffer, in order of registration."""
+@dataclass(frozen=True)
+class Facts:
+    """What may differ between ranks, and is told to all.
+
+    `overlaps`: this rank could, or wants to, overlap reduction with backward.
+    """
+
+    overlaps: bool
+    host: str
+    cores: list[int]
+    threads: int
+
+
+def describe_members(members: Members) -> list[Entry]:
+    """Name, shape, strides, type and requires_grad of each parameter and buffer."""
     described: list[Entry] = []
-    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        for name, tensor in named:
+    for kind, named in (("parameter", members.trained | members.frozen), ("buffer", members.buffers)):
+        for name, tensor in named.items():
             shape = list(tensor.shape)
             described.append([kind, name, shape, list(tensor.stride()), str(tensor.dtype), tensor.requires_grad])
     return described
 
 
 def require_same_module(
-    module: nn.Module, options: dict[str, object], wish: bool, problem: Exception | None, group: ProcessGroup
-) -> list[bool]:
-    """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's wish.
+    members: Members, options: dict[str, object], facts: Facts, problem: Exception | None, group: ProcessGroup
+) -> list[Facts]:
+    """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's facts.
 
     Args:
-        module: what this rank wraps.
+        members: of the module that this rank wraps.
         options: arguments that must be the same on every rank.
-        wish: may differ.
+        facts: of this rank.
         problem: why this rank cannot wrap it; raised here, after the others were told.
 
     Raises:
         CollectiveMismatchError: on every rank, naming the first difference and who is on which side of it.
     """
-    description = describe_module(module)
+    description = [] if problem is not None else describe_members(members)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
-    mine = {"digest": digest, "options": options, "wish": wish, "problem": str(problem) if problem else None}
+    mine: dict[str, object] = {"digest": digest, "options": options, "facts": asdict(facts)}
+    mine["problem"] = str(problem) if problem else None
     everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(mine).encode())]
     if problem is not None:
         raise problem
@@ -65,7 +80,7 @@ def require_same_module(
             f"rank {group.ranks[group.rank()]}: the models differ: {_first_difference(descriptions, group.ranks)}. "
             "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
         )
-    return [bool(other["wish"]) for other in everyone]
+    return [Facts(**other["facts"]) for other in everyone]
 
 
 def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:
@@ -100,11 +115,11 @@ def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
-    """Copies rank 0's values to all ranks, whatever the types and layouts."""
+def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
+    """Copies the root's values to all ranks, whatever the types and layouts."""
     plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
     kept = {id(tensor) for tensor in plain}
-    group.broadcast(byte_views(plain), 0)
+    group.broadcast(byte_views(plain), root)
     for tensor in tensors:
         if id(tensor) not in kept:
-            group.broadcast(tensor.detach(), 0)
+            group.broadcast(tensor.detach(), root)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import nn
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = 1 * MIB
@@ -20,7 +20,7 @@ class Bucket:
 
 
 def make_buckets(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype], cap_bytes: int, first_cap_bytes: int = FIRST_BUCKET_BYTES
+    sizes: Sequence[int], dtypes: Sequence[Hashable], cap_bytes: int, first_cap_bytes: int = FIRST_BUCKET_BYTES
 ) -> list[Bucket]:
     """Cuts the parameters, last registered first, into buckets of at most `cap_bytes`.
 
@@ -31,17 +31,17 @@ def make_buckets(
 
     Args:
         sizes: bytes of each parameter, in order of registration.
-        dtypes: their types.
+        dtypes: their types, or whatever else must not mix.
 
     >>> make_buckets([4, 4, 4], [torch.float32] * 3, cap_bytes=8, first_cap_bytes=4)
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
     """
     buckets: list[Bucket] = []
-    filling: dict[torch.dtype, list[int]] = {}
-    filled_bytes: dict[torch.dtype, int] = {}
-    caps: dict[torch.dtype, int] = {}
+    filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
+    caps: dict[Hashable, int] = {}
 
-    def close(dtype: torch.dtype) -> None:
+    def close(dtype: Hashable) -> None:
         buckets.append(Bucket(tuple(filling.pop(dtype)), filled_bytes.pop(dtype)))
         caps[dtype] = cap_bytes
 
@@ -56,3 +56,11 @@ def make_buckets(
         close(dtype)
     buckets.sort(key=lambda bucket: -bucket.params[-1])
     return buckets
+
+
+def bucket_params(params: Sequence[nn.Parameter], cap_bytes: int, left_out: Collection[int] = ()) -> list[Bucket]:
+    """The buckets of `params`, but for those of the indices `left_out`; types and devices do not mix."""
+    kept = [at for at in range(len(params)) if at not in left_out]
+    kinds = [(params[at].dtype, params[at].device) for at in kept]
+    buckets = make_buckets([params[at].nbytes for at in kept], kinds, cap_bytes)
+    return [Bucket(tuple(kept[at] for at in bucket.params), bucket.nbytes) for bucket in buckets]

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import copy
-import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from paceline.engine.codes import DTYPE_CODES
+from paceline.errors import CollectiveError
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.agreement import broadcast_tensors, byte_views, require_same_module
-from paceline.parallel.buckets import MIB, make_buckets
+from paceline.parallel.agreement import broadcast_tensors, require_same_module
+from paceline.parallel.bucket_hook import CommHook, Hook
+from paceline.parallel.buckets import MIB
+from paceline.parallel.complaints import add_place, say_sending_buffers
+from paceline.parallel.conditions import facts_of, warn_of_too_many_threads, why_not
+from paceline.parallel.data_parallel import apply_on_devices
 from paceline.parallel.graph import find_tensors
+from paceline.parallel.join import Join, Joinable, JoinHook
+from paceline.parallel.members import find_members, ignore_members
 from paceline.parallel.reducer import Reducer
-from paceline.parallel.structure import ModuleStructure
+from paceline.parallel.scatter_gather import Device, to_device
+from paceline.parallel.uneven import UnevenInputs, announce_step
+from paceline.parallel.watched import WatchedModule
 
 DEFAULT_BUCKET_CAP_MB = 25
-_LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
-_OF_THIS_PROCESS = ("process_group", "_reducer", "_structure", "_params", "_frozen", "_buffers_sent", "_buffer_bytes")
+_OF_THIS_PROCESS = ("process_group", "_reducer", "_watched")
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps `module` so that backward averages its gradients over the ranks.
 
     Args:
         module: a model on CPU, the same on every rank; rank 0's parameters and buffers are copied to all.
-        device_ids, output_device: for GPUs; leave them out.
-        dim: for several devices a process; must be 0.
+        device_ids: several devices for this process, which hold replicas and share its batch; the module is on the
+            first. In this version they are the CPU, named several times. None: the module is called as it is, on
+            whatever devices its layers are.
+        output_device: where the outputs of several devices are joined; the first one if None.
+        dim: along which the batch is split between them.
         broadcast_buffers: copy rank 0's buffers to all ranks before each forward in training mode.
         init_sync: compare and copy the model at the start; without it the ranks must hold the same one already.
         process_group: the ranks that take part; None for the default group.
@@ -49,7 +58,7 @@ class DistributedDataParallel(nn.Module):
         CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
         ValueError: an argument or a parameter is for a GPU.
         RuntimeError: no parameter requires a gradient.
-        TypeError: the module makes sparse gradients, or has parameters of a type that cannot be averaged.
+        TypeError: the module has parameters of a type that cannot be averaged.
 
     The attribute `module` is the wrapped model; `state_dict` has its keys with the prefix "module.".
 
@@ -62,8 +71,8 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
@@ -76,14 +85,19 @@ class DistributedDataParallel(nn.Module):
         *,
         overlap: bool | None = None,
     ) -> None:
-        super().__init__()
-        if device_ids or output_device is not None:
-            raise ValueError(
-                f"device_ids is {device_ids} and output_device is {output_device}, but they are for GPUs, and this "
-                "version trains models on CPU: DistributedDataParallel(module)"
-            )
-        if dim != 0:
-            raise ValueError(f"dim is {dim}; it is for splitting a batch between devices of one process and must be 0")
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.device_ids = [to_device(device) for device in device_ids or ()]
+        self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
+        if output_device is not None:
+            self.output_device = to_device(output_device)
+        for device in (*self.device_ids, self.output_device):
+            if device.type != "cpu":
+                raise ValueError(
+                    f"device_ids is {device_ids} and output_device is {output_device}, which name a GPU, and this "
+                    'version trains models on CPU: leave them out, or name the CPU, as in device_ids=["cpu"]'
+                )
+        self.dim = dim
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")
         self.module = module
@@ -95,10 +109,11 @@ class DistributedDataParallel(nn.Module):
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self.require_backward_grad_sync = True
         self.overlap = bool(overlap)
-        problem = _why_not(module)
+        members = find_members(module)
+        problem = why_not(members)
         if init_sync:
-            wishes = require_same_module(
-                module,
+            everyones = require_same_module(
+                members,
                 {
                     "broadcast_buffers": broadcast_buffers,
                     "bucket_cap_mb": self.bucket_cap_mb,
@@ -106,29 +121,47 @@ class DistributedDataParallel(nn.Module):
                     "static_graph": static_graph,
                     "overlap": overlap,
                 },
-                _has_core_to_spare(self.process_group) if overlap is None else overlap,
+                facts_of(self.process_group, overlap),
                 problem,
                 self.process_group,
             )
-            self.overlap = all(wishes)
-            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
+            self.overlap = all(facts.overlaps for facts in everyones)
+            warn_of_too_many_threads(everyones, self.process_group)
+            broadcast_tensors(members.tensors(), self.process_group)
         elif problem is not None:
             raise problem
+        self._divide_by_initial_world_size = True
         self._start()
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`)."""
-        if not (self.require_backward_grad_sync and torch.is_grad_enabled()):
-            return self.module(*args, **kwargs)
+        records = torch.is_grad_enabled()
+        root = announce_step(self) if self._join_config.enable and records else 0
+        if not (self.require_backward_grad_sync and records):
+            return self._call(args, kwargs)
         self._reducer.require_complete()
-        if self._forwards % _LOOK_AGAIN_EVERY == 0:
-            self._require_unchanged()
-        self._forwards += 1
+        self._watched.look()
         if self.broadcast_buffers and self.training:
-            self._broadcast_buffers()
-        output = self.module(*args, **kwargs)
+            self._send_buffers(root)
+        if not self._reducer.exchange.same_batches.is_over:
+            self._reducer.exchange.same_batches.look((args, kwargs))
+        output = self._call(args, kwargs)
         self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
         return output
+
+    def _send_buffers(self, root: int) -> None:
+        try:
+            self._watched.send_buffers(root)
+        except CollectiveError as error:
+            reducer = self._reducer
+            name = type(self.module).__name__
+            add_place(error, say_sending_buffers(name, reducer.forwards + 1, reducer.awaits_backward()))
+            raise
+
+    def _call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        if not self.device_ids:
+            return self.module(*args, **kwargs)
+        return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -142,6 +175,75 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may run out of inputs at different times.
+
+        A rank that leaves it early takes part in the others' steps with zeros; at the end all ranks get the parameters
+        and buffers of one that trained longest. Every step is to be one forward and one backward.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks, which weighs every input alike;
+                otherwise by the number of those that still have inputs.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: raise on all ranks instead, as soon as one has run out.
+
+        Example::
+
+            with model.join():
+                for inputs, targets in loader:  # of another length on each rank
+                    loss_function(model(inputs), targets).backward()
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """What this module does in `Join`; takes `divide_by_initial_world_size`."""
+        return UnevenInputs(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self._watched.members.trained.values())).device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.process_group
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Has `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
+
+        `bucket` is a `GradBucket`; the hook returns a `torch.futures.Future` of the averaged flat buffer, or the `Work`
+        of a collective with `async_op=True` on it. Register the same hook on every rank. Hooks that compress are in
+        `paceline.parallel.hooks`. A second backward of one forward hands the averaged gradients to the hook again.
+
+        Raises:
+            TypeError: `hook` cannot be called.
+            RuntimeError: there is one already.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
+            )
+        if self._reducer.exchange.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
+            )
+        self._reducer.exchange.comm_hook = CommHook(state, hook)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Has wrappers made afterwards neither copy nor average these, by name; as torch's."""
+        ignore_members(module, params_and_buffers_to_ignore)
 
     def communication_wait_s(self) -> float:
         """The seconds that backwards have spent, at their ends, reducing gradients and waiting for reductions."""
@@ -164,84 +266,18 @@ class DistributedDataParallel(nn.Module):
         return copied
 
     def _start(self) -> None:
-        named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
-        self._params = [param for _, param in named]
-        self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
-        self._structure = ModuleStructure(self.module)
-        buckets = make_buckets(
-            [param.nbytes for param in self._params],
-            [param.dtype for param in self._params],
-            int(self.bucket_cap_mb * MIB),
-        )
+        self._watched = WatchedModule(self.module, self.process_group)
         self._reducer = Reducer(
-            self._params,
-            [name for name, _ in named],
-            buckets,
+            self._watched.members,
+            int(self.bucket_cap_mb * MIB),
             self.process_group,
+            name=type(self.module).__name__,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             overlap=self.overlap,
         )
         # The hooks must not outlive the wrapper: the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False
-        self._forwards = 0
-        self._buffers_sent: list[int] = []
-        self._buffer_bytes: list[torch.Tensor] = []
-
-    def _require_unchanged(self) -> None:
-        if not self._structure.is_unchanged():
-            raise RuntimeError(
-                f"rank {self.process_group.ranks[self.process_group.rank()]}: the module changed after wrapping: "
-                "parameters or submodules were added, removed or replaced, and the new ones would not be averaged over "
-                "the ranks. Change the module first, then wrap it (again, if need be)"
-            )
-        for param in self._frozen:
-            if param.requires_grad:
-                name = next(name for name, each in self.module.named_parameters() if each is param)
-                raise RuntimeError(
-                    f"rank {self.process_group.ranks[self.process_group.rank()]}: parameter {name!r} did not require a "
-                    "gradient when the module was wrapped and does now; it would not be averaged over the ranks. "
-                    "Unfreeze parameters first, then wrap the module (again, if need be)"
-                )
-
-    def _broadcast_buffers(self) -> None:
-        buffers = self._structure.buffers()
-        if not buffers:
-            return
-        addresses = [buffer.data_ptr() for buffer in buffers]
-        if addresses != self._buffers_sent:
-            if not all(buffer.is_contiguous() for buffer in buffers):
-                broadcast_tensors(buffers, self.process_group)
-                return
-            self._buffer_bytes = byte_views(buffers)
-            self._buffers_sent = addresses
-        self.process_group.broadcast(self._buffer_bytes, 0)
-
-
-def _why_not(module: nn.Module) -> Exception | None:
-    """Why this module cannot be wrapped, None if it can."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not tensor.is_cpu:
-            return ValueError(f"{name!r} is on {tensor.device}; the paceline engine works on CPU: module.cpu()")
-    trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-    if not trained:
-        return RuntimeError(
-            "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
-        )
-    for name, param in trained:
-        if param.dtype not in DTYPE_CODES:
-            return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            return TypeError(f"{name!r} makes sparse gradients, which are not reduced; build it with sparse=False")
-    return None
-
-
-def _has_core_to_spare(group: ProcessGroup) -> bool:
-    """Whether the ranks of this host leave each of their progress threads a core."""
-    named = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(named) if named.isdecimal() else group.size()
-    return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
 
 
 DistributedDataParallelCPU = DistributedDataParallel

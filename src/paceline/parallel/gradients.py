@@ -70,14 +70,14 @@ class BucketGradients:
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self.params = list(params)
         self._names = list(names)
-        self._dtype = self.params[0].dtype
-        self._code = DTYPE_CODES[self._dtype]
+        self.dtype = self.params[0].dtype
+        self._code = DTYPE_CODES[self.dtype]
         self._count = sum(param.numel() for param in self.params)
         self._layouts = [_layout_of(param) for param in self.params]
         self._pieces = [0] * (2 * len(self.params))
         self._pieces[1::2] = [param.nbytes for param in self.params]
         # A complex gradient may be a conjugate view, which only its own flag tells.
-        self._plain = all(param.is_contiguous() for param in self.params) and not self._dtype.is_complex
+        self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
 
     def missing(self) -> list[str]:
         """The names of the parameters that have no gradient."""
@@ -99,7 +99,7 @@ class BucketGradients:
         if (
             self._plain
             and all(map(_is_contiguous, gradients))
-            and set(map(_dtype, gradients)) <= {self._dtype}
+            and set(map(_dtype, gradients)) <= {self.dtype}
             and not (wary and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()
@@ -124,18 +124,18 @@ class BucketGradients:
     def _require_reducible(self, name: str, param: nn.Parameter, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of parameter {name!r} is {gradient.layout}, and only dense gradients are reduced; "
-                "build its layer with sparse=False"
+                f"the gradient of parameter {name!r} is {gradient.layout}, which is averaged only for the "
+                "weight of an nn.Embedding or nn.EmbeddingBag with sparse=True; use one, or sparse=False"
             )
         if not gradient.is_cpu:
             raise ValueError(
                 f"the gradient of parameter {name!r} is on {gradient.device}; the paceline engine works on CPU. "
                 "Do not move the module after wrapping it"
             )
-        if gradient.dtype is not self._dtype:
+        if gradient.dtype is not self.dtype:
             raise TypeError(
                 f"the gradient of parameter {name!r} is of {gradient.dtype}; when the module was wrapped, the "
-                f"parameter was of {self._dtype} (now it is of {param.dtype}). Convert the module first, then wrap it"
+                f"parameter was of {self.dtype} (now it is of {param.dtype}). Convert the module first, then wrap it"
             )
 
     def reduce(self, memory: Memory, group: ProcessGroup, async_op: bool) -> Work | None:

@@ -12,30 +12,30 @@ graph, or of the other of two forwards) is answered by averaging all gradients a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import ReduceOp
-from paceline.group.work import Work
-from paceline.parallel.buckets import Bucket
-from paceline.parallel.gradients import BucketGradients, Memory, have_aliases
+from paceline.parallel.complaints import AFTER_AN_ERROR, add_place, say_averaging, say_late, say_missing
+from paceline.parallel.exchange import Exchange
 from paceline.parallel.graph import find_tensors, used_parameters
+from paceline.parallel.members import Members
 
 _NONE = -1  # no backward
 
 
 class Reducer:
-    """Averages the gradients of `params` over the ranks of `group`.
+    """Averages the gradients of a module over the ranks of `group`.
 
     Args:
-        params: those that require a gradient, in order of registration.
-        names: of the parameters, for messages.
-        buckets: over the indices of `params`; the same on every rank.
+        members: of the module.
+        bucket_cap_bytes: how many bytes of gradients are reduced together.
         group: the ranks.
+        name: of the module's class, for messages.
         find_unused: parameters may stay without a gradient.
         static_graph: the first backward shows how often each parameter gets a gradient in the others, and which stay
             without.
@@ -44,27 +44,29 @@ class Reducer:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
-        names: Sequence[str],
-        buckets: Sequence[Bucket],
+        members: Members,
+        bucket_cap_bytes: int,
         group: ProcessGroup,
         *,
+        name: str,
         find_unused: bool,
         static_graph: bool,
         overlap: bool,
     ) -> None:
         self.wait_s = 0.0
-        self._params = list(params)
-        self._names = list(names)
-        self._buckets = list(buckets)
+        self.forwards = 0  # whose backward reduces
+        self._reductions = 0
+        self._module_name = name
+        self.exchange = Exchange(members, bucket_cap_bytes, group)
+        self._params = self.exchange.params
+        self._names = self.exchange.names
+        self._buckets = buckets = self.exchange.buckets
         self._group = group
         self._static_graph = static_graph
         self._learning = static_graph
         self._find_unused = find_unused and not static_graph
-        self._gradients: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in buckets]
-        self._absent: list[nn.Parameter] = []  # to which, in a static graph, only other ranks have a gradient
         # Which parameters a backward left out is known when it ends.
-        self._early = len(buckets) - 1 if overlap and not self._find_unused else 0
+        self._early = max(0, len(buckets) - 1) if overlap and not self._find_unused else 0
         self._expected = [1] * len(self._params)  # gradients that a backward brings to each parameter
         self._full = [len(bucket.params) for bucket in buckets]
 
@@ -74,7 +76,6 @@ class Reducer:
         self._left = list(self._full)
         self._counts = [0] * len(self._params)
         self._next = 0  # the first bucket not handed over
-        self._flying: list[tuple[Work, Memory]] = []
         self._wary = False  # the user may hold tensors that share memory with gradients
         self._outputs_left = 0  # that no backward has reached
         self._unused_at_first: set[str] | None = None  # what the first forward left out
@@ -86,9 +87,6 @@ class Reducer:
         # For a backward that does not come through forward's outputs: it most likely ends here.
         self._add_hook(self._params[0], self._begin_unseen)
         self._sees_outputs = True
-
-    def _gradients_of(self, indices: Sequence[int]) -> BucketGradients:
-        return BucketGradients([self._params[i] for i in indices], [self._names[i] for i in indices])
 
     def _add_hook(self, param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> None:
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))
@@ -107,6 +105,7 @@ class Reducer:
             output: tensors in any nest.
             wary: forward's inputs require gradients, which may share memory with those of parameters.
         """
+        self.forwards += 1
         if not self._armed:
             self._armed = True
             self._backwards = 0
@@ -132,6 +131,10 @@ class Reducer:
             for param in self._params:
                 self._add_hook(param, self._begin_unseen)
 
+    def awaits_backward(self) -> bool:
+        """Whether the latest forward has had no backward."""
+        return self._armed and self._backwards == 0
+
     def require_complete(self) -> None:
         """Raises if the latest backward left gradients unreduced.
 
@@ -141,34 +144,14 @@ class Reducer:
         if not self._armed or self._backwards == 0:
             return
         if self._task != _NONE:
-            raise RuntimeError(
-                f"{self._me()}: the last backward ended with an error before its gradients were averaged, and other "
-                "ranks may have averaged theirs. End the program, or wrap the module again on every rank"
-            )
+            raise RuntimeError(f"{self._me()}: {AFTER_AN_ERROR}")
         self._raise_missing("the last backward")
 
     def _raise_missing(self, which: str) -> None:
-        missing = self._missing()
-        frozen = [n for n, p in zip(self._names, self._params, strict=True) if n in missing and not p.requires_grad]
-        if frozen:
-            raise RuntimeError(
-                f"{self._me()}: {which} gave no gradient to {_listed(frozen)}: frozen after the module was wrapped. "
-                "Freeze parameters first, then wrap the module (again, if need be)"
-            )
-        if self._static_graph:
-            raise RuntimeError(
-                f"{self._me()}: {which} gave no gradient to {_listed(missing)}, which had one in the first backward, "
-                "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
-            )
-        raise RuntimeError(
-            f"{self._me()}: {which} gave no gradient to {len(missing)} of {len(self._names)} parameters "
-            f"({_listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
-            "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
-        )
-
-    def _missing(self) -> list[str]:
-        missing = {name for gradients in self._gradients if gradients is not None for name in gradients.missing()}
-        return [name for name in self._names if name in missing]
+        missing = self.exchange.missing()
+        frozen = {n for n, p in zip(self._names, self._params, strict=True) if n in missing and not p.requires_grad}
+        told = say_missing(which, missing, frozen, len(self._names), self._static_graph)
+        raise RuntimeError(f"{self._me()}: {told}")
 
     def _me(self) -> str:
         return f"rank {self._group.ranks[self._group.rank()]}"
@@ -215,29 +198,14 @@ class Reducer:
         return count
 
     def _raise_late(self, index: int) -> None:
-        if self._static_graph:
-            raise RuntimeError(
-                f"{self._me()}: parameter {self._names[index]!r} got more gradients than in the first backward, "
-                "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
-            )
-        raise RuntimeError(
-            f"{self._me()}: parameter {self._names[index]!r} got another gradient in a backward after it was handed "
-            "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "
-            "wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
-        )
+        raise RuntimeError(f"{self._me()}: {say_late(self._names[index], self._static_graph)}")
 
     def _hand_over(self) -> None:
         """Starts the reduction of the full buckets that may go early, in order."""
-        self._fill_absent()
+        self.exchange.fill_absent()
         while self._next < self._early and self._left[self._next] == 0:
-            gradients = self._gradients[self._next]
-            if gradients is not None:
-                memory = gradients.collect(wary=True)
-                if memory is None:
-                    return  # a hook of the user's took a gradient away; told when backward ends
-                work = gradients.reduce(memory, self._group, async_op=True)
-                assert work is not None
-                self._flying.append((work, memory))
+            if not self.exchange.start_early(self._next):
+                return  # a hook of the user's took a gradient away; told when backward ends
             self._next += 1
 
     def _end(self) -> None:
@@ -246,9 +214,14 @@ class Reducer:
         self._task = _NONE
         try:
             self._complete()
-        except BaseException:
+            if not self._armed:
+                self._reductions += 1
+                self.exchange.step()
+        except BaseException as error:
             self._armed = False  # the error is told once, here
-            self._flying.clear()
+            self.exchange.forget()
+            if isinstance(error, CollectiveError):
+                add_place(error, say_averaging(self._module_name, self._reductions + 1, self.forwards))
             raise
         finally:
             self.wait_s += time.perf_counter() - started
@@ -256,73 +229,29 @@ class Reducer:
     def _complete(self) -> None:
         if self._learning:
             self._learn()
-        self._fill_absent()
-        present = self._present() if self._find_unused else self._gradients
+        self.exchange.fill_absent()
+        if self._find_unused:
+            self.exchange.take_present()
         first = self._next if self._armed and self._backwards == 1 else 0
-        rest = [gradients for gradients in present[first:] if gradients is not None]
-        memories = [memory for gradients in rest if (memory := gradients.collect(self._wary)) is not None]
-        if len(memories) != len(rest):
-            self._await_flying()
-            if self._unused_at_first and self._outputs_left == 0 and self._unused_at_first.issuperset(self._missing()):
-                self._raise_missing("this backward")
-            return  # another backward may bring the others; if not, the next forward tells
-        if have_aliases(memories):
-            # On another rank, with a batch of another size, they may be apart, and all must reduce the same.
-            memories = [memory for gradients in rest if (memory := gradients.collect(wary=True)) is not None]
-        for gradients, memory in zip(rest, memories, strict=True):
-            gradients.reduce(memory, self._group, async_op=False)
-        self._await_flying()
-        for memory in memories:
-            memory.write_back()
-        self._armed = False
-
-    def _await_flying(self) -> None:
-        flying, self._flying = self._flying, []
-        for work, _ in flying:
-            work.wait()
-        for _, memory in flying:
-            memory.write_back()
-
-    def _present(self) -> list[BucketGradients | None]:
-        """The buckets without the parameters to which no rank has a gradient; the others have one afterwards."""
-        everybodys = self._exchange_present()
-        present: list[BucketGradients | None] = []
-        for bucket, gradients in zip(self._buckets, self._gradients, strict=True):
-            kept = [index for index in bucket.params if everybodys[index]]
-            if len(kept) != len(bucket.params):
-                present.append(self._gradients_of(kept) if kept else None)
-            else:
-                present.append(gradients)
-        for param, has in zip(self._params, everybodys, strict=True):
-            if has and param.grad is None:
-                param.grad = torch.zeros_like(param)
-        return present
-
-    def _exchange_present(self) -> list[int]:
-        """For each parameter, 1 if any rank has a gradient to it."""
-        present = torch.frombuffer(bytearray(param.grad is not None for param in self._params), dtype=torch.uint8)
-        self._group.all_reduce(present, ReduceOp.MAX)
-        listed: list[int] = present.tolist()
-        return listed
+        if self.exchange.reduce_rest(first, self._wary):
+            self._armed = False
+            return
+        known = self._unused_at_first
+        if known and self._outputs_left == 0 and known.issuperset(self.exchange.missing()):
+            self._raise_missing("this backward")
+        # Otherwise another backward may bring the others; if not, the next forward tells.
 
     def _learn(self) -> None:
         """How backward goes in this static graph."""
         self._learning = False
-        mine = [param.grad is not None for param in self._params]
-        everybodys = self._exchange_present()
-        self._absent = [p for p, own, has in zip(self._params, mine, everybodys, strict=True) if has and not own]
+        everybodys = self.exchange.settle_present()
         self._expected = list(self._counts)
         for at, bucket in enumerate(self._buckets):
-            kept = [index for index in bucket.params if everybodys[index]]
-            self._full[at] = sum(self._expected[index] > 0 for index in kept)
-            if len(kept) != len(bucket.params):
-                self._gradients[at] = self._gradients_of(kept) if kept else None
+            self._full[at] = sum(self._expected[index] > 0 for index in bucket.params if everybodys[index])
 
-    def _fill_absent(self) -> None:
-        for param in self._absent:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-
-
-def _listed(names: Sequence[str], most: int = 10) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    def shadow(self) -> None:
+        """Takes part, with zeros, in the reduction of a backward that other ranks make."""
+        self._armed = False
+        self._counts = [1] * len(self._params)
+        self.exchange.same_batches.look_away()
+        self.exchange.with_zeros(self._complete, leave_out=self._find_unused)

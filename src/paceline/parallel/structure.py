@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import chain
 
 import torch
@@ -15,8 +16,16 @@ class ModuleStructure:
     `parameters()` takes several times as long.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored_buffers: Collection[str] = ()) -> None:
         modules = list(module.modules())
+        self._module = module
+        self._names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
+        self._ignored = [
+            (each._buffers, key)
+            for prefix, each in module.named_modules(remove_duplicate=False)
+            for key in each._buffers
+            if (f"{prefix}.{key}" if prefix else key) in ignored_buffers
+        ]
         self._tables: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
         self._tables += [each._parameters for each in modules if each._parameters]
         self._tables += [each._modules for each in modules if each._modules]
@@ -37,12 +46,24 @@ class ModuleStructure:
         """Whether every parameter and submodule is still the object it was, and none was added."""
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
+    def say_change(self) -> str:
+        """Which parameters are others, for a message."""
+        now = {id(param): name for name, param in self._module.named_parameters(remove_duplicate=False)}
+        new = [name for key, name in now.items() if key not in self._names]
+        gone = [name for key, name in self._names.items() if key not in now and name not in new]
+        told = [f"new: {', '.join(new[:5])}"] if new else []
+        told += [f"gone: {', '.join(gone[:5])}"] if gone else []
+        return f" ({'; '.join(told)})" if told else ""
+
     def buffers(self) -> list[torch.Tensor]:
-        """The module's buffers, each once; they may be replaced at any time."""
+        """The module's buffers that are not ignored, each once; they may be replaced at any time."""
         members = list(chain.from_iterable(table.values() for table in self._buffer_tables))
         if len(members) != len(self._buffer_members) or any(
             now is not before for now, before in zip(members, self._buffer_members, strict=True)
         ):
             self._buffer_members = members
-            self._buffers = list({id(each): each for each in members if each is not None}.values())
+            kept = {id(each): each for each in members if each is not None}
+            for table, key in self._ignored:
+                kept.pop(id(table.get(key)), None)
+            self._buffers = list(kept.values())
         return self._buffers

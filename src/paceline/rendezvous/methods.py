@@ -29,7 +29,10 @@ _ANOTHER_RANK_0 = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Joined:
-    """The result of a rendezvous; `store` is empty but for the ranks of this meeting, `address` the host they met at."""
+    """The result of a rendezvous.
+
+    `store` is empty but for the ranks of this meeting; `address` is the host at which they met, if there is one.
+    """
 
     rank: int
     world_size: int

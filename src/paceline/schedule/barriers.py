@@ -18,7 +18,7 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
     for schedule in schedules:
         for number, step in enumerate(schedule.steps):
             blocks = step.src if step.kind == Kind.SEND else step.dst
-            if step.kind not in (Kind.SEND, Kind.RECV) or blocks is None or blocks.count:
+            if step.kind not in (Kind.SEND, Kind.RECV) or blocks is None or blocks.length:
                 raise fault(schedule, number, "a barrier sends and receives slices of no blocks")
     heard: list[dict[int, int | None]] = [
         {number: None for number, step in enumerate(schedule.steps) if step.kind == Kind.RECV} for schedule in schedules

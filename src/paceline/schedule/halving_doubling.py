@@ -99,11 +99,11 @@ def all_reduce(at: Place) -> Plan:
     edges = _even_edges(fold)
     tensor = _span(Buffer.OUTPUT, edges, 0, -1)
     if fold.folded:
-        return tensor.count, [send(fold.partner, tensor), receive(fold.partner, tensor)]
+        return tensor.length, [send(fold.partner, tensor), receive(fold.partner, tensor)]
     steps = halving_phase(fold, edges, Buffer.OUTPUT, Buffer.OUTPUT) + doubling_phase(fold, edges, Buffer.OUTPUT)
     if fold.partner >= 0:
         steps = [combine(fold.partner, tensor, tensor), *steps, send(fold.partner, tensor)]
-    return tensor.count, steps
+    return tensor.length, steps
 
 
 def reduce(at: Place) -> Plan:
@@ -114,12 +114,12 @@ def reduce(at: Place) -> Plan:
     own, into = (Buffer.OUTPUT, Buffer.OUTPUT) if at.rank == at.root else (Buffer.INPUT, Buffer.SCRATCH)
     tensor, partial = _span(own, edges, 0, -1), _span(into, edges, 0, -1)
     if fold.folded:
-        return tensor.count, [send(fold.partner, tensor)]
+        return tensor.length, [send(fold.partner, tensor)]
     steps: list[Step] = []
     if fold.partner >= 0:
         steps, own = [combine(fold.partner, partial, tensor)], into
     steps += halving_phase(fold, edges, own, into)
-    return tensor.count, steps + tree.gather_phase(fold.active, fold.slot, [[i] for i in edges[:-1]], into)
+    return tensor.length, steps + tree.gather_phase(fold.active, fold.slot, [[i] for i in edges[:-1]], into)
 
 
 def broadcast(at: Place) -> Plan:
@@ -129,10 +129,10 @@ def broadcast(at: Place) -> Plan:
     edges = _even_edges(fold)
     tensor = _span(Buffer.OUTPUT, edges, 0, -1)
     if fold.folded:
-        return tensor.count, [receive(fold.partner, tensor)]
+        return tensor.length, [receive(fold.partner, tensor)]
     steps = tree.scatter_phase(fold.active, fold.slot, [[i] for i in edges[:-1]], Buffer.OUTPUT)
     steps += doubling_phase(fold, edges, Buffer.OUTPUT)
-    return tensor.count, [*steps, send(fold.partner, tensor)] if fold.partner >= 0 else steps
+    return tensor.length, [*steps, send(fold.partner, tensor)] if fold.partner >= 0 else steps
 
 
 def all_gather(at: Place) -> Plan:

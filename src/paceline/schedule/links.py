@@ -51,8 +51,8 @@ def _meet(schedules: Sequence[Schedule], source: int, target: int, sends: list[i
         if sending is None:
             raise fault(schedules[target], receiving, f"rank {source} never sends it")
         src, dst = schedules[source].steps[sending].src, schedules[target].steps[receiving].dst
-        if not (src and dst and src.count == dst.count):
-            raise fault(schedules[target], receiving, f"rank {source} sends {src and src.count} blocks for it")
+        if not (src and dst and src.length == dst.length):
+            raise fault(schedules[target], receiving, f"rank {source} sends {src and src.length} blocks for it")
         met.append(Move(source, sending, target, receiving))
     return met
 
@@ -81,5 +81,5 @@ def spell(step: Step) -> str:
 def _place(blocks: Slice | None) -> str:
     if blocks is None:
         return "?"
-    end = "" if blocks.count == 1 else f":{blocks.first + blocks.count}"
+    end = "" if blocks.length == 1 else f":{blocks.first + blocks.length}"
     return f"{blocks.buffer.name}[{blocks.first}{end}]"

@@ -76,9 +76,9 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
 
 def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice) -> range:
     buffer = memory.buffer(schedule.rank, blocks.buffer)
-    if blocks.first < 0 or blocks.count < 1 or blocks.first + blocks.count > len(buffer):
+    if blocks.first < 0 or blocks.length < 1 or blocks.first + blocks.length > len(buffer):
         raise fault(schedule, number, f"{blocks.buffer.name} has {len(buffer)} blocks on this rank")
-    return buffer[blocks.first : blocks.first + blocks.count]
+    return buffer[blocks.first : blocks.first + blocks.length]
 
 
 def _check(schedule: Schedule, number: int) -> None:
@@ -93,7 +93,7 @@ def _check(schedule: Schedule, number: int) -> None:
         raise fault(schedule, number, "INPUT is never written")
     if src is None or (src == dst and kind is Kind.REDUCE):
         return
-    if src.count != dst.count:
+    if src.length != dst.length:
         raise fault(schedule, number, "src and dst differ in their number of blocks")
-    if src.buffer is dst.buffer and abs(src.first - dst.first) < src.count:
+    if src.buffer is dst.buffer and abs(src.first - dst.first) < src.length:
         raise fault(schedule, number, "src and dst overlap")

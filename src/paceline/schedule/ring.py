@@ -38,13 +38,13 @@ def reduce_phase(
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
+    leaving = (me - 1) % n
     for turn in range(n - 1):
-        leaving, coming = (me - turn - 1) % n, (me - turn - 2) % n
+        coming = leaving - 1 if leaving else n - 1
         complete = final and turn == n - 2
-        for src in (into if turn else own)[leaving]:
-            steps.append(send(right, src))
-        for dst, src in zip(into[coming], own[coming], strict=True):
-            steps.append(combine(left, dst, src, complete))
+        steps += [send(right, src) for src in (into if turn else own)[leaving]]
+        steps += [combine(left, dst, src, complete) for dst, src in zip(into[coming], own[coming], strict=True)]
+        leaving = coming
     return steps
 
 
@@ -53,11 +53,12 @@ def gather_phase(ring: Sequence[int], me: int, chunks: Sequence[Chunk]) -> list[
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
-    for turn in range(n - 1):
-        for src in chunks[(me - turn) % n]:
-            steps.append(send(right, src))
-        for dst in chunks[(me - turn - 1) % n]:
-            steps.append(receive(left, dst))
+    leaving = me
+    for _ in range(n - 1):
+        coming = leaving - 1 if leaving else n - 1
+        steps += [send(right, src) for src in chunks[leaving]]
+        steps += [receive(left, dst) for dst in chunks[coming]]
+        leaving = coming
     return steps
 
 

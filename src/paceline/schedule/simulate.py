@@ -32,7 +32,7 @@ def _in_pieces(schedule: Schedule, pieces: int) -> Schedule:
     """Cut every block into pieces, which are passed on as they come."""
 
     def cut(blocks: Slice | None) -> Slice | None:
-        return blocks and Slice(blocks.buffer, blocks.first * pieces, blocks.count * pieces)
+        return blocks and Slice(blocks.buffer, blocks.first * pieces, blocks.length * pieces)
 
     steps = tuple(step._replace(dst=cut(step.dst), src=cut(step.src)) for step in schedule.steps)
     return schedule._replace(blocks=schedule.blocks * pieces, steps=steps)

@@ -16,7 +16,9 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.agreement import broadcast_tensors, require_same_module
 from paceline.parallel.buckets import MIB, make_buckets
+from paceline.parallel.conditions import facts_of
 from paceline.parallel.ddp import DistributedDataParallel
+from paceline.parallel.members import Members
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer
@@ -227,15 +229,17 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _require_agreement(self, optimizer_class: type[Optimizer]) -> None:
         """Every rank has the same parameters, and from now on rank 0's values of them and of the module's others."""
         names = {} if self._module is None else {id(param): name for name, param in self._module.named_parameters()}
-        shown = nn.Module()
-        for place, param in enumerate(self._params()):
-            shown._parameters[names.get(id(param), f"number {place}")] = param  # type: ignore[assignment]
+        named = {
+            names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
+            for at, param in enumerate(self._params())
+        }
+        members = Members(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
         options: dict[str, object] = {
             "stage": self.stage,
             "optimizer_class": optimizer_class.__name__,
             "groups": [len(group["params"]) for group in self.param_groups],
         }
-        require_same_module(shown, options, False, None, self.process_group)
+        require_same_module(members, options, facts_of(self.process_group, False), None, self.process_group)
         everything = {id(param): param for param in self._params()}
         if self._module is not None:
             everything.update({id(each): each for each in (*self._module.parameters(), *self._module.buffers())})

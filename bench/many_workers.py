@@ -1,0 +1,65 @@
+"""How long is it until N workers that import no torch have started and all have met?
+
+    python bench/many_workers.py [--workers 256] [--rounds 3] [--json FILE]
+
+The workers meet in the launcher's store as the ranks of a group do; the time is from starting the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from report import parser, show
+
+SCRIPT = """
+import os, sys, time
+from paceline.rendezvous.methods import rendezvous
+joined = rendezvous(None, None, -1, -1, 60)
+if joined.rank == 0:
+    open(sys.argv[1], "w").write(str(time.time()))
+"""
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--workers", type=int, default=256)
+    arguments.add_argument("--rounds", type=int, default=3)
+    options = arguments.parse_args()
+    met: list[float] = []
+    ended: list[float] = []
+    with tempfile.TemporaryDirectory() as directory:
+        script, done = Path(directory, "script.py"), Path(directory, "done")
+        script.write_text(SCRIPT)
+        command = [
+            sys.executable,
+            "-m",
+            "paceline",
+            "run",
+            "--nproc-per-node",
+            str(options.workers),
+            str(script),
+            str(done),
+        ]
+        for _ in range(options.rounds):
+            started = time.time()
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            ended.append(time.time() - started)
+            met.append(float(done.read_text()) - started)
+    row = {
+        "workers": options.workers,
+        "cores": len(os.sched_getaffinity(0)),
+        "all have met s": statistics.median(met),
+        "slowest s": max(met),
+        "launcher ended s": statistics.median(ended),
+    }
+    show("Start-up of many workers", [row], options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`paceline doctor` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from paceline.cli.doctor.report import Finding, Level, show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The grammar."""
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="look for mistakes in this script, do not run it")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    pair = parser.add_mutually_exclusive_group()
+    pair.add_argument(
+        "--listen",
+        nargs="?",
+        const=":0",
+        metavar="[ADDRESS][:PORT]",
+        help="wait for the doctor of another machine, and print what to type there",
+    )
+    pair.add_argument("--peer", metavar="TOKEN", help="check both ways to the machine whose doctor printed TOKEN")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examines and prints; 1 if anything is bad."""
+    if options.script is not None:
+        return _script(options.script, options.json)
+    from paceline.cli.doctor.machine import check_machine
+    from paceline.errors import PacelineError
+
+    findings = [] if options.listen or options.peer else check_machine()
+    try:
+        if options.listen:
+            findings += _listen(options.listen)
+        elif options.peer:
+            findings += _visit(options.peer)
+    except (PacelineError, OSError, ValueError) as error:
+        findings.append(Finding(Level.BAD, "other machine", str(error)))
+    return show(findings, options.json)
+
+
+def _script(path: str, as_json: bool) -> int:
+    from paceline.cli.doctor.script import check_script
+
+    try:
+        findings = check_script(Path(path).read_text())
+    except (OSError, SyntaxError, ValueError) as error:
+        print(f"paceline doctor: {path}: {error}", file=sys.stderr)
+        return 2
+    if not findings and not as_json:
+        print(f"  ok  {path}: none of the known mistakes")
+        return 0
+    return show(findings, as_json, path)
+
+
+def _listen(place: str) -> list[Finding]:
+    import secrets
+
+    from paceline.cli.doctor.pair import serve
+    from paceline.launch.nodes.join_token import Token
+    from paceline.launch.nodes.meeting import own_address
+    from paceline.store.tcp import listen
+
+    host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
+    host = host.strip("[]") or own_address()
+    secret = secrets.token_bytes(32)
+    with listen(host, int(port or 0), secret) as listener:
+        token = Token(host, listener.getsockname()[1], secret).encode()
+        print(f"paceline doctor --peer {token}", flush=True)
+        return serve(listener, secret)
+
+
+def _visit(word: str) -> list[Finding]:
+    from paceline.cli.doctor.pair import visit
+    from paceline.launch.nodes.join_token import Token
+
+    token = Token.decode(word)
+    return visit((token.host, token.port), token.secret)

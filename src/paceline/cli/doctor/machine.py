@@ -1,0 +1,226 @@
+"""Checks of this machine; each reads files or asks the kernel, none needs torch or another machine."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.cli.doctor.report import Finding, Level
+from paceline.launch.environment import allowed_cores, cpu_quota
+from paceline.launch.gpus import count_gpus
+from paceline.launch.lifeline import MARK, marked
+from paceline.launch.memory import MemoryCgroup
+from paceline.launch.placement import domains_of, format_cpulist
+
+_GIB = 1 << 30
+_SMALL_SHM = _GIB
+_FEW_FILES = 4096
+_TIME_ERROR = 5  # adjtimex: the clock is not synchronised
+
+
+def _good(about: str, seen: str) -> Finding:
+    return Finding(Level.GOOD, about, seen)
+
+
+def versions() -> list[Finding]:
+    """Python, torch and Paceline, which should be the same on all machines."""
+    found = [f"Python {platform.python_version()}"]
+    for package in ("torch", "paceline"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} (not installed as a package)")
+    return [_good("versions", ", ".join(found))]
+
+
+def cores() -> list[Finding]:
+    """Cores by affinity and quota, and the NUMA nodes they are on."""
+    mine = sorted(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    nodes = " | ".join(map(format_cpulist, domains_of("node", mine)))
+    seen = f"{allowed_cores()} to use (cores {nodes} by NUMA node"
+    seen += f"; quota of {quota:g})" if quota is not None else ")"
+    if quota is not None and quota < len(mine):
+        return [
+            Finding(
+                Level.NOTE,
+                "cores",
+                seen,
+                "the cgroup's quota is less than the cores that programs see, so threads are stopped by the kernel",
+                "start no more workers than the quota; `paceline run` counts by it",
+            )
+        ]
+    return [_good("cores", seen)]
+
+
+def memory(root: Path = Path("/")) -> list[Finding]:
+    """Memory of the machine and the cgroup's limit; shared memory for DataLoader workers and ranks."""
+    info = {line.split(":")[0]: int(line.split()[1]) << 10 for line in (root / "proc/meminfo").read_text().splitlines()}
+    limit = MemoryCgroup.mine(root).limit()
+    seen = f"{info['MemAvailable'] / _GIB:.1f} of {info['MemTotal'] / _GIB:.1f} GiB free"
+    findings = [_good("memory", seen + (f"; the cgroup's limit is {limit / _GIB:.1f} GiB" if limit else ""))]
+    shm = shutil.disk_usage(root / "dev/shm")
+    seen = f"{shm.free / _GIB:.1f} of {shm.total / _GIB:.1f} GiB free"
+    if shm.total < _SMALL_SHM:
+        findings.append(
+            Finding(
+                Level.BAD,
+                "/dev/shm",
+                seen,
+                "DataLoader workers and ranks of one machine pass data through it; when it is full they die of SIGBUS",
+                "docker run --shm-size=8g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm",
+            )
+        )
+    else:
+        findings.append(_good("/dev/shm", seen))
+    return findings
+
+
+def limits() -> list[Finding]:
+    """File descriptors, processes, locked memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    findings = [_good("file descriptors", f"{soft} (up to {hard})")]
+    if soft < _FEW_FILES:
+        findings[0] = Finding(
+            Level.NOTE,
+            "file descriptors",
+            f"{soft} (up to {hard})",
+            "many DataLoader workers and connections need more each",
+            f"ulimit -n {min(hard, 65536)}",
+        )
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if locked != resource.RLIM_INFINITY and count_gpus():
+        findings.append(
+            Finding(
+                Level.NOTE,
+                "locked memory",
+                f"{locked >> 10} KiB",
+                "RDMA and pinned buffers need more",
+                "ulimit -l unlimited",
+            )
+        )
+    return findings
+
+
+def network(root: Path = Path("/")) -> list[Finding]:
+    """Interfaces that are up with their MTU, the default route, and what the host's own name leads to."""
+    findings = []
+    routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
+    default = [fields[0] for fields in routes if fields[1] == "00000000"]
+    up = []
+    for directory in sorted((root / "sys/class/net").glob("*")):
+        state = _read(directory / "operstate")
+        if state in ("up", "unknown") and directory.name != "lo":
+            speed = _read(directory / "speed")
+            fast = f", {speed} Mbit/s" if speed.isdecimal() and int(speed) > 0 else ""
+            up.append(f"{directory.name} (MTU {_read(directory / 'mtu')}{fast})")
+    leads = f"the default route is by {', '.join(default)}" if default else "there is no default route"
+    findings.append(_good("interfaces", f"{', '.join(up) or 'none but loopback'}; {leads}"))
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        address = None
+    if address is None or str(address).startswith("127.") or address == "::1":
+        findings.append(
+            Finding(
+                Level.NOTE,
+                "host name",
+                f"{name} leads to {address or 'nothing'}",
+                "libraries that ask for the host's own address (gloo does) then offer one that others cannot reach",
+                "put the machine's address beside its name into /etc/hosts, or set GLOO_SOCKET_IFNAME",
+            )
+        )
+    else:
+        findings.append(_good("host name", f"{name} leads to {address}"))
+    return findings
+
+
+def ports() -> list[Finding]:
+    """Whether the usual port is free, and which ports the kernel gives out."""
+    from paceline.store.holder import port_holder
+
+    given = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    span = f"connections get ports {'-'.join(given)}" if given else ""
+    holder = port_holder(29500)
+    if holder is None:
+        return [_good("ports", f"29500 is free; {span}")]
+    fix = "end it if it is a job of yours that was left over, or give --master-port"
+    return [Finding(Level.NOTE, "ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix)]
+
+
+def clock() -> list[Finding]:
+    """Whether the kernel holds the clock to be synchronised."""
+    buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which asks only
+    state = ctypes.CDLL(None).adjtimex(buffer)
+    if state == _TIME_ERROR:
+        fix = "start chronyd or systemd-timesyncd, or look at the host's in a virtual machine"
+        return [Finding(Level.NOTE, "clock", "not synchronised", "times in logs of machines then differ", fix)]
+    return [_good("clock", "synchronised")]
+
+
+def accelerators(root: Path = Path("/")) -> list[Finding]:
+    """GPUs, their driver, NCCL, MPI."""
+    gpus = count_gpus(root=root)
+    driver = _read(root / "proc/driver/nvidia/version").partition("\n")[0]
+    nccl = find_spec("nvidia") is not None and find_spec("nvidia.nccl") is not None
+    has_nccl = nccl or ctypes.util.find_library("nccl") is not None
+    mpi = shutil.which("mpirun")
+    seen = f"{gpus} GPUs{f' ({driver})' if driver else ''}; NCCL {'there' if has_nccl else 'not there'}; "
+    findings = [_good("accelerators", seen + (f"MPI {mpi}" if mpi else "MPI not there"))]
+    if gpus and not has_nccl:
+        why = "GPUs of several machines then talk through the host's memory"
+        findings.append(
+            Finding(Level.NOTE, "NCCL", "not found", why, "install a torch built for CUDA, which brings it")
+        )
+    return findings
+
+
+def leftovers() -> list[Finding]:
+    """Processes of Paceline jobs, of this user."""
+    pids = marked("")
+    inside = [pid for pid in pids if os.environ.get(MARK) is None]
+    if not inside:
+        return [_good("other jobs", "none of this user's on this machine")]
+    seen = f"{len(inside)} processes of Paceline jobs run here: {', '.join(map(str, sorted(inside)[:8]))}"
+    return [Finding(Level.NOTE, "other jobs", seen, "they share the cores and GPUs", "end them if they are not wanted")]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (
+    versions,
+    cores,
+    memory,
+    limits,
+    network,
+    ports,
+    clock,
+    accelerators,
+    leftovers,
+)
+
+
+def check_machine() -> list[Finding]:
+    """All findings; a check that cannot look says so."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings += check()
+        except (OSError, KeyError, ValueError, IndexError) as error:
+            findings.append(Finding(Level.NOTE, check.__name__, f"could not be checked ({error})"))
+    return findings

@@ -1,0 +1,142 @@
+"""Checks between two machines: one listens, the other comes; both directions, large packets, clocks, versions."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import time
+from contextlib import closing
+
+from paceline.cli.doctor.report import Finding, Level
+from paceline.security.handshake import Hello, prove, verify
+from paceline.security.secret import derive_key
+
+CHANNEL = "doctor"
+PAYLOAD = 3 << 20
+_TIMEOUT_S = 10.0
+_ROUNDS = 10
+_LARGE_SKEW_S = 0.1
+_LONGEST_LINE = 4096
+
+
+def serve(listener: socket.socket, secret: bytes) -> list[Finding]:
+    """The listening side, for one visit."""
+    connection, (host, *_) = listener.accept()
+    with closing(connection):
+        verify(connection, derive_key(secret, CHANNEL), CHANNEL)
+        connection.settimeout(_TIMEOUT_S)
+        for _ in range(_ROUNDS):
+            _receive_line(connection)
+            _send_line(connection, {"time": time.time(), "python": platform.python_version()})
+        _receive(connection, PAYLOAD)
+        connection.sendall(bytes(PAYLOAD))
+        back = _receive_line(connection)
+        finding = _call_back(host, int(str(back["port"])), secret)
+        _send_line(connection, {"error": "" if finding.level is Level.GOOD else finding.seen})
+    return [Finding(Level.GOOD, "visit", f"from {host}: {PAYLOAD >> 20} MiB each way"), finding]
+
+
+def visit(address: tuple[str, int], secret: bytes) -> list[Finding]:
+    """The visiting side."""
+    place = f"{address[0]}:{address[1]}"
+    try:
+        connection = socket.create_connection(address, _TIMEOUT_S)
+    except OSError as error:
+        why = "nobody listens there, or a firewall is between"
+        return [Finding(Level.BAD, "there", f"{place}: {error}", why, "open the port, or give --listen another one")]
+    with closing(connection):
+        prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
+        connection.settimeout(_TIMEOUT_S)
+        findings = [_clocks(connection)]
+        try:
+            findings.append(_payload(connection))
+        except TimeoutError:
+            why = "small packets pass and large ones do not: an MTU is too large somewhere on the way"
+            fix = "ip link set dev INTERFACE mtu 1400 on both, or let ICMP 'fragmentation needed' through"
+            return [*findings, Finding(Level.BAD, "large packets", f"{PAYLOAD >> 20} MiB stuck", why, fix)]
+        findings.append(_way_back(connection, secret))
+    return findings
+
+
+def _clocks(connection: socket.socket) -> Finding:
+    best: tuple[float, float] | None = None
+    python = ""
+    for _ in range(_ROUNDS):
+        sent_s = time.time()
+        _send_line(connection, {})
+        answer = _receive_line(connection)
+        rtt_s = time.time() - sent_s
+        python = str(answer["python"])
+        best = min(best or (rtt_s, 0.0), (rtt_s, float(str(answer["time"])) - sent_s - rtt_s / 2))
+    assert best is not None
+    rtt_s, skew_s = best
+    seen = f"round trip {rtt_s * 1e3:.2f} ms; its clock is {skew_s * 1e3:+.1f} ms of ours; Python {python} there"
+    if abs(skew_s) > _LARGE_SKEW_S:
+        why = "times in logs and time-outs of the two do not fit together"
+        return Finding(Level.NOTE, "there", seen, why, "synchronise both clocks (chronyd)")
+    if python != platform.python_version():
+        return Finding(Level.NOTE, "there", seen, "other versions may behave otherwise", "use one image for all")
+    return Finding(Level.GOOD, "there", seen)
+
+
+def _payload(connection: socket.socket) -> Finding:
+    started_s = time.perf_counter()
+    connection.sendall(bytes(PAYLOAD))
+    _receive(connection, PAYLOAD)
+    rate = 2 * PAYLOAD / (time.perf_counter() - started_s)
+    return Finding(Level.GOOD, "large packets", f"{PAYLOAD >> 20} MiB each way at {rate * 8 / 1e9:.2f} Gbit/s")
+
+
+def _way_back(connection: socket.socket, secret: bytes) -> Finding:
+    family = connection.family
+    with socket.create_server((connection.getsockname()[0], 0), family=family) as listener:
+        listener.settimeout(_TIMEOUT_S)
+        _send_line(connection, {"port": listener.getsockname()[1]})
+        try:
+            caller, _ = listener.accept()
+            with closing(caller):
+                verify(caller, derive_key(secret, CHANNEL), CHANNEL)
+        except TimeoutError:
+            return _blocked("it could not connect to this machine", "this machine's")
+        error = _receive_line(connection)["error"]
+    return _blocked(str(error), "this machine's") if error else Finding(Level.GOOD, "back", "it reaches this machine")
+
+
+def _call_back(host: str, port: int, secret: bytes) -> Finding:
+    try:
+        with closing(socket.create_connection((host, port), _TIMEOUT_S / 2)) as connection:
+            prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
+    except OSError as error:
+        return _blocked(f"{host}:{port}: {error}", "the other machine's")
+    return Finding(Level.GOOD, "back", f"{host} can be reached too")
+
+
+def _blocked(seen: str, whose: str) -> Finding:
+    why = "ranks connect both ways and to ports that the kernel chooses"
+    return Finding(Level.BAD, "back", seen, why, f"let connections from the other through {whose} firewall")
+
+
+def _send_line(connection: socket.socket, content: dict[str, object]) -> None:
+    connection.sendall(json.dumps(content).encode() + b"\n")
+
+
+def _receive_line(connection: socket.socket) -> dict[str, object]:
+    line = b""
+    while not line.endswith(b"\n"):
+        more = connection.recv(1)
+        if not more or len(line) > _LONGEST_LINE:
+            raise ConnectionError("the other machine's doctor hung up")
+        line += more
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise ConnectionError("the other end is no doctor")
+    return content
+
+
+def _receive(connection: socket.socket, nbytes: int) -> None:
+    while nbytes:
+        more = connection.recv(min(nbytes, 1 << 16))
+        if not more:
+            raise ConnectionError("the other machine's doctor hung up")
+        nbytes -= len(more)

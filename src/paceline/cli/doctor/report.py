@@ -1,0 +1,42 @@
+"""What a check has found, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+
+class Level(Enum):
+    """How bad it is."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing seen: about what, the facts, and for what is not good why and what to do. `line` is of a script."""
+
+    level: Level
+    about: str
+    seen: str
+    reason: str = ""
+    fix: str = ""
+    line: int | None = None
+
+
+def show(findings: Sequence[Finding], as_json: bool, path: str | None = None) -> int:
+    """Prints the findings; 1 if any is bad."""
+    if as_json:
+        print(json.dumps([{**asdict(each), "level": each.level.value} for each in findings], indent=2))
+    else:
+        for each in findings:
+            where = f"{path}:{each.line}: " if path is not None else ""
+            print(f"{each.level.value:>4}  {where}{each.about}: {each.seen}")
+            for name, text in (("why", each.reason), ("fix", each.fix)):
+                if text:
+                    print(f"      {name}: {text}")
+    return int(any(each.level is Level.BAD for each in findings))

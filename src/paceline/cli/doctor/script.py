@@ -1,0 +1,242 @@
+"""Known mistakes in training scripts, found by reading them; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from paceline.cli.doctor.report import Finding, Level
+
+_COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "new_group",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "destroy_process_group",
+}  # fmt: skip
+_COMMUNICATORS = {"dist", "distributed", "paceline", "pl", "torch.distributed"}
+_RANKS = {"rank", "global_rank", "local_rank", "world_rank", "RANK", "LOCAL_RANK", "node_rank"}
+_RANK_CALLS = {"get_rank", "get_node_local_rank"}
+_MAIN_CALLS = {"is_main_process", "is_master", "is_main", "is_rank_zero", "is_first_rank"}
+_SAVES = {"torch.save", "save_pretrained", "save_model", "save_file"}
+
+
+@dataclass
+class _Script:
+    """What the rules look at."""
+
+    tree: ast.Module
+    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    main_names: set[str] = field(default_factory=set)  # variables that hold "I am rank 0"
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.tree):
+            for child in ast.iter_child_nodes(node):
+                self.parents[child] = node
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and _sides(node.value, set()) == (True, False):
+                self.main_names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+    def calls(self) -> Iterator[tuple[str, ast.Call]]:
+        """Every call with its dotted name."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                yield _name(node.func), node
+
+    def rank_guard(self, node: ast.AST) -> tuple[ast.If, bool] | None:
+        """The innermost `if` on the rank around `node`, and whether only rank 0 comes to `node`."""
+        child, parent = node, self.parents.get(node)
+        while parent is not None and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(parent, ast.If) and child is not parent.test:
+                in_body, in_else = _sides(parent.test, self.main_names)
+                if in_body or in_else:
+                    here = child in parent.body
+                    return parent, in_body if here else in_else
+            child, parent = parent, self.parents.get(parent)
+        return None
+
+    def follows_an_early_return(self, node: ast.AST) -> bool:
+        """Whether all but rank 0 have returned before `node`."""
+        child, parent = node, self.parents.get(node)
+        while parent is not None:
+            for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
+                if isinstance(body, list) and child in body:
+                    earlier = body[: body.index(child)]
+                    if any(isinstance(each, ast.If) and self._sends_others_away(each) for each in earlier):
+                        return True
+            child, parent = parent, self.parents.get(parent)
+        return False
+
+    def _sends_others_away(self, test: ast.If) -> bool:
+        return isinstance(test.body[-1], (ast.Return, ast.Continue)) and _sides(test.test, self.main_names)[1]
+
+
+def _name(node: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    parts.append(node.id if isinstance(node, ast.Name) else "()")
+    return ".".join(reversed(parts))
+
+
+def _sides(test: ast.expr, main_names: set[str]) -> tuple[bool, bool]:
+    """Whether the body, and whether the else branch, of `if test` is rank 0's alone."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(_sides(each, main_names)[0] for each in test.values), False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        if _is_rank(test.operand):
+            return True, False
+        body, orelse = _sides(test.operand, main_names)
+        return orelse, body
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        sides = (test.left, test.comparators[0])
+        is_zero = any(isinstance(each, ast.Constant) and each.value in (0, -1, "0") for each in sides)
+        if any(map(_is_rank, sides)) and is_zero:
+            if isinstance(test.ops[0], ast.Eq):
+                return True, False
+            if isinstance(test.ops[0], (ast.NotEq, ast.Gt)):
+                return False, True
+            if isinstance(test.ops[0], ast.In):
+                return True, False
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.In) and _is_rank(test.left):
+        return True, False  # rank in (0, -1)
+    if isinstance(test, ast.Call) and _name(test.func).rpartition(".")[2] in _MAIN_CALLS:
+        return True, False
+    if isinstance(test, (ast.Name, ast.Attribute)):
+        last = _name(test).rpartition(".")[2]
+        return last in main_names or last in _MAIN_CALLS, False
+    if _is_rank(test):
+        return False, True  # if rank:
+    return False, False
+
+
+def _is_rank(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        last = _name(node.func).rpartition(".")[2]
+        if last in _RANK_CALLS:
+            return True
+        if last in ("int", "get", "getenv"):  # int(os.environ.get("RANK", 0))
+            return any(_is_rank(each) for each in node.args)
+        return False
+    if isinstance(node, ast.Constant):
+        return node.value in ("RANK", "LOCAL_RANK")
+    if isinstance(node, ast.Subscript):
+        return _is_rank(node.slice)
+    return isinstance(node, (ast.Name, ast.Attribute)) and _name(node).rpartition(".")[2] in _RANKS
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Level = Level.BAD) -> Finding:
+    return Finding(level, about, seen, reason, fix, getattr(node, "lineno", 1))
+
+
+def first_gpu(script: _Script) -> Iterator[Finding]:
+    """Every rank on the same GPU."""
+    sets_device = any(name.endswith("set_device") for name, _ in script.calls())
+    why = "every rank of the machine then computes on the first GPU"
+    fix = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and the device "cuda"'
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Constant) and node.value == "cuda:0":
+            yield _bad(node, "first-gpu", '"cuda:0"', why, fix)
+    for name, call in script.calls():
+        last = name.rpartition(".")[2]
+        first = call.args[0] if call.args else None
+        is_zero = isinstance(first, ast.Constant) and first.value == 0 and first.value is not False
+        if last in ("cuda", "set_device") and is_zero:
+            yield _bad(call, "first-gpu", f"{last}(0)", why, fix)
+        elif last == "cuda" and not call.args and not call.keywords and not sets_device:
+            yield _bad(call, "first-gpu", ".cuda() without torch.cuda.set_device", why, fix)
+        elif last in ("to", "device") and isinstance(first, ast.Constant) and first.value == "cuda" and not sets_device:
+            yield _bad(call, "first-gpu", f'{last}("cuda") without torch.cuda.set_device', why, fix)
+
+
+def samplers(script: _Script) -> Iterator[Finding]:
+    """Data that every rank reads whole, or in the same order each epoch."""
+    makes_sampler = None
+    for name, call in script.calls():
+        last = name.rpartition(".")[2]
+        if last == "DistributedSampler":
+            makes_sampler = call
+        if last != "DataLoader":
+            continue
+        sampler = _keyword(call, "sampler") or _keyword(call, "batch_sampler")
+        if sampler is None and len(call.args) < 4:
+            why = (
+                "every rank reads all of the data: an epoch does the same work on each, and counts each sample N times"
+            )
+            fix = "sampler=DistributedSampler(dataset), and shuffle= moves to the sampler"
+            yield _bad(call, "no-sampler", "DataLoader without a sampler", why, fix)
+        elif _is_true(_keyword(call, "shuffle")):
+            why = "DataLoader refuses a sampler together with shuffle=True"
+            yield _bad(call, "shuffle", "shuffle=True with a sampler", why, "DistributedSampler(..., shuffle=True)")
+    if makes_sampler is not None and not any(name.endswith("set_epoch") for name, _ in script.calls()):
+        why = "the order is drawn from seed + epoch, and without it every epoch has the same order"
+        fix = "sampler.set_epoch(epoch) at the start of each epoch"
+        yield _bad(makes_sampler, "no-set-epoch", "DistributedSampler without set_epoch", why, fix)
+
+
+def collectives(script: _Script) -> Iterator[Finding]:
+    """Calls that all ranks must make, in a branch that only some take."""
+    for name, call in script.calls():
+        module, _, last = name.rpartition(".")
+        if last not in _COLLECTIVES or (module and module not in _COMMUNICATORS):
+            continue
+        if not module and last in ("reduce", "gather", "scatter", "broadcast"):
+            continue  # functools.reduce and the like
+        guard = script.rank_guard(call)
+        if guard is not None:
+            inside, is_main = guard
+            other = inside.orelse if any(call in ast.walk(each) for each in inside.body) else inside.body
+            if any(_name(each.func).endswith(last) for line in other for each in ast.walk(line)
+                   if isinstance(each, ast.Call)):  # fmt: skip
+                continue
+            who = "rank 0 alone" if is_main else "all but rank 0"
+            why = f"{who} comes to this call (the if is on line {inside.lineno}), and waits there for the others"
+            yield _bad(call, "not-all-ranks", f"{last}()", why, "move the call out of the if: all ranks make it")
+        elif script.follows_an_early_return(call):
+            why = "the other ranks have returned before, and rank 0 waits here for them"
+            yield _bad(call, "not-all-ranks", f"{last}()", why, "make the call before the return")
+
+
+def saves(script: _Script) -> Iterator[Finding]:
+    """Files that every rank writes."""
+    for name, call in script.calls():
+        last = name.rpartition(".")[2]
+        if name not in _SAVES and last not in _SAVES - {"torch.save"}:
+            continue
+        guard = script.rank_guard(call)
+        if (guard is None or not guard[1]) and not script.follows_an_early_return(call):
+            path = call.args[1] if len(call.args) > 1 else call.args[0] if call.args else None
+            if path is not None and any(_is_rank(each) for each in ast.walk(path) if isinstance(each, ast.expr)):
+                continue  # a file of each rank's own
+            why = "all ranks write the same file at the same time, and what is left may be of none of them"
+            fix = "if dist.get_rank() == 0: around it, then dist.barrier() outside the if before anybody reads it"
+            yield _bad(call, "all-ranks-save", f"{last}() on every rank", why, fix)
+
+
+def loads(script: _Script) -> Iterator[Finding]:
+    """Checkpoints that come back on the GPU they were saved from."""
+    for name, call in script.calls():
+        if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
+            why = "tensors go back to the GPU they were saved from: of all ranks to the first one, which may run out"
+            yield _bad(call, "no-map-location", "torch.load without map_location", why, 'map_location="cpu"')
+
+
+RULES: tuple[Callable[[_Script], Iterator[Finding]], ...] = (first_gpu, samplers, collectives, saves, loads)
+
+
+def check_script(text: str) -> list[Finding]:
+    """The findings in a script, in the order of its lines.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    script = _Script(ast.parse(text))
+    return sorted((each for rule in RULES for each in rule(script)), key=lambda each: each.line or 0)

@@ -1,0 +1,46 @@
+"""What several calls' arguments mean."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.group.default import get_group_rank
+from paceline.group.process_group import ProcessGroup
+
+
+def root_rank(
+    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
+) -> int:
+    """The group rank that is meant by `rank`, one of the default group, or by `group_rank`.
+
+    Raises:
+        ValueError: both are given, or neither and there is no `default`, or it is not in the group.
+    """
+    if rank is not None and group_rank is not None:
+        raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
+    if rank is not None:
+        return get_group_rank(group, rank)
+    if group_rank is None:
+        group_rank = default
+    if group_rank is None:
+        raise ValueError(f"{call} needs {name} (a rank of the default group) or group_{name}")
+    if not 0 <= group_rank < group.size():
+        raise ValueError(f"{call}: group_{name} is {group_rank}; {group} has ranks 0 to {group.size() - 1}")
+    return group_rank
+
+
+def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
+    """The ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
+
+    Raises:
+        ValueError: it has another number of elements, or is not contiguous.
+    """
+    if whole.numel() != count * group.size():
+        raise ValueError(
+            f"{call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} elements it must have "
+            f"{count * group.size()}"
+        )
+    if not whole.is_contiguous():
+        raise ValueError(f"{call}: {name} is not contiguous; pass {name}.contiguous()")
+    flat = whole.detach().view(-1)
+    return [flat[r * count : (r + 1) * count] for r in range(group.size())]

@@ -1,0 +1,97 @@
+"""Tells when asynchronous calls are over, without anybody waiting for them: one thread a process, started on first use.
+
+The thread waits in the core, without the interpreter lock, for the oldest call, and looks at the others in between.
+Calls of one group end in the order in which they were made, so it is at once for them; a call that overtakes one of
+another group is noticed within `_LONGEST_WAIT_NS`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+_SHORTEST_WAIT_NS = 200_000
+_LONGEST_WAIT_NS = 5_000_000
+
+
+class Awaitable(Protocol):
+    """What the core offers of a call in progress."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self, timeout_ns: int) -> bool:
+        """Waits for it without the interpreter lock; False when the time was over first."""
+
+
+_Arrival = tuple[Awaitable, Callable[[], None]]
+
+
+class CompletionThread:
+    """Runs what is to be done when calls are over; ended by `close`."""
+
+    def __init__(self) -> None:
+        self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
+        self._thread.start()
+
+    def add(self, call: Awaitable, when_done: Callable[[], None]) -> None:
+        """Has `when_done` called, on the thread, when `call` is over."""
+        self._arrivals.put((call, when_done))
+
+    def close(self) -> None:
+        """Ends the thread; what is not over by then is not reported any more. Idempotent."""
+        self._closed = True
+        self._arrivals.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        pending: list[_Arrival] = []
+        wait_ns = _SHORTEST_WAIT_NS
+        while True:
+            while not pending or not self._arrivals.empty():
+                arrival = self._arrivals.get()
+                if arrival is None:
+                    return
+                pending.append(arrival)
+            pending[0][0].wait(wait_ns)
+            over = [each for each in pending if each[0].done()]
+            pending = [each for each in pending if each not in over]
+            wait_ns = _SHORTEST_WAIT_NS if over else min(2 * wait_ns, _LONGEST_WAIT_NS)
+            for _, when_done in over:
+                if self._closed:
+                    return
+                try:
+                    when_done()
+                except Exception:
+                    logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+
+
+_thread: CompletionThread | None = None
+_starting = threading.Lock()
+
+
+def when_done(call: Awaitable, then: Callable[[], None]) -> None:
+    """Has `then` called on another thread when `call` is over."""
+    global _thread
+    with _starting:
+        if _thread is None:
+            _thread = CompletionThread()
+            atexit.register(_thread.close)
+        _thread.add(call, then)
+
+
+def _forget_in_child() -> None:
+    global _thread, _starting
+    _thread = None
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

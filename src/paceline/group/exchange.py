@@ -1,0 +1,78 @@
+"""Bytes of different lengths on different ranks, as lists of tensors: the lengths are known, the bytes follow."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from paceline.group.process_group import ProcessGroup
+
+
+def as_tensor(data: bytes | bytearray) -> torch.Tensor:
+    """`data` as a one-dimensional uint8 tensor; of a bytearray without a copy."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy; valid as long as the tensor is."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def room_for(lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Uninitialised uint8 tensors, each with memory of its own.
+
+    Raises:
+        RuntimeError: there is not that much memory.
+    """
+    return [torch.empty(length, dtype=torch.uint8) for length in lengths]
+
+
+def all_gather_pieces(
+    group: ProcessGroup,
+    mine: Sequence[torch.Tensor],
+    rooms: Sequence[Sequence[torch.Tensor]],
+    timeout: timedelta | None,
+) -> None:
+    """Copies every rank's pieces to all ranks: rank r's to `rooms[r]`."""
+    totals = {sum(room.numel() for room in each) for each in rooms}
+    if totals == {0}:
+        return
+    if len(totals) == 1:
+        group.all_gather(rooms, mine, timeout=timeout)
+    else:
+        group.all_to_all(rooms, [mine] * group.size(), timeout=timeout)
+
+
+def gather_pieces(
+    group: ProcessGroup,
+    mine: Sequence[torch.Tensor],
+    rooms: Sequence[Sequence[torch.Tensor]],
+    root: int,
+    timeout: timedelta | None,
+) -> None:
+    """Copies every rank's pieces to the root: rank r's to `rooms[r]` there; `rooms` is empty elsewhere."""
+    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    inputs = [mine if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(rooms if group.rank() == root else nothing, inputs, timeout=timeout)
+
+
+def scatter_pieces(
+    group: ProcessGroup,
+    theirs: Sequence[Sequence[torch.Tensor]],
+    room: Sequence[torch.Tensor],
+    root: int,
+    timeout: timedelta | None,
+) -> None:
+    """Copies the root's `theirs[r]` to rank r's `room`; `theirs` is empty elsewhere."""
+    nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
+    outputs = [room if rank == root else [] for rank in range(group.size())]
+    group.all_to_all(outputs, theirs if group.rank() == root else nothing, timeout=timeout)

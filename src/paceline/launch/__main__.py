@@ -1,0 +1,29 @@
+"""`python -m paceline.launch`: the older form, for scripts that take their local rank as an argument."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from paceline.launch.command import add_run_arguments, run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """As `paceline run`, but each worker is given --local_rank=N before its arguments, unless --use-env is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.launch",
+        description="As `paceline run`, but passes --local_rank=N to each worker, unless --use-env is given.",
+    )
+    parser.add_argument("--use-env", "--use_env", action="store_true", help="LOCAL_RANK in the environment is enough")
+    add_run_arguments(parser, os.environ)
+    options = parser.parse_args(arguments)
+    if options.no_python and not options.use_env:
+        parser.error("--no-python needs --use-env: a program is not given --local_rank")
+    options.passes_local_rank = not options.use_env
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""`paceline run`, `paceline join` and `python -m paceline.launch`, from parsed flags to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+from paceline.launch.flags import add_flags
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str] = os.environ) -> None:
+    """The flags, the script and its arguments."""
+    add_flags(parser, environment)
+    parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs what the flags describe, or says what it would be; errors are told in one line."""
+    from paceline.errors import PacelineError
+
+    try:
+        return _join(options) if getattr(options, "token", None) else _run(options)
+    except (PacelineError, ValueError, OSError) as error:
+        print(f"paceline {getattr(options, 'command', 'run')}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:  # while the machines meet; no worker runs yet
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    from paceline.launch.job import OptionError, job_of
+
+    if options.print_token and options.nnodes[1] == 1:
+        raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
+    job = job_of(options)
+    if options.dry_run:
+        from paceline.launch.dry_run import describe_plan
+        from paceline.launch.machine import Machine
+
+        print(describe_plan(job, Machine.mine(job)))
+        return 0
+    from paceline.launch.agent import run as run_job
+
+    if not options.print_token:
+        return run_job(job)
+    listener, secret, token = _token(job.meeting.address)
+    print(f"paceline join {token} {' '.join(_words(options))}", flush=True)
+    return run_job(job, listener, secret)
+
+
+def _token(address: tuple[str, int] | None) -> tuple[socket.socket, bytes, str]:
+    """A listening socket, the job's secret, and the word that leads others to both."""
+    import secrets
+
+    from paceline.launch.nodes.join_token import Token
+    from paceline.launch.nodes.meeting import own_address
+    from paceline.security.secret import job_secret
+    from paceline.store.tcp import listen
+
+    host, port = address if address is not None else ("", 0)
+    host = host or own_address()
+    secret = job_secret() or secrets.token_bytes(32)
+    listener = listen(host, port, secret)
+    return listener, secret, Token(host, listener.getsockname()[1], secret).encode()
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    import shlex
+
+    flags = [name for name, is_on in (("-m", options.module), ("--no-python", options.no_python)) if is_on]
+    return [*flags, *map(shlex.quote, [options.script, *options.args])]
+
+
+def _join(options: argparse.Namespace) -> int:
+    from paceline.launch.agent import run as run_job
+    from paceline.launch.job import job_of
+    from paceline.launch.nodes.join_token import Token
+
+    word = sys.stdin.readline() if options.token == "-" else options.token
+    token = Token.decode(word)
+    host = f"[{token.host}]" if ":" in token.host else token.host
+    options.rdzv_endpoint, options.rdzv_backend = f"{host}:{token.port}", "c10d"
+    options.rdzv_conf = {**options.rdzv_conf, "is_host": "0"}
+    return run_job(job_of(options), secret=token.secret)

@@ -1,0 +1,73 @@
+"""What would start where with which variables, for `--dry-run`; the lines of a rank can be pasted into a shell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+
+from paceline.launch.generation import place_of, variables_of
+from paceline.launch.job import Job, Kind
+from paceline.launch.machine import Machine
+from paceline.launch.nodes.messages import Start
+from paceline.launch.placement import format_cpulist
+
+_UNKNOWN = "<chosen at the start>"
+
+
+def describe_plan(job: Job, machine: Machine) -> str:
+    """The plan as text."""
+    meeting = job.meeting
+    lines = [*machine.remarks(job)]
+    if meeting.address is None:
+        lines.append(f"one machine: {socket.gethostname()}; run id {job.run_id}; the ranks meet at a Unix socket")
+    else:
+        count = f"{meeting.min_nodes}" + (f" to {meeting.max_nodes}" if meeting.max_nodes != meeting.min_nodes else "")
+        number = f"; this is machine {meeting.node_rank}" if meeting.node_rank is not None else ""
+        lines.append(f"{count} machines, which meet at {meeting.address[0]}:{meeting.address[1]}{number}")
+        has_secret = any(name in os.environ for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE"))
+        lines.append("secret: " + ("from the environment" if has_secret else "none yet; set PACELINE_SECRET on all"))
+    lines.append(
+        f"on failure: {job.max_restarts} restarts; to end: {', '.join(each.name for each in job.signals)}, then "
+        f"{job.shutdown_timeout_s:g} s until SIGKILL"
+    )
+    start = _start(job)
+    if start is None:
+        lines.append(f"{job.workers} workers here; their ranks are decided when the machines have met")
+        start = Start(1, 0, job.max_restarts, job.run_id, 0, 1, 0, job.workers, 0, job.workers, _UNKNOWN, 0)
+    for index in range(job.workers):
+        lines += ["", *_worker(job, machine, start, index)]
+    return "\n".join(lines)
+
+
+def _start(job: Job) -> Start | None:
+    """The order that the meeting would give, where it is known beforehand."""
+    meeting = job.meeting
+    if meeting.address is None:
+        nodes, here, address = 1, 0, "127.0.0.1"
+    elif meeting.node_rank is not None:
+        nodes, here, address = meeting.max_nodes, meeting.node_rank, meeting.address[0]
+    else:
+        return None
+    first, world = here * job.workers, nodes * job.workers  # if all machines have as many
+    return Start(1, 0, job.max_restarts, job.run_id, here, nodes, first, world, first, world, address, job.port or 0)
+
+
+def _worker(job: Job, machine: Machine, start: Start, index: int) -> list[str]:
+    place = place_of(job, start, index)
+    variables = variables_of(job, start, index, os.environ, machine.gpus)
+    if start.master_port == 0:
+        variables["MASTER_PORT"] = _UNKNOWN
+    if machine.threads is not None:
+        variables["OMP_NUM_THREADS"] = str(machine.threads)
+    where = f"on cores {format_cpulist(machine.cores[place.local_rank])}" if machine.cores else "on any core"
+    python = [] if job.command.kind is Kind.PROGRAM else [os.environ.get("PYTHON_EXEC", sys.executable)]
+    module = ["-m"] if job.command.kind is Kind.MODULE else []
+    program, *arguments = job.command.words
+    legacy = [f"--local_rank={place.local_rank}"] if job.command.passes_local_rank else []
+    return [
+        f"rank {place.rank}, {where}:",
+        *(f"  {name}={shlex.quote(value)} \\" for name, value in variables.items()),
+        f"  {shlex.join([*python, *module, program, *legacy, *arguments])}",
+    ]

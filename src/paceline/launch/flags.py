@@ -1,0 +1,117 @@
+"""The flags of `paceline run` as a table: torchrun's, both spellings, with their PET_* variables, and a few more."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.launch import values
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag; a switch has no `parse`. `variable` says whether PET_<NAME> gives its default, as for torchrun."""
+
+    name: str
+    help: str
+    parse: Callable[[str], object] | None = None
+    default: str | None = None
+    metavar: str = "N"
+    short: str | None = None
+    choices: Sequence[str] | None = None
+    variable: bool = True
+    ours: bool = False
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed options."""
+        return self.name.replace("-", "_")
+
+    @property
+    def spellings(self) -> list[str]:
+        """As it may be written: short, with dashes, with underscores."""
+        long = list(dict.fromkeys((f"--{self.name}", f"--{self.dest}")))
+        return [self.short, *long] if self.short else long
+
+
+FLAGS = (
+    # where
+    Flag("nnodes", "machines: a number, or a range between which they may come and go", values.nodes, "1", "N|MIN:MAX"),
+    Flag("nproc-per-node", "workers of this machine; gpu: one a GPU, cpu: one a core, auto: gpu where there are any",
+         values.workers, "1", "N|auto|gpu|cpu"),
+    Flag("node-rank", "this machine's number, where the numbers are fixed (--rdzv-backend static)", values.from_0),
+    Flag("master-addr", "address of machine 0, where the machines meet", str, metavar="ADDRESS"),
+    Flag("master-port", "its port; on one machine, MASTER_PORT of the workers (a free one if not given)", values.port,
+         metavar="PORT"),
+    Flag("local-addr", "this machine's address for the others (default: the one that leads to the meeting place)", str,
+         metavar="ADDRESS"),
+    Flag("rdzv-backend", "static: numbered machines; c10d: they come in any order", values.backend, "static",
+         "NAME"),
+    Flag("rdzv-endpoint", "where they meet; the machine whose address it is serves", str, "", "HOST:PORT"),
+    Flag("rdzv-id", "the job's name, the same on all machines", str, "none", "NAME"),
+    Flag("rdzv-conf", "join_timeout, last_call_timeout, heartbeat_timeout (seconds), is_host (0 or 1)", values.settings,
+         "", "KEY=VALUE,..."),
+    Flag("standalone", "one machine, whatever the other flags and the environment say"),
+    # restarts
+    Flag("max-restarts", "how often failed workers are started anew", values.from_0, "0"),
+    Flag("monitor-interval", "accepted; ends of workers are noticed at once", values.seconds, "0.1", "SECONDS"),
+    Flag("shutdown-timeout", "from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+         values.seconds, metavar="SECONDS"),
+    Flag("signals-to-handle", "signals that are passed on to the workers and end the job", values.signals,
+         "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "NAMES"),
+    # what
+    Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
+    Flag("no-python", "SCRIPT is a program, not a Python script"),
+    Flag("run-path", "SCRIPT is run by runpy.run_path"),
+    Flag("start-method", "accepted; each worker is a new process", str, "spawn", "METHOD",
+         choices=("spawn", "fork", "forkserver")),
+    Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
+    Flag("virtual-local-rank", "each worker sees only its GPU, as number 0, and LOCAL_RANK=0"),
+    # output
+    Flag("log-dir", "keep the workers' output in DIR/RUN_ID/attempt_N/LOCAL_RANK/", str, metavar="DIR"),
+    Flag("redirects", "streams that go to files only; 0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:2",
+         values.streams, "0", "STREAMS", short="-r"),
+    Flag("tee", "streams that go to files and to the console, written as --redirects", values.streams, "0", "STREAMS",
+         short="-t"),
+    Flag("local-ranks-filter", "the local ranks that are shown on the console", values.ranks, "", "0,1,..."),
+    Flag("duplicate-stdout-filters", "lines with one of these words also go to filtered_stdout.log", values.words, "",
+         "WORDS"),
+    Flag("duplicate-stderr-filters", "the same of stderr, to filtered_stderr.log", values.words, "", "WORDS"),
+    Flag("event-log-handler", "console: a line of JSON on stderr for each start, failure and end", str, "null", "NAME",
+         choices=("null", "console")),
+    Flag("logs-specs", "torchrun's plug-ins for logs; refused, with the flags to use instead", values.logs_specs,
+         metavar="NAME", variable=False),
+    # cores
+    Flag("numa-binding", "bind each worker to the cores of a NUMA node, socket or L3 cache, or to its own",
+         str, metavar="MODE", choices=("node", "socket", "exclusive", "core-complex"), variable=False),
+    Flag("no-pin", "bind no worker to cores (otherwise each has cores of its own)", ours=True),
+    # others
+    Flag("dry-run", "print what would start where with which variables, and end", variable=False, ours=True),
+    Flag("print-token", "serve the meeting and print the token with which other machines join it", variable=False,
+         ours=True),
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
+    """Adds every flag; PET_* variables give the defaults."""
+    groups = {
+        False: parser.add_argument_group("torchrun's flags (--a-b or --a_b; PET_A_B in the environment)"),
+        True: parser.add_argument_group("flags of Paceline's own"),
+    }
+    for flag in FLAGS:
+        given = environment.get(f"PET_{flag.dest.upper()}") if flag.variable else None
+        group = groups[flag.ours]
+        if flag.parse is None:
+            group.add_argument(
+                *flag.spellings, action="store_true", default=given not in (None, "", "0"), help=flag.help
+            )
+        else:
+            group.add_argument(
+                *flag.spellings,
+                type=flag.parse,
+                default=flag.default if given is None else given,
+                metavar=flag.metavar,
+                choices=flag.choices,
+                help=flag.help if flag.default in (None, "") else f"{flag.help} (default: {flag.default})",
+            )

@@ -1,0 +1,204 @@
+"""The workers of one generation on this machine, from their start to the end of the last."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import IO
+
+from paceline.launch.environment import Place, place_variables
+from paceline.launch.failures import Failure, read_record
+from paceline.launch.gpus import device_of
+from paceline.launch.job import Job
+from paceline.launch.logs import Destination, Logs
+from paceline.launch.memory import MemoryWatch
+from paceline.launch.nodes.messages import Start
+from paceline.launch.output import Stream
+from paceline.launch.placement import Cores
+from paceline.launch.values import Streams
+from paceline.launch.worker import Worker, command_line, start_worker
+
+CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
+_READ_BYTES = 1 << 16
+
+
+def place_of(job: Job, start: Start, index: int) -> Place:
+    """Where the worker `index` of this launcher stands."""
+    slot, slots = job.slot
+    return Place(
+        rank=start.first_rank + index,
+        world_size=start.world_size,
+        local_rank=slot * job.workers + index,
+        local_world_size=slots * job.workers,
+        group_rank=start.group_rank,
+        group_world_size=start.group_world_size,
+        role_rank=start.role_first_rank + index,
+        role_world_size=start.role_world_size,
+        role=job.role,
+    )
+
+
+def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """The variables that set a worker apart from the others."""
+    place = place_of(job, start, index)
+    master = (start.master_addr, start.master_port)
+    variables = place_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
+    if job.virtual_local_rank:
+        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
+        variables["LOCAL_RANK"] = "0"
+    return variables
+
+
+class Generation:
+    """Starts the workers of `start`; `selector`'s keys carry functions to call. It is over when `is_over` says so."""
+
+    def __init__(
+        self,
+        job: Job,
+        start: Start,
+        environment: Mapping[str, str],
+        *,
+        secret_fd: int,
+        directory: str,
+        cores: list[Cores] | None,
+        gpus: int,
+        logs: Logs,
+        selector: selectors.BaseSelector,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self.start = start
+        self.failures: list[Failure] = []
+        self.workers: list[Worker] = []
+        self._selector = selector
+        self._on_failure = on_failure
+        self._streams: list[Stream] = []
+        self._open_pipes: set[int] = set()
+        self._memory = MemoryWatch()
+        self._grace_s = job.shutdown_timeout_s
+        self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
+        self._told_to_end = False
+        for index in range(job.workers):
+            place = place_of(job, start, index)
+            error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
+            log = logs.of_rank(start.generation - 1, place.rank)
+            outputs = [
+                logs.destination(which, start.generation - 1, place.rank, place.local_rank)
+                for which in (Streams.OUT, Streams.ERR)
+            ]
+            process, pidfd = start_worker(
+                command_line(job.command, place.local_rank, os.getpid()),
+                {
+                    **environment,
+                    **variables_of(job, start, index, environment, gpus),
+                    "PACELINE_ERROR_FILE": error_file,
+                    "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+                },
+                (outputs[0].file or subprocess.PIPE, outputs[1].file or subprocess.PIPE),
+                [secret_fd],
+                cores[place.local_rank] if cores is not None else None,
+            )
+            worker = Worker(place.rank, place.local_rank, process, error_file, pidfd, str(log) if log else None)
+            self.workers.append(worker)
+            self._follow(worker, outputs)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` is to be called."""
+        return self._next_signal[0] if self._next_signal is not None else None
+
+    def tick(self, now_s: float) -> None:
+        """Sends the signal that is due."""
+        if self._next_signal is not None and now_s >= self._next_signal[0]:
+            self._signal(self._next_signal[1])
+            self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
+
+    def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
+        """Asks the workers to end, with SIGKILL for those that have not after the grace period."""
+        if self._next_signal is None or after_s == 0.0:
+            self._next_signal = (time.monotonic() + after_s, number)
+            self.tick(time.monotonic())
+
+    def kill(self) -> None:
+        """Ends the workers now."""
+        self._signal(signal.SIGKILL)
+
+    @property
+    def is_over(self) -> bool:
+        """Every worker has ended and its output is passed on; what its children hold open is not waited for."""
+        if any(worker.exit_code is None for worker in self.workers):
+            return False
+        ready = self._selector.select(0)
+        return not any(key.fd in self._open_pipes for key, _ in ready)
+
+    def close(self) -> None:
+        """Kills what still runs and closes every pipe; idempotent."""
+        for worker in self.workers:
+            worker.signal(signal.SIGKILL)
+            if worker.exit_code is None:
+                self._selector.unregister(worker.pidfd)
+                worker.collect()
+            for pipe in worker.pipes:
+                if pipe.fileno() in self._open_pipes:
+                    self._selector.unregister(pipe.fileno())
+                    self._open_pipes.discard(pipe.fileno())
+                pipe.close()
+            worker.pipes.clear()
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+
+    def _follow(self, worker: Worker, outputs: list[Destination]) -> None:
+        for pipe, output in zip((worker.process.stdout, worker.process.stderr), outputs, strict=True):
+            if pipe is None:
+                assert output.file is not None
+                output.file.close()  # the worker has it
+                continue
+            assert output.stream is not None
+            worker.pipes.append(pipe)
+            self._streams.append(output.stream)
+            self._read(pipe, output.stream)
+
+        def ended() -> None:
+            self._selector.unregister(worker.pidfd)
+            self._ended(worker, worker.collect())
+
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
+
+    def _read(self, pipe: IO[bytes], stream: Stream) -> None:
+        fd = pipe.fileno()
+
+        def read() -> None:
+            data = os.read(fd, _READ_BYTES)
+            if data:
+                stream.feed(data)
+            else:
+                self._selector.unregister(fd)
+                self._open_pipes.discard(fd)
+
+        self._open_pipes.add(fd)
+        self._selector.register(fd, selectors.EVENT_READ, read)
+
+    def _ended(self, worker: Worker, code: int) -> None:
+        if code == 0:
+            return
+        record = read_record(worker.error_file)
+        if self._told_to_end and (not self.failures or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))):
+            return  # it ended because it was told to
+        memory = self._memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
+        exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
+        failure = Failure(worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log)
+        self.failures.append(failure)
+        if len(self.failures) == 1:
+            self.end(after_s=CONSEQUENCES_S)
+            self._on_failure(failure)
+
+    def _signal(self, number: int) -> None:
+        self._told_to_end = True
+        for worker in self.workers:
+            if worker.exit_code is None:
+                worker.signal(signal.SIGCONT)  # a stopped worker would not hear it
+                worker.signal(number)

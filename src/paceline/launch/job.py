@@ -1,0 +1,232 @@
+"""What `paceline run` was asked to do, decided once from the flags, the PET_* variables and the scheduler's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from paceline.launch import values
+from paceline.launch.surroundings import Surroundings, recognise
+from paceline.launch.values import Streams, StreamsOfRanks
+
+_SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
+_TORCHRUNS_PORT = 29500
+_SETTINGS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "is_host"}
+_IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
+
+
+class OptionError(ValueError):
+    """Flags that do not fit together; the message says which, and what to do."""
+
+
+class Kind(Enum):
+    """How the command is started."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+    PATH = "path"
+
+
+@dataclass(frozen=True)
+class Command:
+    """`words` are the script, module or program and its arguments."""
+
+    words: tuple[str, ...]
+    kind: Kind = Kind.SCRIPT
+    passes_local_rank: bool = False  # as --local_rank=N before the arguments
+
+
+@dataclass(frozen=True)
+class Output:
+    """Which streams of which local ranks go where."""
+
+    log_dir: str | None = None
+    redirects: StreamsOfRanks = field(default_factory=dict)
+    tee: StreamsOfRanks = field(default_factory=dict)
+    shown: frozenset[int] = frozenset()  # empty: all
+    stdout_words: tuple[str, ...] = ()
+    stderr_words: tuple[str, ...] = ()
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether anything is kept in files."""
+        chosen = (*self.redirects.values(), *self.tee.values())
+        return any(chosen) or bool(self.log_dir or self.stdout_words or self.stderr_words)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the machines of a job meet; `address` is None on a single machine."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    address: tuple[str, int] | None = None
+    is_static: bool = False
+    node_rank: int | None = None
+    serves: bool | None = None  # None: if the address is this machine's
+    local_address: str | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 0.5
+    silence_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as this machine's launcher knows it."""
+
+    command: Command
+    workers: int = 1
+    run_id: str = ""
+    meeting: Meeting = field(default_factory=Meeting)
+    output: Output = field(default_factory=Output)
+    port: int | None = None  # MASTER_PORT, on a single machine
+    max_restarts: int = 0
+    shutdown_timeout_s: float = _SHUTDOWN_TIMEOUT_S
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    role: str = "default"
+    virtual_local_rank: bool = False
+    binding: str | None = "exclusive"  # of workers to cores; None: not at all
+    binding_is_asked_for: bool = False
+    events: bool = False
+    slot: tuple[int, int] = (0, 1)  # this launcher among those of its machine, where a scheduler started several
+    surroundings: Surroundings | None = None
+
+
+def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
+    """The job that parsed flags describe.
+
+    Raises:
+        OptionError: they contradict each other, or lack what the others need.
+    """
+    around = None if options.standalone else recognise(environment)
+    command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
+    timeout_s = options.shutdown_timeout
+    if timeout_s is None:
+        timeout_s = values.seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
+    meeting = _meeting(options, around)
+    return Job(
+        command=command,
+        workers=1 if around is not None and around.is_one_a_rank else options.nproc_per_node,
+        run_id=options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4),
+        meeting=meeting,
+        output=_output(options),
+        port=options.master_port if meeting.address is None else None,
+        max_restarts=options.max_restarts,
+        shutdown_timeout_s=timeout_s,
+        signals=options.signals_to_handle,
+        role=options.role,
+        virtual_local_rank=options.virtual_local_rank,
+        binding=None if options.no_pin else options.numa_binding or "exclusive",
+        binding_is_asked_for=options.numa_binding is not None,
+        events=options.event_log_handler == "console",
+        slot=around.slot if around is not None else (0, 1),
+        surroundings=around,
+    )
+
+
+def _kind(options: argparse.Namespace) -> Kind:
+    if options.module and options.no_python:
+        raise OptionError("--module and --no-python exclude each other: a module is run by Python")
+    if options.run_path:
+        return Kind.PATH
+    kind = Kind.MODULE if options.module else Kind.PROGRAM if options.no_python else Kind.SCRIPT
+    if kind is Kind.SCRIPT and not Path(options.script).is_file():
+        raise OptionError(f"{options.script} is not a file; with -m it would be a module")
+    return kind
+
+
+def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meeting:
+    least, most = options.nnodes
+    if options.standalone:
+        return Meeting()
+    if around is not None and around.nodes is not None and (least, most) == (1, 1):
+        least = most = around.nodes
+    conf = options.rdzv_conf
+    if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
+        raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
+    if most == 1 and not options.rdzv_endpoint and not options.print_token:
+        return Meeting()
+    comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
+    is_static = options.rdzv_backend == "static" and not comes_in_any_order
+    address, serves = _address(options, around)
+    node_rank = options.node_rank if options.node_rank is not None else around.node_rank if around else None
+    if is_static:
+        if least != most:
+            raise OptionError(
+                f"--nnodes {least}:{most} needs machines that may come in any order: --rdzv-backend c10d and "
+                "--rdzv-endpoint HOST:PORT instead of --master-addr"
+            )
+        if node_rank is None:
+            raise OptionError(f"--nnodes {most} needs --node-rank, this machine's number from 0 to {most - 1}")
+        if node_rank >= most:
+            raise OptionError(f"--node-rank {node_rank} is too large: with --nnodes {most} they are 0 to {most - 1}")
+        serves = node_rank == 0
+    if "is_host" in conf:
+        serves = conf["is_host"].lower() in ("1", "true", "yes", "t", "y")
+
+    def time_s(name: str, otherwise: float) -> float:
+        return values.seconds(conf[name]) if name in conf else otherwise
+
+    return Meeting(
+        min_nodes=least,
+        max_nodes=most,
+        address=address,
+        is_static=is_static,
+        node_rank=node_rank if is_static else None,
+        serves=serves,
+        local_address=options.local_addr,
+        join_timeout_s=time_s("join_timeout", time_s("timeout", 600.0)),
+        last_call_s=time_s("last_call_timeout", 0.5),
+        silence_s=time_s("heartbeat_timeout", 2.0),
+    )
+
+
+def _address(options: argparse.Namespace, around: Surroundings | None) -> tuple[tuple[str, int], bool | None]:
+    """Where the machines meet, and whether this one is known to serve there."""
+    if options.rdzv_endpoint:
+        return endpoint_of(options.rdzv_endpoint), None
+    host = options.master_addr or (around.address if around else None)
+    port = options.master_port or (around.port if around else None) or _TORCHRUNS_PORT
+    if options.print_token:
+        return (host or "", options.master_port or 0), True
+    if host is None:
+        raise OptionError(
+            "several machines need a place to meet: --master-addr ADDRESS of machine 0 (with --node-rank), or "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, or a token from `paceline run --print-token`"
+        )
+    return (host.strip("[]"), port), None
+
+
+def endpoint_of(text: str) -> tuple[str, int]:
+    """`host:port`, `[v6]:port` or `host`."""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        port = port.removeprefix(":")
+    else:
+        host, _, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
+    if not host or (port and (not port.isdecimal() or int(port) > 65535)):
+        raise OptionError(
+            f"--rdzv-endpoint {text!r} is not HOST:PORT; an IPv6 address stands in brackets: [fd00::1]:29400"
+        )
+    return host, int(port) if port else _TORCHRUNS_PORT
+
+
+def _output(options: argparse.Namespace) -> Output:
+    tee = options.tee
+    if options.log_dir and not any((*options.redirects.values(), *tee.values())):
+        tee = {None: Streams.BOTH}  # a directory for logs asks for logs
+    return Output(
+        options.log_dir,
+        options.redirects,
+        tee,
+        options.local_ranks_filter,
+        options.duplicate_stdout_filters,
+        options.duplicate_stderr_filters,
+    )

@@ -1,0 +1,59 @@
+"""What this machine gives each worker, cores, threads and a GPU, and what the user should know about that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.launch.environment import allowed_cores, threads_per_worker
+from paceline.launch.gpus import count_gpus
+from paceline.launch.job import Job
+from paceline.launch.placement import Cores, cores_of_workers, format_cpulist
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Decided before anything is started; `cores` is by local rank, None where workers are not bound."""
+
+    workers: int  # of this machine, those of the scheduler's other launchers too
+    gpus: int
+    cores: list[Cores] | None
+    threads: int | None
+
+    @classmethod
+    def mine(cls, job: Job) -> Machine:
+        """This machine's part of `job`."""
+        workers = job.workers * job.slot[1]
+        gpus = count_gpus()
+        cores = cores_of_workers(job.binding, workers, gpus) if job.binding is not None else None
+        if workers == 1 and not job.binding_is_asked_for:
+            cores = None  # it may have all there are
+        return cls(workers, gpus, cores, threads_per_worker(allowed_cores(), workers, os.environ))
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """The launcher's own variables with those that workers of this machine share."""
+        environment = dict(base)
+        if self.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self.threads)
+        return environment
+
+    def remarks(self, job: Job) -> list[str]:
+        """What to tell the user, a line each."""
+        lines = []
+        if job.surroundings is not None:
+            lines.append(f"found {job.surroundings}")
+        if self.workers > 1 and self.threads is not None and job.slot[0] == 0:
+            bound = ""
+            if self.cores is not None:
+                bound = f" on cores {' | '.join(map(format_cpulist, self.cores[:16]))} (--no-pin: on any)"
+            lines.append(f"OMP_NUM_THREADS={self.threads} for each of {self.workers} workers{bound}")
+        if self.cores is None and job.binding_is_asked_for:
+            lines.append(f"--numa-binding exclusive: {self.workers} workers have too few cores; none is bound")
+        if 0 < self.gpus < self.workers and not job.virtual_local_rank:
+            lines.append(
+                f"{self.workers} workers share {self.gpus} GPU{'s' if self.gpus > 1 else ''}: local ranks 0 and "
+                f"{self.gpus} both get GPU 0. Each slows the other down and needs its memory; "
+                f"--nproc-per-node {self.gpus} (or gpu) gives each worker its own"
+            )
+        return lines

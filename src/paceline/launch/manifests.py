@@ -1,0 +1,174 @@
+"""What a scheduler needs to start a job: a batch script, a manifest or a driver, ready to be submitted."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to run; `workers` as of --nproc-per-node, a number or `gpu`, `gpus` of each machine."""
+
+    words: tuple[str, ...]
+    nodes: int = 2
+    workers: str = "gpu"
+    gpus: int = 8
+    cpus: int = 8
+    memory: str = "32Gi"
+    name: str = "train"
+    image: str = "REGISTRY/IMAGE:TAG"
+    max_restarts: int = 3
+
+    @property
+    def run(self) -> list[str]:
+        """The command of each machine; it needs no addresses."""
+        flags = [f"--nproc-per-node={self.workers}", f"--max-restarts={self.max_restarts}"]
+        return ["paceline", "run", *flags, *self.words]
+
+
+def slurm(request: Request) -> str:
+    """A script for sbatch. The secret is made in the job and handed on by srun; it is in no file."""
+    gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
+    return f"""#!/bin/bash
+# sbatch {request.name}.sbatch
+#SBATCH --job-name={request.name}
+#SBATCH --nodes={request.nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={request.cpus}
+{gpus}#SBATCH --signal=TERM@60
+set -euo pipefail
+PACELINE_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
+export PACELINE_SECRET
+# One launcher a machine; machine 0 and the port are taken from Slurm's variables.
+srun --kill-on-bad-exit=1 {shlex.join(request.run)}
+"""
+
+
+def _pod(request: Request, indent: int) -> str:
+    resources = {"cpu": str(request.cpus), "memory": request.memory}
+    if request.gpus:
+        resources["nvidia.com/gpu"] = str(request.gpus)
+    text = f"""spec:
+  subdomain: {request.name}
+  restartPolicy: Never
+  terminationGracePeriodSeconds: 60
+  containers:
+    - name: main
+      image: {request.image}
+      command: {json.dumps(request.run)}
+      env:
+        - name: PACELINE_NODES
+          value: "{request.nodes}"
+        - name: PACELINE_SECRET
+          valueFrom: {{secretKeyRef: {{name: {request.name}-paceline, key: secret}}}}
+      ports: [{{containerPort: {_PORT}}}]
+      resources: {{limits: {json.dumps(resources)}}}
+      volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
+  volumes:
+    - name: shm  # a container's own has 64 MiB, too little for ranks of one machine
+      emptyDir: {{medium: Memory}}
+"""
+    return text.replace("\n", "\n" + " " * indent).rstrip() + "\n"
+
+
+def _secret(request: Request) -> str:
+    return f"""apiVersion: v1
+kind: Secret
+metadata: {{name: {request.name}-paceline}}
+stringData: {{secret: "{secrets.token_hex(32)}"}}
+---
+"""
+
+
+def kubernetes(request: Request) -> str:
+    """An indexed Job with the headless Service that gives its pods names, for kubectl apply."""
+    return f"""# kubectl apply -f {request.name}.yaml
+{_secret(request)}apiVersion: v1
+kind: Service
+metadata: {{name: {request.name}}}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector: {{job-name: {request.name}}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {{name: {request.name}}}
+spec:
+  completionMode: Indexed
+  completions: {request.nodes}
+  parallelism: {request.nodes}
+  backoffLimit: 0
+  template:
+    {_pod(request, 4)}"""
+
+
+def jobset(request: Request) -> str:
+    """A JobSet of one indexed Job, whose pods have names by themselves."""
+    return f"""# kubectl apply -f {request.name}.yaml
+{_secret(request)}apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata: {{name: {request.name}}}
+spec:
+  failurePolicy: {{maxRestarts: {request.max_restarts}}}
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed
+          completions: {request.nodes}
+          parallelism: {request.nodes}
+          backoffLimit: 0
+          template:
+            {_pod(request, 12).replace(f"subdomain: {request.name}", "# the JobSet gives the subdomain")}"""
+
+
+def ray(request: Request) -> str:
+    """A driver for a Ray cluster: one launcher on each of so many machines."""
+    bundle = {"CPU": request.cpus, **({"GPU": request.gpus} if request.gpus else {})}
+    return f'''"""ray job submit --working-dir . -- python {request.name}_ray.py"""
+
+import os
+import secrets
+import subprocess
+import sys
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NODES = {request.nodes}
+COMMAND = {request.run!r}
+
+
+@ray.remote(num_cpus={request.cpus}, num_gpus={request.gpus})
+class Machine:
+    def address(self):
+        return ray.util.get_node_ip_address()
+
+    def run(self, number, address, secret):
+        place = {{"PET_NNODES": str(NODES), "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": address}}
+        return subprocess.call(COMMAND, env={{**os.environ, **place, "PACELINE_SECRET": secret}})
+
+
+ray.init()
+group = placement_group([{bundle!r}] * NODES, strategy="STRICT_SPREAD")
+ray.get(group.ready())
+machines = [
+    Machine.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number)).remote()
+    for number in range(NODES)
+]
+address = ray.get(machines[0].address.remote())
+secret = secrets.token_hex(32)
+sys.exit(max(ray.get([each.run.remote(number, address, secret) for number, each in enumerate(machines)])))
+'''
+
+
+KINDS: dict[str, Callable[[Request], str]] = {"slurm": slurm, "k8s": kubernetes, "jobset": jobset, "ray": ray}

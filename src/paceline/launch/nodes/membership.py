@@ -1,0 +1,271 @@
+"""Which nodes take part in which generation of workers: a state machine without a socket, a process or a clock.
+
+Events come in as calls with the time at which they happened; orders for nodes come out.
+
+    GATHERING   enough nodes are awaited; the workers of none run
+    RUNNING     the workers of `members` run, as one generation
+    STOPPING    they are being ended, since one failed, or a node came or went
+    PAUSING     the workers of the members failed and are started anew after a while
+    OVER        every node was told to end
+
+A generation that ends because nodes came or went is no restart; one in which a worker failed is, unless a lost node
+explains the failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from paceline.launch.failures import Failure, first_failure, shell_code
+from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 300.0  # after workers have run so long, the pauses begin anew
+
+Orders = list[tuple[str, Order]]  # to whom, what
+
+
+class Phase(Enum):
+    """Where the job stands."""
+
+    GATHERING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    PAUSING = auto()
+    OVER = auto()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What was asked for on the node that serves; that of the others is of no weight."""
+
+    run_id: str
+    min_nodes: int = 1
+    max_nodes: int = 1
+    is_static: bool = False  # the nodes are numbered, and the job ends with any of them
+    max_restarts: int = 0
+    last_call_s: float = 0.5  # with MIN nodes there, how long each newcomer makes the others wait
+    join_timeout_s: float = 600.0
+    port: int | None = None  # of the workers' store, where the user chose it
+
+
+def pause_s(restarts: int) -> float:
+    """How long to wait before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts - 1, 30))
+
+
+@dataclass
+class Membership:
+    """The nodes of a job; `deadline_s` is when `tick` is to be called, if nothing else happens."""
+
+    policy: Policy
+    started_s: float = 0.0
+    phase: Phase = Phase.GATHERING
+    generation: int = 0
+    restarts: int = 0
+    nodes: dict[str, Join] = field(default_factory=dict)  # in the order of their ranks, or of their coming
+    members: list[str] = field(default_factory=list)
+    deadline_s: float | None = None
+    _open: set[str] = field(default_factory=set)  # members whose workers run
+    _finished: set[str] = field(default_factory=set)
+    _failures: list[Failure] = field(default_factory=list)
+    _makes_room: bool = False  # the generation was ended for a newcomer
+    _lost: list[str] = field(default_factory=list)  # sentences on the nodes that went, in this generation
+    _last_arrival_s: float = 0.0
+    _in_a_row: int = 0
+
+    def __post_init__(self) -> None:
+        self.deadline_s = self.started_s + self.policy.join_timeout_s
+
+    def joined(self, node: str, join: Join, now_s: float) -> Orders:
+        """A node has come."""
+        if self.phase is Phase.OVER:
+            return [(node, End(1, "the job is over"))]
+        if self.policy.is_static and (wrong := self._wrong_number(join)):
+            return [(node, End(2, wrong))]
+        self.nodes[node] = join
+        self._last_arrival_s = now_s
+        if self.phase is Phase.GATHERING:
+            return self._gather(now_s)
+        if self.phase is Phase.RUNNING and len(self.members) < self.policy.max_nodes and self._open == {*self.members}:
+            self._makes_room = True
+            return self._stop(f"{join.host} joins")
+        return [(node, Wait(f"{len(self.members)} machines are at work; this one waits for a place"))]
+
+    def failed(self, node: str, report: Failed, now_s: float) -> Orders:
+        """The first worker of a node has failed; `stopped` follows."""
+        if report.generation != self.generation or self.phase not in (Phase.RUNNING, Phase.STOPPING):
+            return []
+        self._failures.append(report.failure)
+        failure = report.failure
+        return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node) if self._runs else []
+
+    def finished(self, node: str, report: Finished, now_s: float) -> Orders:
+        """The workers of a node have ended well."""
+        if report.generation == self.generation:
+            self._finished.add(node)
+        return self._closed(node, report.generation, now_s)
+
+    def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
+        """None of a node's workers runs any more."""
+        if node in self.nodes:
+            join = self.nodes[node]
+            self.nodes[node] = replace(join, port=report.port)
+        if report.generation == self.generation:
+            told = {(failure.rank, failure.pid) for failure in self._failures}
+            self._failures += [each for each in report.failures if (each.rank, each.pid) not in told]
+        return self._closed(node, report.generation, now_s)
+
+    def left(self, node: str, leave: Leave, now_s: float) -> Orders:
+        """A node was told to stop by those who started it."""
+        join = self.nodes.get(node)
+        if join is None:
+            return []
+        if join.serves or self.policy.is_static:
+            return self._end(End(leave.code, f"{join.host} was stopped ({leave.reason})"))
+        return [(node, End(leave.code)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
+
+    def lost(self, node: str, why: str, now_s: float) -> Orders:
+        """A node's connection has ended, or it fell silent."""
+        join = self.nodes.get(node)
+        if join is None:
+            return []
+        return self._gone(node, f"{join.host} ({join.address}, pid {join.pid}) was lost: {why}", now_s)
+
+    def tick(self, now_s: float) -> Orders:
+        """Time has passed."""
+        if self.deadline_s is None or now_s < self.deadline_s or self.phase is Phase.OVER:
+            return []
+        if self.phase is Phase.PAUSING:
+            return self._begin_gathering(now_s)
+        return self._gather(now_s) if self.phase is Phase.GATHERING else []
+
+    @property
+    def _runs(self) -> bool:
+        return self.phase is Phase.RUNNING
+
+    def _wrong_number(self, join: Join) -> str | None:
+        holder = next((each for each in self.nodes.values() if each.node_rank == join.node_rank), None)
+        if join.node_rank is None or join.node_rank >= self.policy.max_nodes:
+            return f"--node-rank {join.node_rank} is not from 0 to {self.policy.max_nodes - 1}"
+        if holder is not None:
+            return f"--node-rank {join.node_rank} is {holder.host}'s (pid {holder.pid}) already; give each its own"
+        return None
+
+    def _gather(self, now_s: float) -> Orders:
+        policy = self.policy
+        there = len(self.nodes)
+        if there >= policy.max_nodes or (
+            there >= policy.min_nodes and now_s >= self._last_arrival_s + policy.last_call_s
+        ):
+            return self._start(now_s)
+        if there >= policy.min_nodes:
+            self.deadline_s = self._last_arrival_s + policy.last_call_s
+            return []
+        until_s = self.started_s + policy.join_timeout_s
+        if now_s < until_s:
+            self.deadline_s = until_s
+            return []
+        hosts = ", ".join(join.host for join in self.nodes.values()) or "none"
+        waited = f"waited {policy.join_timeout_s:.0f} s for {policy.min_nodes} machines; {there} came ({hosts})"
+        return self._end(
+            End(1, f"{waited}. Look at the output of the others; --rdzv-conf join_timeout=SECONDS waits on")
+        )
+
+    def _start(self, now_s: float) -> Orders:
+        if self.policy.is_static:
+            self.nodes = dict(sorted(self.nodes.items(), key=lambda item: item[1].node_rank or 0))
+        self.generation += 1
+        self.phase = Phase.RUNNING
+        self.started_s, self.deadline_s = now_s, None
+        self.members = list(self.nodes)[: self.policy.max_nodes]
+        self._open = set(self.members)
+        self._finished, self._failures, self._lost, self._makes_room = set(), [], [], False
+        joins = [self.nodes[node] for node in self.members]
+        master = joins[0]
+        orders: Orders = []
+        for at, (node, join) in enumerate(zip(self.members, joins, strict=True)):
+            role_sizes = [each.workers if each.role == join.role else 0 for each in joins]
+            start = Start(
+                generation=self.generation,
+                restart_count=self.restarts,
+                max_restarts=self.policy.max_restarts,
+                run_id=self.policy.run_id,
+                group_rank=at,
+                group_world_size=len(joins),
+                first_rank=sum(each.workers for each in joins[:at]),
+                world_size=sum(each.workers for each in joins),
+                role_first_rank=sum(role_sizes[:at]),
+                role_world_size=sum(role_sizes),
+                master_addr=master.address,
+                master_port=self.policy.port or master.port,
+                hosts=tuple(each.host for each in joins),
+            )
+            orders.append((node, start))
+        waiting = list(self.nodes)[self.policy.max_nodes :]
+        return orders + [(node, Wait(f"{len(self.members)} machines are at work")) for node in waiting]
+
+    def _stop(self, reason: str, but: str | None = None) -> Orders:
+        self.phase = Phase.STOPPING
+        return [(node, Stop(self.generation, reason)) for node in self.members if node in self._open and node != but]
+
+    def _closed(self, node: str, generation: int, now_s: float) -> Orders:
+        if generation != self.generation or node not in self._open:
+            return []
+        self._open.discard(node)
+        return [] if self._open else self._generation_over(now_s)
+
+    def _gone(self, node: str, why: str, now_s: float) -> Orders:
+        join = self.nodes.pop(node)
+        if self.phase is Phase.OVER:
+            return []
+        if join.serves or (self.policy.is_static and self.phase is not Phase.GATHERING):
+            return self._end(End(1, why))
+        if node not in self._open:
+            return self._gather(now_s) if self.phase is Phase.GATHERING else []
+        self._lost.append(why)
+        self._open.discard(node)
+        orders = self._stop(why) if self._runs else []
+        return orders if self._open else orders + self._generation_over(now_s)
+
+    def _generation_over(self, now_s: float) -> Orders:
+        """No worker of the generation runs any more."""
+        explained = self._makes_room or (bool(self._lost) and all(each.is_consequence for each in self._failures))
+        if self._finished == {*self.members}:
+            return self._end(End(0))
+        if not self._failures or explained:
+            return self._begin_gathering(now_s)
+        if self.restarts >= self.policy.max_restarts:
+            code = shell_code(first_failure(self._failures).exit_code)
+            return self._end(End(code, "; ".join(self._lost), tuple(self._failures)))
+        self._in_a_row = 1 if now_s - self.started_s > STEADY_S else self._in_a_row + 1
+        self.restarts += 1
+        self.phase = Phase.PAUSING
+        self.deadline_s = now_s + pause_s(self._in_a_row)
+        cause = first_failure(self._failures)
+        which = f"restart {self.restarts} of {self.policy.max_restarts} in {pause_s(self._in_a_row):g} s"
+        reason = f"{which}: rank {cause.rank} failed ({cause.host}, pid {cause.pid}, {cause.how})"
+        return [(node, Wait(reason)) for node in self.nodes]
+
+    def _begin_gathering(self, now_s: float) -> Orders:
+        self.phase = Phase.GATHERING
+        self.started_s = now_s
+        self.members = []
+        orders = self._gather(now_s)
+        if self.phase is Phase.GATHERING and len(self.nodes) < self.policy.min_nodes:
+            missing = self.policy.min_nodes - len(self.nodes)
+            reason = "; ".join([*self._lost, f"waiting for {missing} more"])
+            orders += [(node, Wait(reason)) for node in self.nodes]
+        return orders
+
+    def _end(self, end: End) -> Orders:
+        self.phase = Phase.OVER
+        self.deadline_s = None
+        return _to(self.nodes, end)
+
+
+def _to(nodes: Iterable[str], order: Order) -> Orders:
+    return [(node, order) for node in nodes]

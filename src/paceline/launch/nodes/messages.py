@@ -1,0 +1,208 @@
+"""What nodes report and what they are told, and how that travels: a length, then JSON, nothing that is executed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+
+from paceline.launch.failures import Failure, Record
+
+LARGEST = 1 << 20
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Join:
+    """A node asks to take part; `port` is free on it, for the workers' own store."""
+
+    host: str
+    pid: int
+    address: str
+    port: int
+    workers: int
+    role: str = "default"
+    node_rank: int | None = None
+    slot: tuple[int, int] = (0, 1)
+    serves: bool = False
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The first worker of the node to fail in this generation; the node is ending the others."""
+
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All workers of the node have ended well."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """None of the node's workers runs any more; `port` is free for the next generation."""
+
+    generation: int
+    port: int
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The node was stopped by its user or scheduler, its workers have ended; `code` is for its shell."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Nothing new, in either direction."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start the workers of a generation: those of this node are ranks `first_rank` and following."""
+
+    generation: int
+    restart_count: int
+    max_restarts: int
+    run_id: str
+    group_rank: int
+    group_world_size: int
+    first_rank: int
+    world_size: int
+    role_first_rank: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    hosts: tuple[str, ...] = ()  # of all nodes, in the order of their ranks
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the workers and report `Stopped`."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do yet; the reason is for the user."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over; `code` is for the shell."""
+
+    code: int
+    reason: str = ""
+    failures: tuple[Failure, ...] = ()
+
+
+Report = Join | Failed | Finished | Stopped | Leave | Alive
+Order = Start | Stop | Wait | End | Alive
+Message = Report | Order
+
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Join, Failed, Finished, Stopped, Leave, Alive, Start, Stop, Wait, End)
+}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "str": str,
+    "bool": bool,
+    "int | None": (int, type(None)),
+    "float": (float, int),
+}
+
+
+class MessageError(ValueError):
+    """The other end sent something that is not a message."""
+
+
+def encode(message: Message) -> bytes:
+    """The message with its length in front."""
+    body = json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+    if len(body) > LARGEST:
+        raise MessageError(f"a message of {len(body)} bytes is larger than {LARGEST}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """The message in `body`.
+
+    Raises:
+        MessageError: it is none, or a field has another type.
+    """
+    try:
+        content = json.loads(body)
+        kind = _KINDS[content.pop("kind")]
+        known = {each.name: str(each.type) for each in fields(kind)}
+        values = {name: _value(known[name], value) for name, value in content.items()}
+        make: Callable[..., Message] = kind
+        return make(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MessageError(f"not a message of a launcher ({type(error).__name__}: {error})") from error
+
+
+def _value(kind: str, value: object) -> object:
+    if kind == "Failure":
+        return _failure(value)
+    if kind.startswith("tuple") and isinstance(value, list):
+        inner = kind.removeprefix("tuple[").partition(",")[0].rstrip("]")
+        return tuple(_value(inner, each) for each in value)
+    expected = _TYPES.get(kind)
+    if expected is None or not isinstance(value, expected) or (isinstance(value, bool) and kind != "bool"):
+        raise TypeError(f"{value!r} is not {kind}")
+    return value
+
+
+def _failure(value: object) -> Failure:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not a failure")
+    record = value.pop("record")
+    failure = Failure(**value, record=None if record is None else Record(**record))
+    numbers = (failure.rank, failure.pid, failure.exit_code, failure.seen_s)
+    texts = (
+        failure.host,
+        failure.memory or "",
+        failure.log or "",
+        *(() if failure.record is None else (failure.record.kind, failure.record.text)),
+    )
+    if not all(isinstance(n, (int, float)) for n in numbers) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{value!r} is not a failure")
+    return failure
+
+
+@dataclass
+class Inbox:
+    """Cuts what arrives into messages."""
+
+    received: bytearray = field(default_factory=bytearray)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Takes more bytes; the messages that are complete.
+
+        Raises:
+            MessageError: what came is none.
+        """
+        self.received += data
+        messages = []
+        while len(self.received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self.received)
+            if length > LARGEST:
+                raise MessageError(f"a message of {length} bytes is larger than {LARGEST}")
+            if len(self.received) < _LENGTH.size + length:
+                break
+            body = bytes(self.received[_LENGTH.size : _LENGTH.size + length])
+            del self.received[: _LENGTH.size + length]
+            messages.append(decode(body))
+        return messages

@@ -1,0 +1,144 @@
+"""Serves the meeting: carries reports to the state machine, its orders to the nodes, and notices who falls silent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from paceline.launch.nodes.line import apply
+from paceline.launch.nodes.membership import Membership, Orders, Policy
+from paceline.launch.nodes.messages import Alive, Inbox, MessageError, Report, encode
+from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.handshake import Hello
+from paceline.security.secret import derive_key
+
+CHANNEL = "node"
+HEARTBEAT_S = 0.5
+_SEND_S = 1.0
+_STALL_S = 1.0  # a pause of our own so long says nothing about the others
+_LARGEST_READ = 1 << 16
+
+
+@dataclass
+class _Node:
+    name: str
+    connection: socket.socket
+    heard_s: float
+    inbox: Inbox = field(default_factory=Inbox)
+
+
+class MeetingServer:
+    """Serves on `listener`, a listening socket, which it takes over; on a thread of its own, until `close`."""
+
+    def __init__(self, listener: socket.socket, secret: bytes | None, policy: Policy, silence_s: float) -> None:
+        self._membership = Membership(policy, time.monotonic())
+        self._silence_s = silence_s
+        self._nodes: dict[str, _Node] = {}
+        self._came: list[socket.socket] = []
+        self._count = 0
+        self._closing_by_s: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._waiting, self._waking = os.pipe()
+        self._selector.register(self._waiting, selectors.EVENT_READ)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._doorkeeper = Doorkeeper(listener, derive_key(secret, CHANNEL), CHANNEL, self._admit)
+        self._thread = threading.Thread(target=self._serve, name="paceline-meeting", daemon=True)
+        self._thread.start()
+
+    def close(self, linger_s: float = 2.0) -> None:
+        """Waits for the nodes to hang up, `linger_s` at most; idempotent."""
+        if self._closing_by_s is None:
+            self._closing_by_s = time.monotonic() + linger_s
+            os.write(self._waking, b".")
+            self._thread.join()
+            self._doorkeeper.close()
+            self._selector.close()
+            os.close(self._waiting)
+            os.close(self._waking)
+
+    def _admit(self, connection: socket.socket, _: Hello) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_SEND_S)
+        self._came.append(connection)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.write(self._waking, b".")
+
+    def _serve(self) -> None:
+        next_beat_s = 0.0
+        while self._closing_by_s is None or (self._nodes and time.monotonic() < self._closing_by_s):
+            now_s = time.monotonic()
+            if now_s - next_beat_s > _STALL_S:
+                for node in self._nodes.values():
+                    node.heard_s = max(node.heard_s, now_s)
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + HEARTBEAT_S
+                self._beat()
+            until_s = min(next_beat_s, self._membership.deadline_s or next_beat_s)
+            for key, _ in self._selector.select(max(0.0, until_s - now_s)):
+                if key.data is None:
+                    self._welcome()
+                else:
+                    self._hear(key.data)
+            self._find_the_silent()
+            self._carry(self._membership.tick(time.monotonic()))
+        for node in list(self._nodes.values()):
+            node.connection.close()
+
+    def _welcome(self) -> None:
+        os.read(self._waiting, 4096)
+        while self._came:
+            connection = self._came.pop(0)
+            self._count += 1
+            node = _Node(f"node-{self._count}", connection, time.monotonic())
+            self._nodes[node.name] = node
+            self._selector.register(connection, selectors.EVENT_READ, node)
+
+    def _hear(self, node: _Node) -> None:
+        if node.name not in self._nodes:
+            return
+        try:
+            data = node.connection.recv(_LARGEST_READ)
+            messages = node.inbox.feed(data)
+        except (OSError, MessageError) as error:
+            self._drop(node, str(error))
+            return
+        if not data:
+            self._drop(node, "its launcher has ended")
+            return
+        node.heard_s = time.monotonic()
+        for message in messages:
+            if isinstance(message, Report):
+                self._carry(apply(self._membership, node.name, message, node.heard_s))
+
+    def _beat(self) -> None:
+        for node in list(self._nodes.values()):
+            self._send(node, encode(Alive()))
+
+    def _find_the_silent(self) -> None:
+        now_s = time.monotonic()
+        for node in list(self._nodes.values()):
+            if now_s - node.heard_s > self._silence_s:
+                self._drop(node, f"nothing was heard of it for {now_s - node.heard_s:.1f} s")
+
+    def _carry(self, orders: Orders) -> None:
+        for name, order in orders:
+            if name in self._nodes:
+                self._send(self._nodes[name], encode(order))
+
+    def _send(self, node: _Node, data: bytes) -> None:
+        try:
+            node.connection.sendall(data)
+        except OSError as error:
+            self._drop(node, str(error))
+
+    def _drop(self, node: _Node, why: str) -> None:
+        if self._nodes.pop(node.name, None) is None:
+            return
+        self._selector.unregister(node.connection)
+        node.connection.close()
+        self._carry(self._membership.lost(node.name, why, time.monotonic()))

@@ -1,0 +1,162 @@
+"""Which scheduler started this process, and what its environment says about the job's machines.
+
+A scheduler starts one launcher a machine, or, as `mpirun -np 8` does, one a rank: then each launcher has one worker,
+and its `slot` says which of the machine's it is. The variables are those of the schedulers' manuals:
+
+    Slurm                 SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES, SLURM_LOCALID, SLURM_STEP_NODELIST
+    Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    MPICH, Intel MPI      PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    Kubernetes            JOB_COMPLETION_INDEX in an indexed Job, alone or in a JobSet
+    Ray                   what Ray Train sets for a worker, beside RAY_JOB_ID
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+_PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting sockets
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a scheduler says; None where it does not."""
+
+    name: str
+    node_rank: int  # of this launcher
+    nodes: int | None  # launchers
+    address: str | None  # of launcher 0
+    port: int | None
+    slot: tuple[int, int] = (0, 1)
+
+    @property
+    def is_one_a_rank(self) -> bool:
+        """Whether the scheduler started a launcher for each rank of this machine."""
+        return self.slot[1] > 1
+
+    def __str__(self) -> str:
+        return f"{self.name}: launcher {self.node_rank} of {self.nodes or '?'}, which meet at {self.address or '?'}"
+
+
+def recognise(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Surroundings | None:
+    """The scheduler whose variables are complete; None where there is none, or only one process of it."""
+    for look in (_slurm, _open_mpi, _pmi, _kubernetes, _ray):
+        found = look(environment, host_name)
+        if found is not None and found.nodes != 1:
+            return found
+    return None
+
+
+def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+    """Only under srun: in the batch script itself, which runs once, SLURM_STEP_NODELIST is not set."""
+    hosts = env.get("SLURM_STEP_NODELIST")
+    if hosts is None or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
+        return None
+    rank, tasks = int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", tasks)))
+    port = port_of(env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", ""))
+    address = expand_hostlist(hosts)[0]
+    if tasks > nodes:
+        slot = (int(env.get("SLURM_LOCALID", 0)), tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env))
+        return Surroundings("Slurm", rank, tasks, address, port, slot)
+    return Surroundings("Slurm", rank, tasks, address, port)
+
+
+def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
+    """This node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match:
+            counts += [int(match[1])] * int(match[2] or 1)
+    node = int(env.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else int(env.get("SLURM_NTASKS_PER_NODE", 1))
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's short form of host names.
+
+    >>> expand_hostlist("gpu[01-03,7],login")
+    ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
+    """
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        hosts += _expand(part)
+    return hosts
+
+
+def _expand(text: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", text)
+    if match is None:
+        return [text]
+    head, tails = text[: match.start()], _expand(text[match.end() :])
+    numbers: list[str] = []
+    for each in match[1].split(","):
+        first, _, last = each.partition("-")
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+    return [f"{head}{number}{tail}" for number in numbers for tail in tails]
+
+
+def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+    if not {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} <= env.keys():
+        return None
+    rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
+    slot = (int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)))
+    job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
+    address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR") or _head_of_mpirun(env)
+    return Surroundings("Open MPI", rank, size, address, _given_port(env) or port_of(job), slot)
+
+
+def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
+    """The machine of mpirun itself, on which rank 0 runs unless it was told otherwise."""
+    uri = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # Open MPI 4
+    if uri is not None:
+        return uri[1]
+    namespace = re.fullmatch(r"prterun-(.+)-\d+@\d+", env.get("PMIX_NAMESPACE", ""))  # Open MPI 5
+    return namespace[1] if namespace is not None else None
+
+
+def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+    if not {"PMI_RANK", "PMI_SIZE"} <= env.keys():
+        return None
+    rank, size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
+    slot = (int(env.get("MPI_LOCALRANKID", 0)), int(env.get("MPI_LOCALNRANKS", 1)))
+    address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR")
+    port = _given_port(env) or port_of("pmi")
+    return Surroundings("MPI (PMI)", rank, size, address, port, slot)
+
+
+def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Surroundings | None:
+    """A pod of an indexed Job is called JOB-INDEX, that of a JobSet SET-NAME-JOB-INDEX; the first one's ends in 0."""
+    if "JOB_COMPLETION_INDEX" not in env or "KUBERNETES_SERVICE_HOST" not in env:
+        return None
+    index = int(env["JOB_COMPLETION_INDEX"])
+    name, _, domain = host_name().partition(".")
+    stem = name.removesuffix(f"-{index}")
+    first = None if stem == name else f"{stem}-0" + (f".{domain}" if domain else "")
+    count = env.get("PACELINE_NODES")
+    name = "Kubernetes (JobSet)" if "JOBSET_NAME" in env else "Kubernetes"
+    return Surroundings(
+        name, index, int(count) if count else None, env.get("MASTER_ADDR", first), _given_port(env) or 29500
+    )
+
+
+def _ray(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+    if not {"RAY_JOB_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        return None
+    slot = (int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)))
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    return Surroundings("Ray", rank, size, env["MASTER_ADDR"], _given_port(env), slot)
+
+
+def _given_port(env: Mapping[str, str]) -> int | None:
+    port = env.get("MASTER_PORT", "")
+    return int(port) if port.isdecimal() else None
+
+
+def port_of(job: str) -> int:
+    """A port for a job, the same on all its machines, without asking anybody."""
+    return _PORTS[crc32(job.encode()) % len(_PORTS)]

@@ -1,0 +1,154 @@
+"""From the text of a flag or a PET_* variable to its value; what is wrong with it is said in one sentence."""
+
+from __future__ import annotations
+
+import signal
+from argparse import ArgumentTypeError
+from enum import IntFlag
+
+from paceline.launch.environment import allowed_cores
+from paceline.launch.gpus import count_gpus
+
+
+class Streams(IntFlag):
+    """Output streams, numbered as torchrun's `Std`."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+StreamsOfRanks = dict[int | None, Streams]  # None: of all ranks that are not named
+
+_SERVED_BY_US = ("c10d", "paceline")
+
+
+def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
+    """What was chosen for a rank."""
+    return chosen.get(local_rank, chosen.get(None, Streams.NONE))
+
+
+def workers(text: str) -> int:
+    """The number of workers: a number, `gpu`, `cpu` or `auto`."""
+    if text in ("auto", "gpu"):
+        gpus = count_gpus()
+        if gpus or text == "auto":
+            return gpus or allowed_cores()
+        raise ArgumentTypeError("there is no GPU on this machine that this process may use; give cpu, auto or a number")
+    if text == "cpu":
+        return allowed_cores()
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is neither a number from 1 nor auto, gpu or cpu")
+    return int(text)
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` machines."""
+    least, _, most = text.partition(":")
+    most = most if ":" in text else least
+    if not (least.isdecimal() and most.isdecimal()) or not 1 <= int(least) <= int(most):
+        raise ArgumentTypeError(f"{text!r} is neither a number from 1 nor MIN:MAX with MIN at most MAX")
+    return int(least), int(most)
+
+
+def from_0(text: str) -> int:
+    """A number from 0."""
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A TCP port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def backend(text: str) -> str:
+    """`static` or `c10d`."""
+    if text == "static":
+        return text
+    if text in _SERVED_BY_US:
+        return "c10d"
+    raise ArgumentTypeError(
+        f"{text!r} is not known; the machines meet at one of themselves, with `c10d` in any order and with `static` "
+        "by their --node-rank. No etcd is needed"
+    )
+
+
+def settings(text: str) -> dict[str, str]:
+    """`key=value,key=value`."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise ArgumentTypeError(f"{part!r} is not KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def signals(text: str) -> tuple[signal.Signals, ...]:
+    """Names of signals, with or without SIG."""
+    found = []
+    for word in filter(None, (word.strip().upper() for word in text.split(","))):
+        name = word if word.startswith("SIG") else f"SIG{word}"
+        number = getattr(signal.Signals, name, None)
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ArgumentTypeError(f"{word!r} is not a signal that can be handled")
+        found.append(number)
+    return tuple(found)
+
+
+def streams(text: str) -> StreamsOfRanks:
+    """`3`, or by local rank `0:1,1:2`."""
+    try:
+        if ":" not in text:
+            return {None: Streams(int(text))} if 0 <= int(text) <= 3 else _not_streams(text)
+        chosen: StreamsOfRanks = {}
+        for part in text.split(","):
+            rank, _, number = part.partition(":")
+            if not 0 <= int(number) <= 3 or int(rank) < 0:
+                _not_streams(text)
+            chosen[int(rank)] = Streams(int(number))
+        return chosen
+    except ValueError:
+        return _not_streams(text)
+
+
+def _not_streams(text: str) -> StreamsOfRanks:
+    raise ArgumentTypeError(
+        f"{text!r} is neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both) nor these by local rank, as in 0:1,1:2"
+    )
+
+
+def ranks(text: str) -> frozenset[int]:
+    """Numbers of ranks; empty for all."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise ArgumentTypeError(f"{text!r} is not a list of local ranks, as in 0,1,2")
+    return frozenset(map(int, words))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words between commas; two commas are one in a word."""
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
+
+
+def logs_specs(text: str) -> None:
+    """Refuses torchrun's plug-ins, which hold torch's own classes."""
+    raise ArgumentTypeError(
+        f"plug-ins for logs ({text!r}) are torchrun's own; use --log-dir, --tee, --redirects and --local-ranks-filter"
+    )

@@ -1,0 +1,95 @@
+"""What the reducer says when gradients could not be averaged, and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+AFTER_AN_ERROR = (
+    "the last backward ended with an error before its gradients were averaged, and other ranks may have averaged "
+    "theirs. End the program, or wrap the module again on every rank"
+)
+
+
+_ENDINGS = {1: "st", 2: "nd", 3: "rd"}
+
+
+def say_missing(which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool) -> str:
+    """Parameters got no gradient.
+
+    Args:
+        which: the backward, as in "the last backward".
+        missing: names of those without one; `frozen`: of those among them that no longer require one.
+        total: the number of parameters.
+    """
+    if frozen:
+        return (
+            f"{which} gave no gradient to {listed([name for name in missing if name in frozen])}: frozen after the "
+            "module was wrapped. Freeze parameters first, then wrap the module (again, if need be)"
+        )
+    if static_graph:
+        return (
+            f"{which} gave no gradient to {listed(missing)}, which had one in the first backward, "
+            "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
+        )
+    return (
+        f"{which} gave no gradient to {len(missing)} of {total} parameters "
+        f"({listed(missing)}), so gradients were not averaged over the ranks. Every parameter must be used by "
+        "forward and every output of forward enter the loss; or wrap the module with find_unused_parameters=True"
+    )
+
+
+def say_late(name: str, static_graph: bool) -> str:
+    """A parameter got a gradient after its bucket had been handed over."""
+    if static_graph:
+        return (
+            f"parameter {name!r} got more gradients than in the first backward, "
+            "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
+        )
+    return (
+        f"parameter {name!r} got another gradient in a backward after it was handed "
+        "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "
+        "wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def say_averaging(module: str, reduction: int, forwards: int) -> str:
+    """Where a call failed that averages gradients."""
+    return (
+        f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
+        f"{forwards} forwards of this rank. Every rank must make the same forwards and backwards: a backward that one "
+        "rank skips (an empty or bad batch, a shorter loader) leaves the others waiting here. Let such a rank go "
+        "through backward with a loss times 0, or train within model.join()"
+    )
+
+
+def say_sending_buffers(module: str, forward: int, awaits_backward: bool) -> str:
+    """Where a call failed that copies buffers before a forward."""
+    skipped = (
+        " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
+        "under torch.no_grad() or model.no_sync() on every rank."
+        if awaits_backward
+        else " Every rank must make the same forwards and backwards."
+    )
+    return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
+
+
+def add_place(error: Exception, place: str) -> None:
+    """Adds to an error's message what the training loop was at."""
+    told = str(error.args[0]) if error.args else ""
+    error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th and so on.
+
+    >>> [ordinal(number) for number in (1, 2, 3, 11, 21)]
+    ['1st', '2nd', '3rd', '11th', '21st']
+    """
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{_ENDINGS.get(number % 10, 'th')}"
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The names, the first of them if there are many."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,70 @@
+"""What a module and a machine must have to train data parallel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from paceline.engine.codes import DTYPE_CODES
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.agreement import Facts
+from paceline.parallel.members import Members
+
+_warned = False  # of too many threads, in this process
+
+
+def why_not(members: Members) -> Exception | None:
+    """Why a module cannot be wrapped, None if it can."""
+    for name, tensor in (members.trained | members.frozen | members.buffers).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
+        if not tensor.is_cpu:
+            return ValueError(f"{name!r} is on {tensor.device}; the paceline engine works on CPU: module.cpu()")
+    if not members.trained:
+        return RuntimeError(
+            "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
+        )
+    for name, param in members.trained.items():
+        if param.dtype not in DTYPE_CODES:
+            return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
+    return None
+
+
+def facts_of(group: ProcessGroup, overlap: bool | None) -> Facts:
+    """What this rank tells the others of itself."""
+    overlaps = _has_core_to_spare(group) if overlap is None else overlap
+    return Facts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+
+
+def _has_core_to_spare(group: ProcessGroup) -> bool:
+    """Whether the ranks of this host leave each of their progress threads a core."""
+    named = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(named) if named.isdecimal() else group.size()
+    return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
+
+
+def warn_of_too_many_threads(everyones: Sequence[Facts], group: ProcessGroup) -> None:
+    """Warns, once, on one rank of each host whose ranks have more threads than cores."""
+    global _warned
+    mine = everyones[group.rank()]
+    here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]
+    threads = sum(everyones[rank].threads for rank in here)
+    cores = len({core for rank in here for core in everyones[rank].cores})
+    if threads <= cores or len(here) < 2 or here[0] != group.rank() or _warned:
+        return
+    _warned = True
+    fair = max(1, cores // len(here))
+    advice = [f"Give each {fair}: set OMP_NUM_THREADS={fair}, or call torch.set_num_threads({fair}) before wrapping"]
+    if all(everyones[rank].threads <= fair for rank in here):
+        advice = []
+    if len(here) > cores:
+        advice.append(f"Start no more than {cores} ranks here")
+    warnings.warn(
+        f"rank {group.ranks[group.rank()]}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
+        f"{cores} cores, so they slow each other down. {'. '.join(advice)}",
+        stacklevel=4,
+    )

@@ -1,0 +1,109 @@
+"""Data parallel training in one process: the batch is split between devices, and the module copied to each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from paceline.parallel.parallel_apply import parallel_apply
+from paceline.parallel.replicate import replicate
+from paceline.parallel.scatter_gather import Device, gather, scatter_arguments, to_device
+
+
+class DataParallel(nn.Module):
+    """Splits the batch between devices, runs a replica of `module` on each in a thread, and joins what they return.
+
+    The replicas live for one forward; gradients of all add up in the module. Threads of one process take turns in
+    Python, and the module is copied in every step: `DistributedDataParallel`, with a process a device, is faster.
+
+    Args:
+        module: has its parameters on the first device.
+        device_ids: a number stands for a GPU; devices may be named several times, as in `["cpu", "cpu"]`. None for all
+            GPUs; without any the module is called as it is.
+        output_device: where results are joined; the first device if None.
+        dim: the batch dimension.
+
+    Raises:
+        RuntimeError: a parameter or buffer is not on the first device.
+
+    Example::
+
+        model = paceline.DataParallel(model, ["cuda:0", "cuda:1"])
+        loss_function(model(inputs), targets).backward()  # the gradients are in the module
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.dim = dim
+        ids: Sequence[Device] = range(torch.cuda.device_count()) if device_ids is None else device_ids
+        self.device_ids = [to_device(device) for device in ids]
+        self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
+        if output_device is not None:
+            self.output_device = to_device(output_device)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Calls the module with the batch in parts; arguments that are no tensors go to every replica as they are."""
+        if not self.device_ids:
+            return self.module(*args, **kwargs)
+        require_on(self.module, self.device_ids[0])
+        return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: object,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, object] | None = None,
+) -> object:
+    """`DataParallel` for a single call.
+
+    Args:
+        module, device_ids, output_device, dim: as there.
+        inputs: a tuple of arguments, or a single one.
+        module_kwargs: keyword arguments.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    return DataParallel(module, device_ids, output_device, dim)(*arguments, **(module_kwargs or {}))
+
+
+def apply_on_devices(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    output_device: torch.device,
+    dim: int,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> object:
+    """Calls replicas of the module on parts of the batch."""
+    parts = scatter_arguments(args, kwargs, devices, dim)
+    used = devices[: len(parts)]
+    if len(used) == 1:
+        return module(*parts[0][0], **parts[0][1])
+    replicas = replicate(module, used, detach=not torch.is_grad_enabled())
+    outputs = parallel_apply(replicas, [part[0] for part in parts], [part[1] for part in parts], used)
+    return gather(outputs, output_device, dim)
+
+
+def require_on(module: nn.Module, device: torch.device) -> None:
+    """Raises unless the module is on `device`.
+
+    Raises:
+        RuntimeError: names what is not.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device != device:
+            raise RuntimeError(
+                f"{name!r} is on {tensor.device}, but the module must have its parameters and buffers on the first of "
+                f"device_ids, {device}: module.to({str(device)!r})"
+            )

@@ -1,0 +1,72 @@
+"""Optimizers that step inside backward, so that no gradient outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_OPTIMIZERS = "_in_backward_optimizers"  # as torch's _apply_optimizer_in_backward has it
+_HOOK = "_paceline_step_hook"
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Iterable[nn.Parameter],
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Gives each parameter an optimizer of its own, which steps in backward; its gradient is freed at once.
+
+    Of a module that is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with
+    the averaged gradients; backwards under `no_sync` only accumulate. Call neither `step` nor `zero_grad` yourself.
+
+    Args:
+        optimizer_class: called with a list of one parameter, and `optimizer_kwargs`.
+        params: must require gradients; call this before wrapping.
+
+    Raises:
+        ValueError: a parameter has an optimizer in backward already.
+    """
+    for param in params:
+        if hasattr(param, _OPTIMIZERS):
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} has an optimizer in backward already; it takes one"
+            )
+        setattr(param, _OPTIMIZERS, [optimizer_class([param], **dict(optimizer_kwargs or {}))])
+        setattr(param, _HOOK, param.register_post_accumulate_grad_hook(_step))
+
+
+def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Leaves it to the caller to step, with `step_params`; returns the parameters that have optimizers.
+
+    Raises:
+        TypeError: another function than ours has put optimizers into backward, where they would step too early.
+    """
+    stepped = []
+    for name, param in params.items():
+        if not hasattr(param, _OPTIMIZERS):
+            continue
+        if not hasattr(param, _HOOK):
+            raise TypeError(
+                f"parameter {name!r} has an optimizer in backward that was not put there by "
+                "paceline.apply_optimizer_in_backward; it would step before gradients are averaged. Use that instead"
+            )
+        getattr(param, _HOOK).remove()
+        stepped.append(param)
+    return stepped
+
+
+def step_params(params: Iterable[nn.Parameter]) -> None:
+    """Steps the optimizers of these parameters and frees their gradients."""
+    for param in params:
+        _step(param)
+
+
+@torch.no_grad()
+def _step(param: torch.Tensor) -> None:
+    if param.grad is not None:
+        for optimizer in getattr(param, _OPTIMIZERS):
+            optimizer.step()
+        param.grad = None

@@ -1,0 +1,35 @@
+"""Communication hooks for `DistributedDataParallel.register_comm_hook`.
+
+`average.py` sends gradients as they are or in half precision, `int8.py` as 8-bit integers, `power_sgd.py` as factors of
+low rank. All divide by the number of ranks, and all leave the same bits on every rank.
+"""
+
+from paceline.parallel.bucket_hook import GradBucket
+from paceline.parallel.futures import DeferredFuture, future_of
+from paceline.parallel.hooks.average import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from paceline.parallel.hooks.int8 import Int8State, int8_hook
+from paceline.parallel.hooks.power_sgd import PowerSGDState, power_sgd_hook
+
+powerSGD_hook = power_sgd_hook
+
+__all__ = [
+    "DeferredFuture",
+    "GradBucket",
+    "Int8State",
+    "PowerSGDState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "future_of",
+    "int8_hook",
+    "powerSGD_hook",
+    "power_sgd_hook",
+]

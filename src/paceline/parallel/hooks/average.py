@@ -1,0 +1,84 @@
+"""Averages buckets as they are, or in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.group.default import default_group
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+from paceline.group.work import Work
+from paceline.parallel.bucket_hook import GradBucket, Hook, Reduced
+from paceline.parallel.futures import DeferredFuture, future_of
+
+FutureHook = Callable[[object, GradBucket], "torch.futures.Future[Reduced]"]
+
+
+def average(
+    tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup
+) -> torch.futures.Future[list[torch.Tensor]]:
+    """The future of the tensors' average over the ranks, in place."""
+    return future_of(group.all_reduce(tensors, ReduceOp.AVG, async_op=True))
+
+
+def allreduce_hook(process_group: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+    """Averages the bucket: what happens without a hook, by way of a flat copy.
+
+    Args:
+        process_group: the hook's state; None for the default group.
+        bucket: the gradients.
+    """
+    return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
+
+
+def fp16_compress_hook(process_group: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+    """Averages the bucket in float16: half the bytes; the engine adds up in float32."""
+    return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
+
+
+def bf16_compress_hook(process_group: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+    """Averages the bucket in bfloat16, which has float32's range and fewer digits than float16."""
+    return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
+
+
+def fp16_compress_wrapper(hook: Hook) -> FutureHook:
+    """`hook`, on buckets in float16."""
+    return _in_type(torch.float16, hook)
+
+
+def bf16_compress_wrapper(hook: Hook) -> FutureHook:
+    """`hook`, on buckets in bfloat16."""
+    return _in_type(torch.bfloat16, hook)
+
+
+def _in_type(dtype: torch.dtype, hook: Hook) -> FutureHook:
+    def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(dtype))
+        future = hook(state, bucket)
+
+        def decompress() -> Reduced:
+            reduced = future.result() if isinstance(future, Work) else future.wait()
+            return original.copy_(reduced if isinstance(reduced, torch.Tensor) else reduced[0])
+
+        return DeferredFuture(decompress)
+
+    return compressed
+
+
+def group_of(process_group: object) -> ProcessGroup:
+    """The group that a hook's state names.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if process_group is None:
+        return default_group()
+    if not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            f"this hook's state is a {type(process_group).__name__}; it must be a paceline.ProcessGroup, or None for "
+            "the default group"
+        )
+    return process_group

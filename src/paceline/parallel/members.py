@@ -1,0 +1,65 @@
+"""Which parameters and buffers of a module take part in data parallel training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # as torch's DistributedDataParallel has it
+
+
+@dataclass(frozen=True)
+class Members:
+    """By name: parameters that are trained, those that are frozen, and buffers; without those to be ignored.
+
+    `sparse` are the names of trained parameters whose layers make sparse gradients.
+    """
+
+    trained: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    sparse: frozenset[str]
+    ignored: frozenset[str]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [*self.trained.values(), *self.frozen.values(), *self.buffers.values()]
+
+
+def find_members(module: nn.Module) -> Members:
+    """The members of a module, in order of registration; those of several names have their first."""
+    ignored = frozenset(getattr(module, _IGNORED, ()))
+    all_params = list(module.named_parameters(remove_duplicate=False))
+    all_buffers = list(module.named_buffers(remove_duplicate=False))
+    left_out = {id(tensor) for name, tensor in (*all_params, *all_buffers) if name in ignored}
+    params = {name: param for name, param in module.named_parameters() if id(param) not in left_out}
+    embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
+    sparse = {id(each.weight) for each in embeddings if each.sparse}
+    return Members(
+        trained={name: param for name, param in params.items() if param.requires_grad},
+        frozen={name: param for name, param in params.items() if not param.requires_grad},
+        buffers={name: buffer for name, buffer in module.named_buffers() if id(buffer) not in left_out},
+        sparse=frozenset(name for name, param in params.items() if param.requires_grad and id(param) in sparse),
+        ignored=ignored,
+    )
+
+
+def ignore_members(module: nn.Module, names: Iterable[str]) -> None:
+    """Has wrappers leave these parameters and buffers alone.
+
+    Raises:
+        ValueError: the module has no such parameter or buffer.
+    """
+    names = list(names)
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(
+            f"the module has no parameter or buffer {', '.join(map(repr, unknown))}; names are those of "
+            "module.named_parameters() and module.named_buffers()"
+        )
+    setattr(module, _IGNORED, names)

@@ -1,0 +1,146 @@
+"""Splits a call's arguments between devices, and puts their results together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+
+Device = torch.device | str | int
+
+
+def to_device(device: Device) -> torch.device:
+    """The device; a bare number is a GPU's."""
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[object]:
+    """`value` once for each device, with every tensor in it cut along `dim`.
+
+    Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses; all else is the same in all.
+
+    Args:
+        value: of any kind.
+        devices: a device may be named several times.
+        dim: the batch dimension; tensors with fewer dimensions go whole to every device.
+
+    Returns:
+        One for each device, but fewer if the batch is smaller than their number; at least one.
+
+    >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
+    [[0, 1, 2], [3, 4]]
+    """
+    sizes = {tensor.shape[dim] for tensor in _tensors(value) if tensor.dim() > dim}
+    count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
+
+    def part(at: int) -> object:
+        return _rebuild(value, lambda tensor: _part(tensor, at, count, dim, to_device(devices[at])))
+
+    return [part(at) for at in range(count)]
+
+
+def scatter_arguments(
+    args: Sequence[object], kwargs: Mapping[str, object], devices: Sequence[Device], dim: int = 0
+) -> list[tuple[tuple[object, ...], dict[str, object]]]:
+    """Positional and keyword arguments for each device; see `scatter`."""
+    parts = scatter((tuple(args), dict(kwargs)), devices, dim)
+    return cast("list[tuple[tuple[object, ...], dict[str, object]]]", parts)
+
+
+def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> object:
+    """Puts what replicas returned together: tensors are joined along `dim`, in any nest.
+
+    Tensors without dimensions become a vector. What is no tensor must be the same in all.
+
+    Raises:
+        TypeError: it is not, or the outputs are not of one kind.
+    """
+    first = outputs[0]
+    device = to_device(output_device)
+    if isinstance(first, torch.Tensor):
+        tensors = [each for each in outputs if isinstance(each, torch.Tensor)]
+        if len(tensors) == len(outputs):
+            moved = [tensor.to(device) for tensor in tensors]
+            return torch.stack(moved) if first.dim() == 0 else torch.cat(moved, dim)
+    if any(type(each) is not type(first) for each in outputs):
+        kinds = sorted({type(each).__name__ for each in outputs})
+        raise TypeError(f"the replicas returned {' and '.join(kinds)}; forward must return one kind for any batch")
+    inner = [_children(each) for each in outputs]
+    if inner[0] is None:
+        if any(each != first for each in outputs):
+            raise TypeError(
+                f"the replicas returned different {type(first).__name__}s: {', '.join(map(repr, outputs))}; only "
+                "tensors can be gathered, so return this as a tensor"
+            )
+        return first
+    lists = [each for each in inner if each is not None]
+    if len({tuple(each) for each in lists}) != 1:
+        raise TypeError(
+            f"the replicas returned {type(first).__name__}s of different entries: "
+            f"{' and '.join(str(list(each)) for each in lists)}; forward must return the same ones for any batch"
+        )
+    return _with_children(first, {key: gather([each[key] for each in lists], device, dim) for key in lists[0]})
+
+
+def _chunks(size: int, count: int) -> int:
+    """How many parts torch.chunk makes of `size` when asked for `count`."""
+    return -(-size // -(-size // count)) if size else 1
+
+
+def _part(tensor: torch.Tensor, at: int, count: int, dim: int, device: torch.device) -> torch.Tensor:
+    if tensor.dim() <= dim:
+        return tensor.to(device)
+    parts = tensor.chunk(count, dim)
+    if len(parts) != count:
+        # Another tensor of the call, with a smaller batch, has decided how many parts there are.
+        parts = tensor.tensor_split(count, dim)
+    return parts[at].to(device, non_blocking=True)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = _children(value)
+    return [] if children is None else [tensor for child in children.values() for tensor in _tensors(child)]
+
+
+def _rebuild(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """A copy of a nest with its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    children = _children(value)
+    if children is None:
+        return value
+    return _with_children(value, {key: _rebuild(child, change) for key, child in children.items()})
+
+
+def _children(value: object) -> dict[object, object] | None:
+    """What a nest holds, by key; None if it is none."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return None
+
+
+def _with_children(value: object, children: dict[object, object]) -> object:
+    """A nest like `value` that holds other things."""
+    make: Callable[..., object] = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return make(*children.values())
+    if isinstance(value, (list, tuple)):
+        return make(children.values())
+    if isinstance(value, Mapping):
+        return make(children.items())
+    copied = object.__new__(type(value))  # whatever its __init__ takes
+    copied.__dict__.update(value.__dict__)
+    for name, child in children.items():
+        object.__setattr__(copied, str(name), child)  # it may be frozen
+    return copied

@@ -1,0 +1,28 @@
+"""Paceline as a backend of torch.distributed: `torch.distributed.init_process_group("paceline")`.
+
+May use: `group` and below. Start reading at `process_group.py`. PyTorch finds `register` by an entry point and calls it
+at the end of `import torch`, so it imports nothing else and never raises.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Makes "paceline" known to torch.distributed; without effect where that is not possible."""
+    try:
+        import torch.distributed as torch_dist
+
+        if not torch_dist.is_available() or "paceline" in torch_dist.Backend.backend_list:
+            return
+        torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu"])
+    except Exception as error:
+        import logging
+
+        # Not a warning: those can be made errors, and an error here would end `import torch`.
+        logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
+
+
+def _create(options: object, pg_options: object = None) -> object:
+    from paceline.plugin.joining import create
+
+    return create(options, pg_options)

@@ -1,0 +1,112 @@
+"""What torch.distributed asks of a process group besides collectives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_dist
+
+from paceline.engine.native import NativeEngine
+from paceline.group.process_group import ProcessGroup
+
+_CPU = torch.device("cpu")
+
+
+class Identity(torch_dist.ProcessGroup):
+    """Names, ranks and devices of a group. PyTorch keeps these in the group's backend; here the group is its own."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_tensor_alloc = False
+    supports_time_estimate = False
+    bound_device_id: torch.device | None = None
+
+    def __init__(self, engine: NativeEngine, group: ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._engine = engine
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        self._name = ""
+        self._description = "undefined"
+
+    def __repr__(self) -> str:
+        return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
+
+    def getBackendName(self) -> str:
+        """The name that messages of torch use."""
+        return "paceline"
+
+    name = getBackendName
+    _get_backend_name = getBackendName
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    def getGroupName(self) -> str:
+        """What torch calls the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """The group's description."""
+        return self._description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def setGroupName(self, name: str) -> None:
+        """Sets `group_name`."""
+        self._name = name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Sets `group_desc`."""
+        self._description = description
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> Identity:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"{self!r} has no backend for the device {device}; it takes CPU tensors. Use another group, such as "
+                "new_group(backend='nccl'), for those"
+            )
+        return self
+
+    def _set_default_backend(self, backend_type: object) -> None:
+        """There is only this one."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Calls are numbered by the core."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long later calls wait."""
+        self._group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Ends the group for this rank."""
+        self._group.close()
+        self._engine.close()
+
+    abort = shutdown

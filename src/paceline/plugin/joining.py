@@ -1,0 +1,74 @@
+"""How the ranks of a group of torch.distributed find each other: over torch's store, with a secret if need be."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.engine.failures import Member
+from paceline.engine.native import NativeEngine
+from paceline.errors import AuthenticationError
+from paceline.group.process_group import ProcessGroup
+from paceline.plugin.process_group import TorchProcessGroup
+from paceline.plugin.store import BorrowedStore
+from paceline.security.secret import job_secret
+
+_SECRET_KEY = "paceline/secret"
+_SECRET_VARIABLE = "PACELINE_SECRET"
+_OWN = "own"  # published instead of a secret where the job has one
+
+
+def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
+    """The process group that torch.distributed asks for.
+
+    Raises:
+        ValueError: `pg_options` were given, which this backend does not have.
+        RendezvousError, AuthenticationError, StoreTimeoutError: the ranks did not find each other.
+    """
+    if pg_options is not None:
+        raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    store = BorrowedStore(options.store, timeout)
+    timeout_s = timeout.total_seconds()
+    with _secret_of_group(store, rank):
+        engine = NativeEngine(store, rank, size, timeout_s, peer=os.environ.get("MASTER_ADDR"))
+        try:
+            opened = engine.open_group(range(size), timeout_s)
+        except BaseException:
+            engine.close()
+            raise
+    world_ranks = options.global_ranks_in_group or range(size)
+    members = [Member(of, each.host, each.pid) for of, each in zip(world_ranks, engine.members, strict=True)]
+    group = ProcessGroup(opened, members, rank, timeout, str(options.group_id))
+    try:
+        group.barrier()
+    except BaseException:
+        group.close()
+        engine.close()
+        raise
+    return TorchProcessGroup(engine, group)
+
+
+@contextmanager
+def _secret_of_group(store: BorrowedStore, rank: int) -> Iterator[None]:
+    """Without a job's secret the ranks take one from torch's store, which trusts everybody who reaches it anyway."""
+    mine = job_secret()
+    if rank == 0:
+        store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)
+    shared = store.get(_SECRET_KEY).decode()
+    if (shared == _OWN) != (mine is not None):
+        raise AuthenticationError(
+            f"rank {rank} of the group has {'no' if mine is None else 'a'} secret of the job, and rank 0 has "
+            f"{'one' if mine is None else 'none'}; give all processes the same {_SECRET_VARIABLE}, or none"
+        )
+    if mine is not None:
+        yield
+        return
+    os.environ[_SECRET_VARIABLE] = shared  # no longer than the group forms: children are not to inherit it
+    try:
+        yield
+    finally:
+        os.environ.pop(_SECRET_VARIABLE, None)

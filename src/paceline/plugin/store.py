@@ -1,0 +1,34 @@
+"""A store of torch.distributed as one of Paceline's."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store as TorchStore
+from torch.distributed import DistStoreError
+
+from paceline.store.base import Answer, Op, Status, Store
+
+
+class BorrowedStore(Store):
+    """Paceline's view of `store`, for what the engine does with one: set, get, wait and multi_get."""
+
+    def __init__(self, store: TorchStore, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"torch.distributed's {type(self._store).__name__}"
+
+    def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
+        names = [field.decode() for field in fields] if op is not Op.SET else [fields[0].decode()]
+        if op is Op.SET:
+            self._store.set(names[0], fields[1].decode())
+            return Status.OK, 0, []
+        if op not in (Op.GET, Op.WAIT, Op.MULTI_GET):
+            return Status.REFUSED, 0, [b"the engine does not need it"]
+        try:
+            self._store.wait(names, timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return Status.TIMED_OUT, 0, [name.encode() for name in names if not self._store.check([name])]
+        return Status.OK, 0, [] if op is Op.WAIT else [self._store.get(name) for name in names]

@@ -1,0 +1,246 @@
+"""Whatever ends the launcher, nothing that it started stays behind: no worker, no worker's child, no directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import random
+import secrets
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from launching import ENVIRONMENT, command, kill, processes_with, wait_until
+
+# A worker that deserves no trust: it ignores what it can and starts children, one of them in a session of its own.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if "ignore" in sys.argv:
+        signal.signal(number, signal.SIG_IGN)
+for apart in (False, True):
+    subprocess.Popen(["sleep", "300"], start_new_session=apart)
+mark = "PACELINE_TEST_MARK=" + os.environ["PACELINE_TEST_MARK"]
+subprocess.Popen(["env", "-i", mark, "sleep", "300"])
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+time.sleep(300)
+"""
+KILLS = 100
+WORKERS = 2
+
+
+class Started:
+    """A launcher whose processes can be found again by a mark of the test's own."""
+
+    def __init__(self, directory: Path, *flags: str, words: str = "", terminal: int | None = None) -> None:
+        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+        self.base = directory / secrets.token_hex(4)
+        script = directory / "stubborn.py"
+        script.write_text(STUBBORN)
+        arguments = command(f"--nproc-per-node={WORKERS}", *flags, str(script), str(self.base), words)
+        name, value = self.mark.split("=")
+        self.scratch = directory / f"tmp-{secrets.token_hex(4)}"
+        self.scratch.mkdir()
+        environment = {**ENVIRONMENT, name: value, "TMPDIR": str(self.scratch)}
+        streams = subprocess.DEVNULL if terminal is None else terminal
+        self.process = subprocess.Popen(
+            arguments, stdin=streams, stdout=streams, stderr=streams, env=environment, start_new_session=True
+        )
+
+    @property
+    def is_up(self) -> bool:
+        return all(Path(f"{self.base}{rank}").exists() for rank in range(WORKERS))
+
+    def wait_until_up(self) -> None:
+        wait_until(lambda: self.is_up)
+
+    def left(self) -> list[int]:
+        return [pid for pid in processes_with(self.mark) if pid != self.process.pid]
+
+    def expect_nothing_left(self, timeout_s: float = 10) -> None:
+        wait_until(lambda: not self.left(), timeout_s)
+        wait_until(lambda: not any(self.scratch.iterdir()), 2)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        kill(self.left())
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path):
+    started: list[Started] = []
+
+    def begin(*flags: str, words: str = "") -> Started:
+        started.append(Started(tmp_path, *flags, words=words))
+        started[-1].wait_until_up()
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.close()
+
+
+def test_the_launcher_is_killed(start):
+    job = start(words="ignore")
+    assert len(job.left()) >= 4 * WORKERS
+    job.process.kill()
+    job.expect_nothing_left()
+
+
+def test_the_launchers_whole_process_group_is_killed(start):
+    job = start(words="ignore")
+    os.killpg(job.process.pid, signal.SIGKILL)
+    job.expect_nothing_left()
+
+
+def test_a_guard_is_killed_before_the_launcher(start):
+    job = start()
+    launchers = [pid for pid in job.left() if b"stubborn.py" in _command(pid) and b"bootstrap.py" not in _command(pid)]
+    os.kill(launchers[0], signal.SIGKILL)
+    job.process.kill()
+    job.expect_nothing_left()
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_workers_that_ignore_a_signal_are_killed_after_the_grace_period(start, number):
+    job = start("--shutdown-timeout=0.5", words="ignore")
+    begun_s = time.monotonic()
+    job.process.send_signal(number)
+    assert job.process.wait(20) == 128 + number
+    assert 0.4 < time.monotonic() - begun_s < 5
+    job.expect_nothing_left()
+
+
+def test_a_second_ctrl_c_kills_now(start):
+    job = start("--shutdown-timeout=60", words="ignore")
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert job.process.poll() is None
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(5) == 130
+    job.expect_nothing_left()
+
+
+def test_a_second_ctrl_c_is_gentle_on_those_that_hear_the_first(start):
+    job = start()
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(5) == 130
+    job.expect_nothing_left()
+
+
+def test_the_shell_of_a_terminal_is_killed(tmp_path):
+    ours, theirs = pty.openpty()
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+    words = " ".join(command("--nproc-per-node=2", "--shutdown-timeout=1", str(script), str(tmp_path / "up")))
+    name, value = mark.split("=")
+
+    def take_terminal() -> None:
+        os.setsid()
+        os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one that a session's leader opens becomes its own
+
+    shell = subprocess.Popen(
+        ["sh", "-c", f"{words}; true"], stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal,
+        env={**ENVIRONMENT, name: value},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+        shell.kill()
+        shell.wait(5)
+        wait_until(lambda: not processes_with(mark), 15)
+    finally:
+        os.close(ours)
+        shell.kill()
+        kill(processes_with(mark))
+        shell.wait()
+
+
+def test_nohup_keeps_a_job_alive(tmp_path):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = Started(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    try:
+        job.wait_until_up()
+        job.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert job.process.poll() is None
+    finally:
+        job.close()
+
+
+LOADER = """
+import os, sys, time
+from torch.utils.data import DataLoader
+loader = iter(DataLoader(list(range(10**6)), num_workers=2))
+next(loader)
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+for _ in loader: time.sleep(0.01)
+"""
+
+
+def test_the_children_of_a_data_loader_end_too(tmp_path):
+    script = tmp_path / "loader.py"
+    script.write_text(LOADER)
+    mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+    name, value = mark.split("=")
+    launcher = subprocess.Popen(
+        command(str(script), str(tmp_path / "up")), env={**ENVIRONMENT, name: value}, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_until((tmp_path / "up0").exists, 30)
+        assert len(processes_with(mark)) >= 4
+        launcher.kill()
+        wait_until(lambda: not processes_with(mark), 10)
+    finally:
+        launcher.kill()
+        kill(processes_with(mark))
+        launcher.wait()
+
+
+def _ordeal(number: int, directory: Path) -> str | None:
+    """One job, ended at a random instant in a random way; what was left of it, in words."""
+    chance = random.Random(number)
+    words = chance.choice(["", "ignore"])
+    job = Started(directory, "--shutdown-timeout=0.2", f"--max-restarts={chance.choice([0, 0, 5])}", words=words)
+    try:
+        time.sleep(chance.uniform(0.0, 0.6))
+        for _ in range(chance.choice([1, 1, 2, 3])):
+            mine = [job.process.pid, *job.left()]
+            victim = chance.choice([job.process.pid, chance.choice(mine)])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+            time.sleep(chance.uniform(0.0, 0.05))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(job.process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        try:
+            job.process.wait(15)
+        except subprocess.TimeoutExpired:
+            return f"ordeal {number}: the launcher runs on"
+        deadline = time.monotonic() + 5
+        while job.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        told = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[-100:] for pid in job.left()]
+        return f"ordeal {number}: left are {told}" if told else None
+    finally:
+        job.close()
+
+
+@pytest.mark.timeout(180)
+def test_a_hundred_random_kills_leave_nothing(tmp_path):
+    with ThreadPoolExecutor(3) as threads:
+        left = [each for each in threads.map(lambda number: _ordeal(number, tmp_path), range(KILLS)) if each]
+    assert not left

@@ -1,0 +1,126 @@
+"""`paceline run` on hosts: each launcher a process inside a network namespace, as on a machine of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from launching import ENVIRONMENT, kill, processes_with, wait_until
+
+from hosts.namespaces import enter
+from hosts.network import Network, ipv4
+from hosts.wire import Conditions
+
+# Says what it is and waits for the word to end; no torch, so that a generation stands in a tenth of a second.
+WORKER = """
+import os, sys, time
+directory = sys.argv[1]
+names = ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR")
+with open(os.path.join(directory, "log"), "a") as log:
+    log.write(" ".join([str(time.time()), os.uname().nodename, *(os.environ[name] for name in names)]) + "\\n")
+while not os.path.exists(os.path.join(directory, "end")):
+    if os.path.exists(os.path.join(directory, "fail" + os.environ["RANK"])):
+        os.rename(os.path.join(directory, "fail" + os.environ["RANK"]), os.path.join(directory, "failed"))
+        raise ValueError("told to fail")
+    time.sleep(0.02)
+"""
+
+
+class Machines:
+    """Hosts with launchers; closed, none of them runs."""
+
+    def __init__(self, hosts: int, bridged: bool = False) -> None:
+        self.network = Network(hosts, 1, 1500, None, Conditions(0.0, 0.0, 0) if bridged else None)
+        self.directory = Path(tempfile.mkdtemp(prefix="paceline-machines-"))
+        self.script = self.directory / "worker.py"
+        self.script.write_text(WORKER)
+        self.secret = secrets.token_hex(16)
+        self._mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self,
+        host: int,
+        *arguments: str,
+        secret: str | None = "",
+        verb: str = "run",
+        more: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Starts a launcher on a host; its output goes to files that `said` reads."""
+        name, value = self._mark.split("=")
+        environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
+        if secret is not None:
+            environment["PACELINE_SECRET"] = secret or self.secret
+        words = ["python", "-m", "paceline", verb, *arguments]
+        number = len(self._started)
+
+        def inside() -> subprocess.Popen[str]:
+            enter(self.network.hosts[host])
+            with open(self.directory / f"out-{number}", "w") as out, open(self.directory / f"err-{number}", "w") as err:
+                return subprocess.Popen(words, stdout=out, stderr=err, text=True, env=environment)
+
+        with ThreadPoolExecutor(1) as thread:
+            self._started.append(thread.submit(inside).result())
+        return self._started[-1]
+
+    def elastic(self, host: int, nnodes: str, *arguments: str) -> subprocess.Popen[str]:
+        endpoint = f"{ipv4(0)}:29400"
+        flags = ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *arguments)
+        return self.start(host, *flags, str(self.script), str(self.directory))
+
+    def said(self, launcher: subprocess.Popen[str], stream: str = "err") -> str:
+        return (self.directory / f"{stream}-{self._started.index(launcher)}").read_text()
+
+    def log(self) -> list[list[str]]:
+        """What workers have written: time, host, restart count, rank, world size, local rank, group rank, master."""
+        with contextlib.suppress(OSError):
+            return [line.split() for line in (self.directory / "log").read_text().splitlines()]
+        return []
+
+    def runs(self, world_size: int, generations: int = 1) -> bool:
+        """Whether `world_size` workers of one size have come, `generations` times."""
+        ranks = sorted(int(line[3]) for line in self.log() if line[4] == str(world_size))
+        return ranks == sorted(list(range(world_size)) * generations)
+
+    def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 20) -> float:
+        """Waits until they have; the time at which the last of them started."""
+        self.wait(lambda: self.runs(world_size, generations), timeout_s)
+        return max(float(line[0]) for line in self.log() if line[4] == str(world_size))
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+        try:
+            wait_until(condition, timeout_s)
+        except AssertionError:
+            told = "\n".join(f"--- {n}:\n{self.said(each)}" for n, each in enumerate(self._started))
+            raise AssertionError(f"it did not happen in time; workers: {self.log()}\n{told}") from None
+
+    def say(self, word: str) -> float:
+        (self.directory / word).touch()
+        return time.time()
+
+    def expect(self, launcher: subprocess.Popen[str], code: int, timeout_s: float = 20) -> None:
+        self.wait(lambda: launcher.poll() is not None, timeout_s)
+        assert launcher.returncode == code, self.said(launcher)
+
+    def close(self) -> None:
+        for launcher in self._started:
+            launcher.kill()
+            launcher.wait()
+        kill(processes_with(self._mark))
+        self.network.close()
+        for path in self.directory.rglob("*"):
+            if path.is_file():
+                os.unlink(path)
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,254 @@
+"""`paceline run` on several machines: by number, in any order, with a token; machines that come, go and are lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from hosts.fixture import skip_where_not_permitted
+from hosts.machines import Machines
+from hosts.network import ipv4
+
+
+@pytest.fixture
+def machines():
+    skip_where_not_permitted()
+    made: list[Machines] = []
+
+    def make(hosts: int, bridged: bool = False) -> Machines:
+        made.append(Machines(hosts, bridged))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def by_number(here: Machines, host: int, *arguments: str, nodes: int = 2):
+    place = ("--nnodes", str(nodes), "--node-rank", str(host), "--master-addr", ipv4(0), "--master-port", "29400")
+    return here.start(host, *place, *arguments)
+
+
+def test_numbered_machines_count_ranks_through(machines):
+    here = machines(2)
+    second = by_number(here, 1, "--nproc-per-node=2", str(here.script), str(here.directory))
+    first = by_number(here, 0, "--nproc-per-node=1", str(here.script), str(here.directory))
+    here.wait_for(3)
+    here.say("end")
+    here.expect(first, 0)
+    here.expect(second, 0)
+    places = sorted((line[3], line[1], line[5], line[6], line[7]) for line in here.log())
+    address = ipv4(0)
+    assert places == [("0", "h0", "0", "0", address), ("1", "h1", "0", "1", address), ("2", "h1", "1", "1", address)]
+
+
+TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.ones(1); dist.all_reduce(t); print("sum", t.item())
+dist.destroy_process_group()
+"""
+PACELINE = """
+import torch, paceline as dist
+dist.init_process_group()
+t = torch.ones(1); dist.all_reduce(t); print("sum", t.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("text", [TORCH, PACELINE], ids=["torch", "paceline"])
+def test_ranks_of_two_machines_reduce(machines, text):
+    here = machines(2)
+    here.script.write_text(text)
+    launchers = [by_number(here, host, "--nproc-per-node=2", str(here.script)) for host in range(2)]
+    for launcher in launchers:
+        here.expect(launcher, 0, 60)
+    said = "".join(here.said(launcher, "out") for launcher in launchers)
+    assert sorted(said.splitlines()) == [f"[rank {rank}] sum 4.0" for rank in range(4)]
+
+
+def test_a_failure_on_one_machine_is_told_on_all_and_restarts_all(machines):
+    here = machines(2)
+    launchers = [here.elastic(host, "2", "--max-restarts=1") for host in range(2)]
+    here.wait_for(2)
+    here.say("fail1")
+    here.wait_for(2, generations=2)
+    here.say("fail0")
+    for launcher in launchers:
+        here.expect(launcher, 1)
+        said = here.said(launcher)
+        assert "restart 1 of 1 in 0.25 s: rank 1 failed" in said
+        assert said.rstrip().endswith("ValueError: told to fail")
+        assert "rank 0 failed first (h0, pid" in said
+
+
+def test_machines_come_in_any_order_and_newcomers_get_a_place_within_a_second(machines):
+    here = machines(3)
+    first = here.elastic(1, "2:3")  # before the one that serves
+    serving = here.elastic(0, "2:3")
+    here.wait_for(2)
+    last = here.elastic(2, "2:3")
+    here.wait(lambda: "joins" in here.said(serving))
+    joined_s = time.time()
+    formed_s = here.wait_for(3)
+    assert formed_s - joined_s < 1.0
+    assert {line[2] for line in here.log()} == {"0"}, "a newcomer is no restart"
+    here.say("end")
+    for launcher in (first, serving, last):
+        here.expect(launcher, 0)
+
+
+def test_a_killed_launcher_is_noticed_and_the_others_go_on(machines):
+    here = machines(3)
+    launchers = [here.elastic(host, "1:3", "--max-restarts=0") for host in range(3)]
+    here.wait_for(3)
+    killed_s = time.time()
+    launchers[2].kill()
+    formed_s = here.wait_for(2)
+    assert formed_s - killed_s < 3.0
+    assert "was lost: " in here.said(launchers[1])
+    here.say("end")
+    here.expect(launchers[0], 0)
+    here.expect(launchers[1], 0)
+
+
+def test_a_machine_that_falls_silent_is_noticed_within_three_seconds(machines):
+    here = machines(3, bridged=True)
+    launchers = [here.elastic(host, "2:3") for host in range(3)]
+    here.wait_for(3)
+    conditions = here.network.bridge.conditions
+    cut_s = time.time()
+    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
+    formed_s = here.wait_for(2)
+    assert formed_s - cut_s < 3.0, "noticed, and the others at work again"
+    assert "nothing was heard of it for" in here.said(launchers[0])
+    here.expect(launchers[2], 1)
+    assert "where the machines meet, was lost: nothing was heard of it for" in here.said(launchers[2])
+    here.say("end")
+    here.expect(launchers[0], 0)
+    here.expect(launchers[1], 0)
+
+
+def test_a_machine_that_is_stopped_leaves_and_a_new_one_takes_its_place(machines):
+    here = machines(3)
+    serving, leaving = here.elastic(0, "1:2"), here.elastic(1, "1:2")
+    here.wait_for(2)
+    spare = here.elastic(2, "1:2")
+    here.wait(lambda: "waits for a place" in here.said(spare))
+    leaving.send_signal(signal.SIGTERM)
+    here.expect(leaving, 143)
+    here.wait_for(2, generations=2)
+    assert {line[1] for line in here.log()[-2:]} == {"h0", "h2"}
+    here.say("end")
+    here.expect(serving, 0)
+    here.expect(spare, 0)
+
+
+def test_when_the_serving_machine_is_stopped_all_end(machines):
+    here = machines(2)
+    serving, other = here.elastic(0, "2"), here.elastic(1, "2")
+    here.wait_for(2)
+    serving.send_signal(signal.SIGINT)
+    here.expect(serving, 130)
+    here.expect(other, 130)
+    assert "h0 was stopped (SIGINT)" in here.said(other)
+
+
+def test_when_the_serving_launcher_is_killed_the_others_end_and_say_why(machines):
+    here = machines(2)
+    serving, other = here.elastic(0, "2"), here.elastic(1, "2")
+    here.wait_for(2)
+    killed_s = time.time()
+    serving.kill()
+    here.expect(other, 1)
+    assert time.time() - killed_s < 3.0
+    assert f"the launcher at {ipv4(0)}:29400, where the machines meet, was lost: " in here.said(other)
+
+
+def test_a_token_is_all_that_another_machine_needs(machines):
+    here = machines(2)
+    words = (str(here.script), str(here.directory))
+    serving = here.start(0, "--print-token", "--nnodes=2", "--master-addr", ipv4(0), *words, secret=None)
+    here.wait(lambda: here.said(serving, "out").endswith("\n"))
+    verb, join, token, *rest = here.said(serving, "out").split()
+    assert (verb, join, rest) == ("paceline", "join", list(words))
+    other = here.start(1, token, "--nproc-per-node=2", *rest, secret=None, verb="join")
+    here.wait_for(3)
+    here.say("end")
+    here.expect(serving, 0)
+    here.expect(other, 0)
+
+
+def test_without_a_secret_no_meeting_is_served_to_others(machines):
+    here = machines(2)
+    launcher = by_number(here, 0, str(here.script), str(here.directory))
+    bare = here.start(1, "--nnodes=2", "--node-rank=0", "--master-addr", ipv4(1), str(here.script), secret=None)
+    here.expect(bare, 2)
+    assert "this job has no secret, so anybody could join it" in here.said(bare)
+    launcher.kill()
+
+
+def test_another_jobs_launcher_is_refused(machines):
+    here = machines(2)
+    serving = here.elastic(0, "2")
+    stranger = here.start(1, "--nnodes=2", "--rdzv-endpoint", f"{ipv4(0)}:29400", str(here.script), secret="x" * 32)
+    here.expect(stranger, 1)
+    assert "does not hold this job's secret" in here.said(stranger)
+    assert serving.poll() is None
+
+
+def test_nobody_served_the_meeting(machines):
+    here = machines(1)
+    launcher = here.start(
+        0, "--nnodes=2", "--rdzv-endpoint=10.77.0.9:29400", "--rdzv-conf=is_host=0,join_timeout=1", str(here.script)
+    )
+    here.expect(launcher, 1)
+    assert "no launcher served the meeting at 10.77.0.9:29400 for 1 s" in here.said(launcher)
+
+
+def test_under_slurm_machines_meet_without_flags(machines):
+    here = machines(2)
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}
+    words = ("--nproc-per-node=2", str(here.script), str(here.directory))
+    launchers = [here.start(host, *words, more={**step, "SLURM_PROCID": str(host)}) for host in range(2)]
+    here.wait_for(4)
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+    assert "found Slurm: launcher 0 of 2, which meet at 10.77.0.1" in here.said(launchers[0])
+
+
+def test_under_mpirun_each_rank_has_a_launcher_and_its_local_rank(machines):
+    here = machines(2)
+    words = (str(here.script), str(here.directory))
+    for rank in range(4):
+        place = {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.77.0.1:4444",
+        }
+        here.start(rank // 2, *words, more=place)
+    here.wait_for(4)
+    assert sorted((line[3], line[1], line[5]) for line in here.log()) == [
+        ("0", "h0", "0"),
+        ("1", "h0", "1"),
+        ("2", "h1", "0"),
+        ("3", "h1", "1"),
+    ]
+
+
+def test_the_doctors_of_two_machines_examine_the_way_between_them(machines):
+    here = machines(2)
+    listening = here.start(0, "--listen", ipv4(0), verb="doctor", secret=None)
+    here.wait(lambda: here.said(listening, "out").endswith("\n"))
+    token = here.said(listening, "out").split()[-1]
+    visiting = here.start(1, "--peer", token, verb="doctor", secret=None)
+    here.expect(visiting, 0)
+    here.expect(listening, 0)
+    assert "3 MiB each way at" in here.said(visiting, "out")
+    assert "10.77.0.2 can be reached too" in here.said(listening, "out")

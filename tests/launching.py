@@ -1,0 +1,59 @@
+"""Runs `paceline run` as a person does, and looks after its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_OF_A_JOB = ("OMP_NUM_THREADS", "PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE", "PACELINE_STORE")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "paceline", "run", *arguments]
+
+
+def run(
+    *arguments: str, timeout_s: float = 60, env: dict[str, str] | None = None, cwd: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs to the end; on a time-out the launcher is killed, which ends all that it had started."""
+    environment = {**(ENVIRONMENT if env is None else env), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=cwd
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def processes_with(mark: str) -> list[int]:
+    """The running processes, zombies aside, in whose environment `mark` stood when they were started."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (directory / "environ").read_bytes() and is_alive(int(directory.name)):
+                found.append(int(directory.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

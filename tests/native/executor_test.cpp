@@ -1,0 +1,264 @@
+// Schedules over lanes: a ring all-reduce built here by hand, and every way in which a call does not end well.
+#include "executor/executor.hpp"
+
+#include "ranks.hpp"
+
+namespace {
+
+using namespace ranks;
+
+using Flat = std::vector<std::int32_t>;
+using ScheduleOf = std::shared_ptr<const Schedule>;
+
+constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2;
+
+// Step by step: every rank reduces the block that its left neighbour has reduced so far; then the sums go round.
+ScheduleOf ring_all_reduce(int rank, int n) {
+    Flat flat;
+    const int right = (rank + 1) % n;
+    const int left = (rank + n - 1) % n;
+    const auto block = [n](int number) { return ((number % n) + n) % n; };
+    const auto add = [&](std::int32_t kind, bool final, int peer, int to, int from) {
+        flat.insert(flat.end(), {kind, final, peer, 1, to, to >= 0, 1, from, from >= 0});
+        for (std::size_t at : {flat.size() - 5, flat.size() - 2})
+            if (flat[at] < 0) flat[at] = 0;
+    };
+    for (int s = 0; s < n - 1; ++s) {
+        add(kSend, false, right, -1, block(rank - s));
+        add(kReduce, s == n - 2, left, block(rank - s - 1), block(rank - s - 1));
+    }
+    for (int s = 0; s < n - 1; ++s) {
+        add(kSend, false, right, -1, block(rank + 1 - s));
+        add(kReceive, false, left, block(rank - s), -1);
+    }
+    return Schedule::make(1, static_cast<std::uint32_t>(n), n, flat);
+}
+
+// Rank 0 sends its whole tensor to each other rank, which does no more than receive.
+ScheduleOf star_broadcast(int rank, int n) {
+    Flat flat;
+    for (int peer = 1; peer < n && rank == 0; ++peer) flat.insert(flat.end(), {kSend, 0, peer, 1, 0, 0, 1, 0, 1});
+    if (rank != 0) flat.insert(flat.end(), {kReceive, 0, 0, 1, 0, 1, 1, 0, 0});
+    return Schedule::make(2, 1, n, flat);
+}
+
+Call all_reduce(Rank& at, DType dtype, ReduceOp op, std::uint64_t count, Stream tensor,
+                std::int64_t timeout_ns = 20 * kSecond) {
+    Call call;
+    call.operation = Operation::all_reduce;
+    call.dtype = dtype;
+    call.reduce_op = op;
+    call.count = count;
+    call.timeout_ns = timeout_ns;
+    call.outputs.push_back(std::move(tensor));
+    call.schedule = ring_all_reduce(at.rank, at.size);
+    CHECK(call.schedule != nullptr);
+    return call;
+}
+
+Call broadcast(Rank& at, std::vector<float>& values, std::int64_t timeout_ns = 20 * kSecond) {
+    Call call;
+    call.operation = Operation::broadcast;
+    call.dtype = DType::f32;
+    call.reduce_op = ReduceOp::none;
+    call.root = 0;
+    call.count = values.size();
+    call.timeout_ns = timeout_ns;
+    call.outputs.push_back(stream_of(values));
+    call.schedule = star_broadcast(at.rank, at.size);
+    return call;
+}
+
+Outcome sum(Rank& at, std::size_t count, std::int64_t timeout_ns = 20 * kSecond) {
+    std::vector<float> values(count, static_cast<float>(at.rank + 1));
+    Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, stream_of(values), timeout_ns);
+    Outcome outcome = at.executor.run(call, nullptr, false);
+    if (outcome.code == Code::ok)
+        for (const float value : values) CHECK(value == static_cast<float>(at.size * (at.size + 1) / 2));
+    return outcome;
+}
+
+void sums_of_every_size_over_any_number_of_streams() {
+    constexpr std::size_t kStripe = (256 << 10) / sizeof(float);
+    for (const int streams : {1, 2, 4})
+        for (const int n : {2, 3})
+            with_ranks(n, streams, Over::sockets, [n](Rank at) {
+                const auto blocks = static_cast<std::size_t>(n);
+                for (const std::size_t count :
+                     {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{1023}, blocks * kStripe - 1,
+                      blocks * kStripe, blocks * kStripe + 1, 2 * blocks * kStripe + 17, std::size_t{7 * kStripe + 5}})
+                    CHECK(sum(at, count).code == Code::ok);
+            });
+    with_ranks(3, 1, Over::rings, [](Rank at) {
+        for (const std::size_t count : {0, 1, 2, 100, 1023, 65'536, 200'003}) CHECK(sum(at, count).code == Code::ok);
+    });
+}
+
+void values_are_their_own(Over over, int streams) {
+    with_ranks(3, streams, over, [](Rank at) {
+        std::vector<std::int64_t> values(400'001);
+        for (std::size_t i = 0; i < values.size(); ++i)
+            values[i] = static_cast<std::int64_t>(i) * (at.rank + 1) + at.rank;
+        Call call = all_reduce(at, DType::i64, ReduceOp::sum, values.size(), stream_of(values));
+        CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        for (std::size_t i = 0; i < values.size(); ++i) CHECK(values[i] == static_cast<std::int64_t>(i) * 6 + 3);
+    });
+}
+
+void an_average_is_divided_once_and_small_types_keep_their_places() {
+    with_ranks(3, 2, Over::sockets, [](Rank at) {
+        std::vector<float> values(300'007, 3.0F * static_cast<float>(at.rank));
+        Call call = all_reduce(at, DType::f32, ReduceOp::avg, values.size(), stream_of(values));
+        CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        for (const float value : values) CHECK(value == 3.0F);
+        std::vector<std::uint8_t> bytes(1'000'003);
+        for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i % 80);
+        Call small = all_reduce(at, DType::u8, ReduceOp::sum, bytes.size(), stream_of(bytes));
+        CHECK(at.executor.run(small, nullptr, false).code == Code::ok);
+        for (std::size_t i = 0; i < bytes.size(); ++i) CHECK(bytes[i] == 3 * (i % 80));
+    });
+}
+
+void a_list_of_tensors_is_one_tensor(Over over) {
+    with_ranks(2, 2, over, [](Rank at) {
+        std::vector<std::vector<float>> list;
+        std::vector<Piece> pieces;
+        std::size_t count = 0;
+        // The ranks' lists are cut differently.
+        for (std::size_t n = at.rank == 0 ? 1 : 30'000; count < 300'000; n = n * 7 % 40'009) {
+            n = std::min(n, 300'000 - count);
+            list.emplace_back(n, static_cast<float>(at.rank + 1));
+            count += n;
+            list.emplace_back();
+        }
+        for (auto& each : list)
+            pieces.push_back({reinterpret_cast<std::uint8_t*>(each.data()), each.size() * sizeof(float)});
+        Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, Stream(std::move(pieces)));
+        CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        for (const auto& each : list)
+            for (const float value : each) CHECK(value == 3.0F);
+    });
+}
+
+void a_mismatch_reaches_every_rank() {
+    with_ranks(3, 2, Over::sockets, [](Rank at) {
+        CHECK(sum(at, 100).code == Code::ok);
+        const Outcome outcome = sum(at, at.rank == 1 ? 7 : 8);
+        CHECK(outcome.code == Code::mismatch && outcome.calls.size() == 3 && outcome.reporter >= 0);
+        CHECK(outcome.calls[1].count == 7 || outcome.calls[1].sequence < 2);
+        CHECK(sum(at, 8).code == Code::mismatch);  // broken for good
+    });
+}
+
+// A broadcast's root has done its part when its bytes are on their way.
+void a_rank_whose_part_was_over_learns_of_a_mismatch_with_its_next_call() {
+    with_ranks(3, 1, Over::sockets, [](Rank at) {
+        std::vector<float> values(at.rank == 2 ? 9 : 10);
+        Call call = broadcast(at, values);
+        const Outcome outcome = at.executor.run(call, nullptr, false);
+        if (at.rank == 2) CHECK(outcome.code == Code::mismatch);
+        pause(200);
+        Call next = broadcast(at, values);
+        CHECK(at.executor.run(next, nullptr, false).code == Code::mismatch);
+    });
+}
+
+void a_missing_rank_is_named_with_its_latest_call() {
+    with_ranks(3, 1, Over::sockets, [](Rank at) {
+        CHECK(sum(at, 10).code == Code::ok);
+        if (at.rank == 2) {
+            pause(500);
+            return;
+        }
+        const auto started = Clock::now();
+        const Outcome outcome = sum(at, 10, 300 * kMs);
+        CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{2}));
+        CHECK(outcome.calls.size() == 3 && outcome.waited_ns >= 300 * kMs && seconds_since(started) < 1.5);
+    });
+}
+
+// The root of a broadcast has come and gone; only rank 2 is to blame that rank 2 does not take what it was sent.
+void a_rank_that_did_its_part_is_not_among_the_missing() {
+    with_ranks(3, 1, Over::sockets, [](Rank at) {
+        Flat flat;  // 0 sends to 1, who passes it on to 2
+        if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
+        if (at.rank > 0) flat.insert(flat.begin(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
+        std::vector<float> values(10);
+        Call call = broadcast(at, values, 300 * kMs);
+        call.schedule = Schedule::make(2, 1, 3, flat);
+        if (at.rank == 1) {
+            pause(500);
+            return;
+        }
+        const Outcome outcome = at.executor.run(call, nullptr, false);
+        CHECK(outcome.code == (at.rank == 0 ? Code::ok : Code::timed_out));
+        if (at.rank == 2) CHECK((outcome.missing == std::vector<int>{1}));
+        if (at.rank == 0) pause(500);
+    });
+}
+
+void a_rank_that_leaves_is_named(Over over) {
+    for (const bool in_the_middle : {false, true})
+        with_ranks(3, 2, over, [in_the_middle](Rank at) {
+            CHECK(sum(at, 10).code == Code::ok);
+            if (at.rank == 2) {
+                if (in_the_middle) pause(100);
+                at.messenger.close();
+                pause(400);  // its other groups go on
+                return;
+            }
+            const auto started = Clock::now();
+            const Outcome outcome = sum(at, 500'000);
+            CHECK(outcome.code == Code::peer_lost && (outcome.missing == std::vector<int>{2}));
+            CHECK((outcome.left == std::vector<int>{2}) && seconds_since(started) < 0.35);
+        });
+}
+
+void an_interrupt_ends_the_call_everywhere() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        std::vector<float> values(10);
+        Call call = all_reduce(at, DType::f32, ReduceOp::sum, 10, stream_of(values));
+        if (at.rank == 1) {
+            pause(400);
+            CHECK(at.executor.run(call, nullptr, false).code == Code::interrupted);
+            return;
+        }
+        const auto started = Clock::now();
+        const Outcome outcome = at.executor.run(call, [&] { return seconds_since(started) > 0.05; }, false);
+        CHECK(outcome.code == Code::interrupted && seconds_since(started) < 1.0);
+    });
+}
+
+void messages_and_collectives_go_side_by_side(Over over) {
+    with_ranks(2, 2, over, [](Rank at) {
+        std::thread talker([&at] {
+            std::vector<std::uint8_t> word(70'000, static_cast<std::uint8_t>(at.rank));
+            for (int i = 0; i < 60; ++i) {
+                const bool sends = (i + at.rank) % 2 == 0;
+                const auto request =
+                    sends ? at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(word), 20 * kSecond)
+                          : at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(word), 20 * kSecond);
+                CHECK(at.messenger.wait(request, 20 * kSecond, nullptr) && request->outcome().code == Code::ok);
+            }
+        });
+        for (int i = 0; i < 60; ++i) CHECK(sum(at, static_cast<std::size_t>(i) * 997).code == Code::ok);
+        talker.join();
+    });
+}
+
+}  // namespace
+
+int main() {
+    sums_of_every_size_over_any_number_of_streams();
+    values_are_their_own(Over::sockets, 4);
+    values_are_their_own(Over::rings, 1);
+    an_average_is_divided_once_and_small_types_keep_their_places();
+    for (const Over over : {Over::sockets, Over::rings}) a_list_of_tensors_is_one_tensor(over);
+    a_mismatch_reaches_every_rank();
+    a_rank_whose_part_was_over_learns_of_a_mismatch_with_its_next_call();
+    a_missing_rank_is_named_with_its_latest_call();
+    a_rank_that_did_its_part_is_not_among_the_missing();
+    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_leaves_is_named(over);
+    an_interrupt_ends_the_call_everywhere();
+    for (const Over over : {Over::sockets, Over::rings}) messages_and_collectives_go_side_by_side(over);
+}

@@ -1,0 +1,267 @@
+// Lanes: bytes come out as they went in, whatever the sizes, and the end comes after the last of them.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "link/ring_lane.hpp"
+#include "link/socket_lane.hpp"
+#include "link/waiter.hpp"
+
+namespace {
+
+using namespace paceline;
+using namespace paceline::link;
+
+using Bytes = std::vector<std::uint8_t>;
+
+Piece piece(Bytes& bytes, std::size_t from, std::size_t nbytes) {
+    return {bytes.data() + from, nbytes};
+}
+
+Bytes pattern(std::size_t nbytes) {
+    Bytes bytes(nbytes);
+    for (std::size_t i = 0; i < nbytes; ++i) bytes[i] = static_cast<std::uint8_t>(i * 31 + i / 251);
+    return bytes;
+}
+
+struct Sockets {
+    Sockets() {
+        int ends[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+        a = std::make_unique<SocketLane>(ends[0]);
+        b = std::make_unique<SocketLane>(ends[1]);
+    }
+    std::unique_ptr<Lane> a, b;
+};
+
+// Two rings between a and b; each end rings the other's waiter.
+struct Rings {
+    Rings() {
+        a = std::make_unique<RingLane>(there, back, [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
+        b = std::make_unique<RingLane>(back, there, [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
+    }
+    Ring there, back;
+    Waiter of_a, of_b;
+    std::atomic<bool> a_sees_b_gone{false}, b_sees_a_gone{false};
+    std::unique_ptr<Lane> a, b;
+};
+
+// Writes and reads in turns of odd sizes until all is through.
+void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t most_read) {
+    Bytes sent = pattern(1'000'003);
+    Bytes received(sent.size());
+    std::size_t written = 0;
+    std::size_t read = 0;
+    while (read < sent.size()) {
+        const std::size_t n = std::min(most_written, sent.size() - written);
+        const Piece out[] = {piece(sent, written, n / 3), piece(sent, written + n / 3, n - n / 3)};
+        const std::ptrdiff_t took = from.write(out);
+        CHECK(took >= 0);
+        written += static_cast<std::size_t>(took);
+        const std::size_t m = std::min(most_read, received.size() - read);
+        const Piece in[] = {piece(received, read, m / 5), piece(received, read + m / 5, m - m / 5)};
+        const std::ptrdiff_t got = to.read(in);
+        CHECK(got >= 0);
+        read += static_cast<std::size_t>(got);
+    }
+    CHECK(received == sent);
+}
+
+template <class Pair>
+void bytes_keep_their_order_in_any_sizes() {
+    const std::pair<std::size_t, std::size_t> sizes[] = {{64, 64}, {1 << 20, 1 << 20}, {100'000, 48}, {77, 333'333}};
+    for (const auto& [most_written, most_read] : sizes) {
+        Pair pair;
+        pass_in_turns(*pair.a, *pair.b, most_written, most_read);
+        pass_in_turns(*pair.b, *pair.a, most_read, most_written);
+    }
+}
+
+template <class Pair>
+void more_pieces_than_one_write_takes_are_a_partial_write() {
+    Pair pair;
+    Bytes sent = pattern(1000);
+    std::vector<Piece> many;
+    for (std::size_t i = 0; i < sent.size(); ++i) many.push_back(piece(sent, i, 1));
+    std::size_t written = 0;
+    while (written < sent.size()) written += static_cast<std::size_t>(pair.a->write(std::span(many).subspan(written)));
+    Bytes received(sent.size());
+    std::vector<Piece> into;
+    for (std::size_t i = 0; i < received.size(); ++i) into.push_back(piece(received, i, 1));
+    std::size_t read = 0;
+    while (read < received.size()) {
+        const std::ptrdiff_t n = pair.b->read(std::span(into).subspan(read));
+        CHECK(n > 0);
+        read += static_cast<std::size_t>(n);
+    }
+    CHECK(received == sent);
+}
+
+template <class Pair>
+void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing() {
+    Pair pair;
+    Bytes bytes(4 << 20);
+    const Piece all = piece(bytes, 0, bytes.size());
+    std::size_t held = 0;
+    for (std::ptrdiff_t n = 1; n != 0; held += static_cast<std::size_t>(n)) CHECK((n = pair.a->write({&all, 1})) >= 0);
+    CHECK(held > 0 && held < bytes.size());
+    std::size_t read = 0;
+    while (read < held) {
+        const std::ptrdiff_t n = pair.b->read({&all, 1});
+        CHECK(n > 0);
+        read += static_cast<std::size_t>(n);
+    }
+    CHECK(read == held && pair.b->read({&all, 1}) == 0);
+    CHECK(pair.a->write({&all, 1}) > 0);
+}
+
+template <class Pair>
+void what_was_sent_before_the_end_is_read_before_the_end() {
+    Pair pair;
+    Bytes sent = pattern(40'000);
+    const Piece out = piece(sent, 0, sent.size());
+    CHECK(pair.a->write({&out, 1}) == 40'000);
+    pair.a->finish();
+    Bytes received(50'000);
+    std::size_t read = 0;
+    for (;;) {
+        const Piece in = piece(received, read, std::min<std::size_t>(7'000, received.size() - read));
+        const std::ptrdiff_t n = pair.b->read({&in, 1});
+        if (n == kClosed) break;
+        CHECK(n > 0);
+        read += static_cast<std::size_t>(n);
+    }
+    received.resize(read);
+    CHECK(received == sent);
+    const Piece back = piece(sent, 0, 10);
+    CHECK(pair.b->read({&back, 1}) == kClosed);  // and again
+}
+
+void a_socket_closed_with_bytes_unread_still_delivers_what_it_sent() {
+    Sockets pair;
+    Bytes bytes = pattern(100);
+    const Piece out = piece(bytes, 0, 100);
+    CHECK(pair.b->write({&out, 1}) == 100);  // never read by a
+    CHECK(pair.a->write({&out, 1}) == 100);
+    pair.a.reset();
+    Bytes received(100);
+    const Piece in = piece(received, 0, 100);
+    CHECK(pair.b->read({&in, 1}) == 100);
+    CHECK(received == bytes);
+    CHECK(pair.b->read({&in, 1}) == kClosed);
+    CHECK(pair.b->write({&out, 1}) == kClosed);
+}
+
+void a_socket_to_a_peer_that_never_stops_is_closed_all_the_same() {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    auto lane = std::make_unique<SocketLane>(ends[0]);
+    std::thread flood([fd = ends[1]] {
+        const Bytes bytes(64 << 10);
+        while (send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL) > 0) {
+        }
+    });
+    const auto started = std::chrono::steady_clock::now();
+    lane.reset();
+    CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(2));
+    flood.join();
+    ::close(ends[1]);
+}
+
+void a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing() {
+    Rings pair;
+    CHECK(pair.b->read({}) == 0);
+    pair.a->finish();
+    CHECK(pair.b->read({}) == kClosed);
+    // Who finished reads no more either.
+    Bytes bytes(kRingBytes);
+    const Piece out = piece(bytes, 0, bytes.size());
+    CHECK(pair.b->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes));
+    CHECK(pair.b->write({&out, 1}) == kClosed);
+
+    Rings other;
+    other.b_sees_a_gone = true;
+    CHECK(other.b->read({}) == kClosed);
+}
+
+void a_peek_is_what_a_read_would_give() {
+    Rings pair;
+    Bytes sent = pattern(kRingBytes);
+    Piece out = piece(sent, 0, kRingBytes / 2 + 64);
+    CHECK(pair.a->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes / 2 + 64));
+    pair.b->consume(kRingBytes / 2);
+    CHECK(pair.b->peek().size() == 64);
+    out = piece(sent, 0, kRingBytes - 64);
+    CHECK(pair.a->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes - 64));
+    CHECK(pair.b->peek().size() == kRingBytes / 2);  // up to the ring's end
+    CHECK(pair.b->peek()[0] == sent[kRingBytes / 2]);
+    pair.b->consume(kRingBytes / 2);
+    CHECK(pair.b->peek().size() == kRingBytes / 2 && pair.b->peek()[0] == sent[kRingBytes / 2 - 64]);
+}
+
+// A corrupt peer may write any number as head or tail: what is touched stays within the ring.
+void senseless_counts_in_a_ring_do_no_harm() {
+    for (const std::uint64_t sense :
+         {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
+        auto pair = std::make_unique<Rings>();
+        Bytes bytes(600'000);
+        const Piece all = piece(bytes, 0, bytes.size());
+        pair->there.tail.store(sense);
+        static_cast<void>(pair->a->write({&all, 1}));
+        pair->there.head.store(sense * 7);
+        static_cast<void>(pair->b->read({&all, 1}));
+        static_cast<void>(pair->b->peek());
+        static_cast<void>(pair->a->arm());
+    }
+}
+
+// Both sides sleep without a time-out to speak of, so a wake-up that is lost is a time-out.
+void whoever_sleeps_armed_is_woken() {
+    const auto pair = std::make_unique<Rings>();
+    const auto started = std::chrono::steady_clock::now();
+    constexpr std::size_t kTotal = 8 << 20;
+    std::thread writer([&] {
+        Bytes bytes = pattern(kRingBytes + 192);
+        std::size_t written = 0;
+        for (std::size_t turn = 0; written < kTotal; ++turn) {
+            const std::size_t n = std::min((turn % 7 == 0 ? bytes.size() : 64 * (turn % 50 + 1)), kTotal - written);
+            const Piece out = piece(bytes, 0, n);
+            const std::ptrdiff_t took = pair->a->write({&out, 1});
+            written += static_cast<std::size_t>(took);
+            if (static_cast<std::size_t>(took) < n && !pair->a->arm()) pair->of_a.sleep(5000);
+        }
+    });
+    Bytes bytes(kRingBytes);
+    for (std::size_t read = 0, turn = 0; read < kTotal; ++turn) {
+        const Piece in = piece(bytes, 0, turn % 5 == 0 ? bytes.size() : 64 * (turn % 90 + 1));
+        const std::ptrdiff_t n = pair->b->read({&in, 1});
+        CHECK(n >= 0);
+        read += static_cast<std::size_t>(n);
+        if (n == 0 && !pair->b->arm()) pair->of_b.sleep(5000);
+    }
+    writer.join();
+    CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(4));
+}
+
+}  // namespace
+
+int main() {
+    bytes_keep_their_order_in_any_sizes<Sockets>();
+    bytes_keep_their_order_in_any_sizes<Rings>();
+    more_pieces_than_one_write_takes_are_a_partial_write<Sockets>();
+    more_pieces_than_one_write_takes_are_a_partial_write<Rings>();
+    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing<Sockets>();
+    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing<Rings>();
+    what_was_sent_before_the_end_is_read_before_the_end<Sockets>();
+    what_was_sent_before_the_end_is_read_before_the_end<Rings>();
+    a_socket_closed_with_bytes_unread_still_delivers_what_it_sent();
+    a_socket_to_a_peer_that_never_stops_is_closed_all_the_same();
+    a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing();
+    a_peek_is_what_a_read_would_give();
+    senseless_counts_in_a_ring_do_no_harm();
+    whoever_sleeps_armed_is_woken();
+}

@@ -1,0 +1,339 @@
+// Messages between ranks: order, tags, sizes, and every way in which a message does not come.
+#include "executor/messenger.hpp"
+
+#include <unistd.h>
+
+#include "ranks.hpp"
+
+namespace {
+
+using namespace ranks;
+
+using Bytes = std::vector<std::uint8_t>;
+
+Bytes pattern(std::size_t nbytes, int seed) {
+    Bytes bytes(nbytes);
+    for (std::size_t i = 0; i < nbytes; ++i)
+        bytes[i] = static_cast<std::uint8_t>(i * 17 + i / 253 + static_cast<std::size_t>(seed));
+    return bytes;
+}
+
+Outcome sent(Rank& at, int peer, int tag, Bytes bytes, std::int64_t timeout_ns = 20 * kSecond) {
+    const auto request = at.messenger.send(peer, tag, DType::u8, stream_of(bytes), timeout_ns);
+    CHECK(at.messenger.wait(request, 60 * kSecond, nullptr));
+    return request->outcome();
+}
+
+struct Received {
+    Outcome outcome;
+    Bytes bytes;
+    int source;
+};
+
+Received received(Rank& at, int peer, int tag, std::size_t nbytes, std::int64_t timeout_ns = 20 * kSecond) {
+    Bytes bytes(nbytes);
+    const auto request = at.messenger.receive(peer, tag, DType::u8, stream_of(bytes), timeout_ns);
+    CHECK(at.messenger.wait(request, 60 * kSecond, nullptr));
+    return {request->outcome(), std::move(bytes), request->source()};
+}
+
+// Nobody leaves before all have come here: what is tested is not the leaving.
+void meet(Rank& at) {
+    for (int peer = 0; peer < at.size; ++peer)
+        if (peer != at.rank) CHECK(sent(at, peer, 1000, {}).code == Code::ok);
+    for (int peer = 0; peer < at.size; ++peer)
+        if (peer != at.rank) CHECK(received(at, peer, 1000, 0).outcome.code == Code::ok);
+}
+
+void messages_of_every_size_arrive_early_and_late(Over over) {
+    with_ranks(2, 1, over, [](Rank at) {
+        const std::size_t sizes[] = {0, 1, 47, 48, 16 << 10, (16 << 10) + 1, 300'000, (1 << 20) + 1, 3'000'001};
+        for (const bool receiver_first : {true, false}) {
+            int seed = 0;
+            for (const std::size_t nbytes : sizes) {
+                ++seed;
+                if ((at.rank == 0) == receiver_first) pause(2);
+                if (at.rank == 0) {
+                    CHECK(sent(at, 1, 3, pattern(nbytes, seed)).code == Code::ok);
+                } else {
+                    const Received got = received(at, 0, 3, nbytes);
+                    CHECK(got.outcome.code == Code::ok && got.source == 0 && got.bytes == pattern(nbytes, seed));
+                }
+            }
+        }
+        meet(at);
+    });
+}
+
+void messages_go_to_and_fro_between_lists_of_pieces() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        Bytes bytes = at.rank == 0 ? pattern(500'000, 9) : Bytes(500'000);
+        std::vector<Piece> pieces;
+        std::size_t from = 0;
+        for (std::size_t n = at.rank == 0 ? 1 : 5000; from < bytes.size(); n = n * 3 % 70'001) {
+            const std::size_t length = std::min(n, bytes.size() - from);
+            pieces.push_back({bytes.data() + from, length});
+            pieces.push_back({nullptr, 0});
+            from += length;
+        }
+        const Stream stream(std::move(pieces));
+        const auto request = at.rank == 0 ? at.messenger.send(1, 0, DType::u8, stream, 20 * kSecond)
+                                          : at.messenger.receive(0, 0, DType::u8, stream, 20 * kSecond);
+        CHECK(at.messenger.wait(request, 20 * kSecond, nullptr) && request->outcome().code == Code::ok);
+        CHECK(bytes == pattern(500'000, 9));
+        meet(at);
+    });
+}
+
+void tags_are_matched_and_order_is_kept_within_one() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        // Small and large ones in turn: a large one must not be overtaken by the small one behind it.
+        const std::size_t sizes[] = {10, 100'000, 10, 100'000};
+        if (at.rank == 0) {
+            std::vector<Bytes> bytes;
+            std::vector<std::shared_ptr<Request>> requests;
+            for (int i = 0; i < 8; ++i) bytes.push_back(pattern(sizes[i % 4], i));
+            for (int i = 0; i < 8; ++i)
+                requests.push_back(at.messenger.send(1, i / 4, DType::u8, stream_of(bytes[static_cast<std::size_t>(i)]),
+                                                     20 * kSecond));
+            for (const auto& request : requests) CHECK(at.messenger.wait(request, 20 * kSecond, nullptr));
+        } else {
+            for (const int i : {4, 5, 6, 7, 0, 1, 2, 3})
+                CHECK(received(at, 0, i / 4, sizes[i % 4]).bytes == pattern(sizes[i % 4], i));
+        }
+        meet(at);
+    });
+}
+
+void any_source_takes_each_message_once() {
+    with_ranks(3, 1, Over::sockets, [](Rank at) {
+        if (at.rank == 0) {
+            int times[3] = {0, 0, 0};
+            for (int i = 0; i < 40; ++i) {
+                const Received got = received(at, kAnySource, 7, 20'000);
+                CHECK(got.outcome.code == Code::ok && got.source > 0);
+                CHECK(got.bytes == pattern(20'000, 100 * got.source + times[got.source]));
+                ++times[got.source];
+            }
+            CHECK(times[1] == 20 && times[2] == 20);
+        } else {
+            for (int i = 0; i < 20; ++i) CHECK(sent(at, 0, 7, pattern(20'000, 100 * at.rank + i)).code == Code::ok);
+        }
+        meet(at);
+    });
+}
+
+void a_message_that_does_not_fit_fails_and_the_next_one_arrives() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        for (const std::size_t nbytes : {std::size_t{100}, std::size_t{100'000}}) {
+            if (at.rank == 0) {
+                const Code told = sent(at, 1, 0, pattern(nbytes, 1)).code;
+                CHECK(told == (nbytes == 100 ? Code::ok : Code::mismatch));  // a small one was gone by then
+            } else {
+                const Outcome outcome = received(at, 0, 0, nbytes + 1).outcome;
+                CHECK(outcome.code == Code::mismatch && outcome.split_from == 0 && outcome.split_to == 1);
+                CHECK(outcome.split_sent == nbytes && outcome.split_expected == nbytes + 1);
+            }
+            if (at.rank == 0)
+                CHECK(sent(at, 1, 0, pattern(nbytes, 2)).code == Code::ok);
+            else
+                CHECK(received(at, 0, 0, nbytes).bytes == pattern(nbytes, 2));
+        }
+        meet(at);
+    });
+}
+
+void many_messages_may_be_outstanding_both_ways() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        constexpr std::size_t kMany = 1500;
+        std::vector<Bytes> out, in;
+        std::vector<std::shared_ptr<Request>> requests;
+        for (std::size_t i = 0; i < kMany; ++i) {
+            out.push_back(pattern(i * 37 % 40'000, static_cast<int>(i) + at.rank));
+            in.emplace_back(i * 37 % 40'000);
+        }
+        for (std::size_t i = 0; i < kMany; ++i)
+            requests.push_back(at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(out[i]), 20 * kSecond));
+        at.messenger.run_in_background();
+        for (std::size_t i = 0; i < kMany; ++i)
+            requests.push_back(at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(in[i]), 20 * kSecond));
+        for (const auto& request : requests)
+            CHECK(at.messenger.wait(request, 20 * kSecond, nullptr) && request->outcome().code == Code::ok);
+        for (std::size_t i = 0; i < kMany; ++i)
+            CHECK(in[i] == pattern(i * 37 % 40'000, static_cast<int>(i) + 1 - at.rank));
+        meet(at);
+    });
+}
+
+void threads_of_a_rank_wait_side_by_side() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        std::vector<std::thread> threads;
+        for (int tag = 0; tag < 4; ++tag)
+            threads.emplace_back([&at, tag] {
+                for (int i = 0; i < 30; ++i) {
+                    const std::size_t nbytes = i % 3 == 0 ? 50'000 : 100;
+                    if ((at.rank + tag) % 2 == 0)
+                        CHECK(sent(at, 1 - at.rank, tag, pattern(nbytes, i)).code == Code::ok);
+                    else
+                        CHECK(received(at, 1 - at.rank, tag, nbytes).bytes == pattern(nbytes, i));
+                }
+            });
+        for (std::thread& thread : threads) thread.join();
+        meet(at);
+    });
+}
+
+void whoever_waits_can_be_interrupted_while_another_thread_drives() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        if (at.rank == 1) {
+            CHECK(received(at, 0, 5, 1).outcome.code == Code::interrupted);  // is told
+            return;
+        }
+        std::thread driver([&at] { CHECK(received(at, 1, 1, 10).outcome.code == Code::interrupted); });
+        pause(100);
+        Bytes bytes(10);
+        const auto request = at.messenger.receive(1, 2, DType::u8, stream_of(bytes), 20 * kSecond);
+        const auto started = Clock::now();
+        CHECK(at.messenger.wait(request, 20 * kSecond, [&] { return seconds_since(started) > 0.1; }));
+        CHECK(request->outcome().code == Code::interrupted && seconds_since(started) < 2);
+        driver.join();
+    });
+}
+
+void a_time_out_names_who_did_not_come_even_while_others_talk() {
+    with_ranks(3, 1, Over::sockets, [](Rank at) {
+        if (at.rank == 2) {
+            pause(900);
+            return;
+        }
+        if (at.rank == 1) {
+            // Talks without a pause as long as it may.
+            const Bytes word(100);
+            while (sent(at, 0, 1, word).code == Code::ok) {
+            }
+            const auto failure = at.messenger.failure();
+            CHECK(failure && failure->code == Code::timed_out && failure->reporter == 0);
+            CHECK((failure->missing == std::vector<int>{2}));
+            return;
+        }
+        const auto started = Clock::now();
+        std::thread listener([&at] {
+            while (received(at, 1, 1, 100).outcome.code == Code::ok) {
+            }
+        });
+        const Outcome outcome = received(at, 2, 0, 10, 300 * kMs).outcome;
+        CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{2}));
+        CHECK(outcome.waited_ns >= 300 * kMs && seconds_since(started) < 1.5);
+        listener.join();
+    });
+}
+
+void a_rank_that_left_is_told_from_one_that_died(Over over) {
+    for (const bool waits : {true, false}) {
+        with_ranks(2, 1, over, [waits](Rank at) {
+            meet(at);
+            if (at.rank == 1) {
+                CHECK(sent(at, 0, 0, pattern(100, 1)).code == Code::ok);
+                at.messenger.close();
+                return;
+            }
+            if (!waits) {
+                pause(50);
+                // Nobody has looked at what came, and these writes find the other end closed.
+                for (int i = 0; i < 3; ++i) static_cast<void>(sent(at, 1, 0, pattern(100, 2)));
+            }
+            CHECK(received(at, 1, 0, 100).bytes == pattern(100, 1));  // what it sent before is there
+            const Outcome outcome = received(at, 1, 0, 10).outcome;
+            CHECK(outcome.code == Code::peer_lost && (outcome.left == std::vector<int>{1}));
+            CHECK(sent(at, 1, 0, {}).code == Code::peer_lost);
+            CHECK(!at.messenger.failure());  // others go on without it
+        });
+    }
+}
+
+void a_close_ends_what_is_open_and_tells_why() {
+    with_ranks(3, 1, Over::sockets, [](Rank at) {
+        if (at.rank == 0) {
+            Bytes bytes(10);
+            const auto request = at.messenger.receive(1, 0, DType::u8, stream_of(bytes), 20 * kSecond);
+            at.messenger.run_in_background();
+            pause(50);
+            at.messenger.close();
+            CHECK(request->done() && request->outcome().code == Code::interrupted);
+            at.messenger.close();
+            return;
+        }
+        const Outcome outcome = received(at, 0, 0, 10).outcome;
+        CHECK(outcome.code == Code::interrupted && outcome.reporter == 0);
+        CHECK(sent(at, 3 - at.rank, 0, {}).code == Code::interrupted);  // the group is no more
+    });
+}
+
+void a_close_while_another_thread_waits_ends_its_wait() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        if (at.rank == 1) {
+            CHECK(received(at, 0, 0, 10).outcome.code == Code::interrupted);
+            return;
+        }
+        std::thread waiter([&at] { CHECK(received(at, 1, 0, 10).outcome.code == Code::interrupted); });
+        pause(50);
+        at.messenger.close();
+        waiter.join();
+    });
+}
+
+// A peer that computes for long reads nothing; what it is told meanwhile must not pile up here.
+void announcements_to_who_does_not_listen_do_not_pile_up() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        if (at.rank == 1) {
+            pause(600);
+            meet(at);
+            CHECK(at.messenger.announced()[0].sequence > 1000);  // the latest came
+            return;
+        }
+        CallHeader header{};
+        header.operation = Operation::barrier;
+        const auto started = Clock::now();
+        for (header.sequence = 1; header.sequence <= 200'000 && seconds_since(started) < 0.5; ++header.sequence)
+            at.messenger.announce(header);
+        CHECK(header.sequence > 1000);
+        CHECK(at.messenger.queued(1) <= 2);
+        meet(at);
+    });
+}
+
+void the_first_verdict_stands_and_a_flood_of_them_does_no_harm() {
+    with_ranks(4, 1, Over::sockets, [](Rank at) {
+        Outcome mine;
+        mine.code = Code::timed_out;
+        mine.missing = {at.rank};
+        const Outcome stands = at.messenger.fail(mine);
+        CHECK(stands.code == Code::timed_out && stands.missing.size() == 1);
+        for (int i = 0; i < 100; ++i) {
+            Outcome other;
+            other.code = Code::peer_lost;
+            CHECK(at.messenger.fail(other).missing == stands.missing);
+            at.messenger.poll();
+        }
+        CHECK(received(at, (at.rank + 1) % 4, 0, 10).outcome.missing == stands.missing);
+    });
+}
+
+}  // namespace
+
+int main() {
+    for (const Over over : {Over::sockets, Over::rings}) messages_of_every_size_arrive_early_and_late(over);
+    messages_go_to_and_fro_between_lists_of_pieces();
+    tags_are_matched_and_order_is_kept_within_one();
+    any_source_takes_each_message_once();
+    a_message_that_does_not_fit_fails_and_the_next_one_arrives();
+    many_messages_may_be_outstanding_both_ways();
+    threads_of_a_rank_wait_side_by_side();
+    whoever_waits_can_be_interrupted_while_another_thread_drives();
+    a_time_out_names_who_did_not_come_even_while_others_talk();
+    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_left_is_told_from_one_that_died(over);
+    a_close_ends_what_is_open_and_tells_why();
+    a_close_while_another_thread_waits_ends_its_wait();
+    announcements_to_who_does_not_listen_do_not_pile_up();
+    the_first_verdict_stands_and_a_flood_of_them_does_no_harm();
+}

@@ -1,0 +1,90 @@
+// Ranks as threads of one process, joined by socket pairs as hosts are, or by rings as the ranks of one host are.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "call/progress.hpp"
+#include "check.hpp"
+#include "executor/executor.hpp"
+
+namespace ranks {
+
+using namespace paceline;
+using namespace paceline::executor;
+using Clock = std::chrono::steady_clock;
+
+constexpr std::int64_t kMs = 1'000'000;
+constexpr std::int64_t kSecond = 1000 * kMs;
+
+enum class Over { sockets, rings };
+
+struct Rank {
+    int rank;
+    int size;
+    link::Links& links;
+    Messenger& messenger;
+    Executor& executor;
+};
+
+inline std::pair<int, int> joined() {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    return {ends[0], ends[1]};
+}
+
+// Calls body for each of n ranks; what a rank leaves open is closed when its body ends, as by a rank that leaves.
+inline void with_ranks(int n, int streams, Over over, const std::function<void(Rank)>& body) {
+    const auto size = static_cast<std::size_t>(n);
+    std::vector<std::vector<std::vector<int>>> sockets(size, std::vector<std::vector<int>>(size));
+    std::vector<std::vector<int>> of_mesh(size, std::vector<int>(size, -1));
+    for (std::size_t i = 0; i < size; ++i)
+        for (std::size_t j = i + 1; j < size; ++j) {
+            if (over == Over::rings) {
+                std::tie(of_mesh[i][j], of_mesh[j][i]) = joined();
+                continue;
+            }
+            for (int lane = 0; lane < 1 + streams; ++lane) {
+                const auto [a, b] = joined();
+                sockets[i][j].push_back(a);
+                sockets[j][i].push_back(b);
+            }
+        }
+    std::vector<std::thread> threads;
+    for (std::size_t r = 0; r < size; ++r)
+        threads.emplace_back([&, r] {
+            const auto mesh = std::make_shared<shm::Mesh>(static_cast<int>(r), of_mesh[r]);
+            std::vector<int> places;
+            for (std::size_t p = 0; p < size; ++p)
+                places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);
+            {
+                const auto links = link::Links::create(mesh, 1, static_cast<int>(r), places, sockets[r],
+                                                       Clock::now() + std::chrono::seconds(20));
+                CHECK(links != nullptr);
+                Messenger messenger(*links);
+                Executor executor(*links, messenger);
+                body({static_cast<int>(r), n, *links, messenger, executor});
+            }
+            mesh->close();
+        });
+    for (std::thread& thread : threads) thread.join();
+}
+
+template <class T>
+Stream stream_of(std::vector<T>& values) {
+    return Stream({{reinterpret_cast<std::uint8_t*>(values.data()), values.size() * sizeof(T)}});
+}
+
+inline double seconds_since(Clock::time_point then) {
+    return std::chrono::duration<double>(Clock::now() - then).count();
+}
+
+inline void pause(int ms) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+}  // namespace ranks

@@ -1,0 +1,186 @@
+"""What goes wrong in data parallel training is said: what was seen, on which rank, and the fix."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from training import batches, mlp
+
+import paceline as dist
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+
+def told_by(steps) -> str:
+    """The error or the warnings, whichever the steps bring."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            steps()
+        except dist.CollectiveError as error:
+            return f"{type(error).__name__}: {error}"
+    return "; ".join(str(each.message) for each in warned)
+
+
+def differs(at: int) -> str:
+    dist.init_process_group()
+    odd = dist.get_rank() == 1
+    modules = [
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4 + odd), nn.Linear(4 + odd, 2))),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=not odd)),
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(not odd)),
+    ]
+    return told_by(lambda: dist.DistributedDataParallel(modules[at]))
+
+
+@pytest.mark.parametrize(
+    ("at", "first"), [(0, r"'1\.0\.weight' of shape \[4, 4\]"), (1, r"'1\.weight'"), (2, r"'1\.weight'.*=True; rank 1")]
+)
+def test_models_that_differ_are_told_by_their_first_different_parameter(ranks, at, first):
+    for told in ranks(2)(differs, at):
+        assert re.search(rf"the models differ: rank 0: parameter {first}", told)
+        assert "Build the same model on every rank" in told
+
+
+def changed() -> None:
+    dist.init_process_group()
+    module = mlp()
+    wrapped = dist.DistributedDataParallel(module)
+    module[2].weight = nn.Parameter(torch.ones(8, 8))
+    module.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    with pytest.raises(RuntimeError, match=r"rank 0: the module changed.*\(new: extra, 2\.weight\).*then wrap it"):
+        wrapped(torch.ones(1, 8))
+
+
+def test_a_parameter_that_is_replaced_or_added_after_wrapping_is_named(ranks):
+    ranks(1)(changed)
+
+
+def skips_a_backward(build) -> str:
+    dist.init_process_group(timeout=datetime.timedelta(seconds=2))
+    rank = dist.get_rank()
+    model = dist.DistributedDataParallel(build())
+
+    def train() -> None:
+        for step in range(4):
+            loss = model(batches(4, 8, step=step)[rank]).sum()
+            if not (rank == 1 and step == 2):
+                loss.backward()
+
+    return told_by(train)
+
+
+def test_a_forward_without_its_backward_is_told_where_buffers_are_copied(ranks):
+    skipped, others = ranks(2)(skips_a_backward, normalised)[::-1]
+    assert skipped.startswith("CollectiveMismatchError") and others.startswith("CollectiveMismatchError")
+    assert "before the 4th forward of Sequential. The forward before it has had no backward on this rank" in skipped
+    assert "call backward() on what it returned" in skipped
+    assert "the gradients of Sequential are averaged for the 3rd time, after 3 forwards of this rank" in others
+    assert "loss times 0, or train within model.join()" in others
+
+
+def test_a_backward_that_never_ran_on_one_rank_is_told_where_the_others_wait(ranks):
+    told = ranks(2)(skips_a_backward, mlp)[0]
+    assert re.match("(CollectiveTimeoutError|PeerLostError): ", told)
+    assert "averaged for the 4th time, after 4 forwards" in told
+    assert "a backward that one rank skips" in told
+
+
+def forward_twice() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    for options in ({}, {"bucket_cap_mb": 0.0003, "overlap": True}, {"find_unused_parameters": True}):
+        module = mlp()
+        model = dist.DistributedDataParallel(module, **options)
+        model(batches(4, 8)[rank])  # on every rank, to no purpose
+        model(torch.full((1, 8), float(rank))).sum().backward()
+        alone = mlp()
+        for r in range(2):
+            (alone(torch.full((1, 8), float(r))).sum() / 2).backward()
+        for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_forward_that_every_rank_makes_without_a_backward_does_no_harm(ranks):
+    ranks(2)(forward_twice)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(8, 8), nn.ModuleDict({"unused": nn.Linear(8, 8)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trunk(x)
+
+
+def unused() -> None:
+    dist.init_process_group()
+    told = r"rank \d: .*2 of 4 parameters \(branch\.unused\.weight, branch\.unused\.bias\).*find_unused_parameters=True"
+    with pytest.raises(RuntimeError, match=told):
+        dist.DistributedDataParallel(Branches())(torch.ones(1, 8)).sum().backward()
+
+
+def test_unused_parameters_are_named_by_their_dotted_path_with_the_fix(ranks):
+    ranks(2)(unused)
+
+
+def same_batches(kind: str) -> str:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    model = dist.DistributedDataParallel(mlp().double() if kind == "double" else mlp())
+    constant = torch.ones(4, 8)
+
+    def train() -> None:
+        for step in range(5):
+            every = batches(4, 8, step=step)
+            x = every[{"same": 0, "double": 0, "own": rank}.get(kind, 0 if rank != 1 else 1)]
+            if kind == "now and then":
+                x = every[rank if step == 1 else 0]
+            x = constant if kind == "constant" else x
+            model(x.double() if kind == "double" else x).sum().backward()
+
+    return told_by(train)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("same", "ranks 0, 1 and 2 read the same batches: the first 3 of each were equal"),
+        ("double", "ranks 0, 1 and 2 read the same batches"),
+        ("two of three", "ranks 0 and 2 read the same batches"),
+        ("own", None),
+        ("now and then", None),
+        ("constant", None),
+    ],
+)
+def test_ranks_that_read_the_same_batches_are_told_once(ranks, kind, told):
+    first, *others = ranks(3)(same_batches, kind)
+    first = re.sub(r"rank 0: the 3 ranks on .* cores, so.*ranks here(; )?", "", first)
+    assert others == ["", ""]
+    assert first.count("read the same batches") == (told is not None)
+    if told is not None:
+        assert told in first and "sampler=paceline.DistributedSampler(dataset)" in first
+
+
+def too_many_threads() -> str:
+    dist.init_process_group()
+    torch.set_num_threads(1000)
+    told = [told_by(lambda: dist.DistributedDataParallel(nn.Linear(2, 2))) for _ in range(2)]
+    assert told[1] == ""  # once in a process
+    return told[0]
+
+
+def test_more_threads_than_cores_are_told_once_on_one_rank_of_the_host(ranks):
+    first, second = ranks(2)(too_many_threads)
+    assert second == ""
+    assert re.search(r"rank 0: the 2 ranks on .* compute with 2000 threads on \d+ cores", first)
+    assert re.search(r"Give each (\d+): set OMP_NUM_THREADS=\1, or call torch\.set_num_threads\(\1\)", first)

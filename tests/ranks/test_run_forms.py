@@ -1,0 +1,124 @@
+"""The forms in which workers are started: old and new, script, module, program, path; and what `--dry-run` says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+from launching import ENVIRONMENT, run
+
+import paceline as dist
+
+PLACE = "import os, sys; print(os.environ['RANK'], os.environ['LOCAL_RANK'], *sys.argv[1:], __name__)"
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(PLACE)
+    return str(path)
+
+
+def old_form(*arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "paceline.launch", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_the_old_form_passes_the_local_rank(script):
+    expected = [f"[rank {r}] {r} {r} --local_rank={r} --x 1 __main__" for r in range(2)]
+    assert old_form("--nproc_per_node=2", script, "--x", "1") == expected
+
+
+def test_the_old_form_with_use_env_does_not(script):
+    assert old_form("--nproc_per_node=1", "--use_env", script, "y") == ["[rank 0] 0 0 y __main__"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--run-path"], lambda script: [script, "a"]),
+        (["--no-python"], lambda script: [sys.executable, script, "a"]),
+        (["-m"], lambda script: ["script", "a"]),
+        (["--start-method", "fork", "--monitor-interval", "1"], lambda script: [script, "a"]),
+    ],
+)
+def test_each_kind_of_command_runs(script, flags, words):
+    done = run(*flags, *words(script), cwd=os.path.dirname(script))
+    assert (done.returncode, done.stdout) == (0, "[rank 0] 0 0 a __main__\n"), done.stderr
+
+
+def test_a_program_that_is_none_is_named():
+    done = run("--no-python", "/nowhere/program")
+    assert done.returncode == 1
+    assert "/nowhere/program cannot be executed (No such file or directory)" in done.stderr
+
+
+def test_a_role_and_a_virtual_local_rank_reach_the_worker(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import os; print(*(os.environ[n] for n in ('ROLE_NAME', 'LOCAL_RANK', 'CUDA_VISIBLE_DEVICES')))")
+    environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "5,7"}
+    done = run("--role", "eval", "--virtual-local-rank", "--nproc-per-node", "2", str(path), env=environment)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] eval 0 5", "[rank 1] eval 0 7"]
+
+
+def test_a_dry_run_starts_nothing_and_says_what_it_would(script):
+    done = run("--dry-run", "--nproc-per-node=2", "--max-restarts=3", script, "--lr", "0.1", env={"PATH": "/usr/bin"})
+    assert done.returncode == 0, done.stderr
+    assert "3 restarts" in done.stdout
+    assert "RANK=1" in done.stdout
+    assert "WORLD_SIZE=2" in done.stdout
+    assert f"{script} --lr 0.1" in done.stdout
+    assert "__main__" not in done.stdout
+
+
+def test_a_dry_run_of_one_of_two_machines_knows_its_ranks(script):
+    done = run("--dry-run", "--nnodes=2", "--node-rank=1", "--master-addr=h0", "--nproc-per-node=2", script)
+    assert "rank 3, " in done.stdout
+    assert "which meet at h0:29500; this is machine 1" in done.stdout
+
+
+CELL = """
+import paceline
+def cell(rank, text):
+    import os
+    assert os.environ["WORLD_SIZE"] == "2"
+    open(f"{text}{rank}", "w").close()
+paceline.notebook_launch(cell, 2, ("%s",))
+"""
+
+
+def test_a_function_of_a_notebook_runs_on_every_rank(tmp_path):
+    subprocess.run([sys.executable], input=CELL % (tmp_path / "rank"), text=True, check=True, timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
+
+
+def fail(rank: int) -> None:
+    raise KeyError(f"of {rank}")
+
+
+def test_a_function_of_a_notebook_that_fails_raises_there():
+    with pytest.raises(dist.WorkerError, match="KeyError: 'of "):
+        dist.notebook_launch(fail, 2)
+
+
+CORES = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
+
+
+def test_workers_are_bound_to_cores_of_their_own(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(CORES)
+    mine = sorted(os.sched_getaffinity(0))
+    if len(mine) < 2:
+        pytest.skip("one core")
+    bound = run("--nproc-per-node=2", str(path)).stdout.splitlines()
+    sets = [set(ast.literal_eval(line.split("] ", 1)[1].rpartition(" ")[0])) for line in sorted(bound)]
+    assert not sets[0] & sets[1]
+    free = run("--nproc-per-node=2", "--no-pin", str(path)).stdout.splitlines()
+    assert all(str(mine) in line for line in free)
+    chosen = run("--nproc-per-node=2", str(path), env={**ENVIRONMENT, "OMP_NUM_THREADS": "7"}).stdout.splitlines()
+    assert all(line.endswith(" 7") for line in chosen)

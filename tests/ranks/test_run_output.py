@@ -1,0 +1,187 @@
+"""Where output goes, and how a failure is told: the cause last and once, the rest as what it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ENVIRONMENT, command, run
+
+SPEAKS = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def logs(base: Path) -> dict[str, str]:
+    return {str(path.relative_to(base)): path.read_text() for path in sorted(base.rglob("*.log"))}
+
+
+def test_logs_are_kept_by_run_attempt_and_rank(script, tmp_path):
+    done = run("--nproc-per-node=2", "--log-dir", str(tmp_path / "d"), "--rdzv-id=job", script(SPEAKS))
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
+    assert logs(tmp_path / "d") == {
+        f"job/attempt_0/{rank}/std{name}.log": f"{name} {rank}\n" for rank in range(2) for name in ("err", "out")
+    }
+
+
+def test_redirects_keep_streams_off_the_console_by_rank(script, tmp_path):
+    base = tmp_path / "d"
+    done = run("--nproc-per-node=2", "--log-dir", str(base), "-r", "0:1,1:2", "--rdzv-id=job", script(SPEAKS))
+    assert done.stdout == "[rank 1] out 1\n"
+    assert "[rank 0] err 0" in done.stderr
+    assert "[rank 1]" not in done.stderr
+    assert logs(base) == {"job/attempt_0/0/stdout.log": "out 0\n", "job/attempt_0/1/stderr.log": "err 1\n"}
+
+
+def test_tee_does_both(script, tmp_path):
+    base = tmp_path / "d"
+    done = run("--nproc-per-node=2", "--log-dir", str(base), "--tee", "1:1", "--rdzv-id=job", script(SPEAKS))
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
+    assert logs(base) == {"job/attempt_0/1/stdout.log": "out 1\n"}
+
+
+def test_only_chosen_ranks_are_shown(script):
+    done = run("--nproc-per-node=3", "--local-ranks-filter=0,2", script(SPEAKS))
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] out 0", "[rank 2] out 2"]
+    assert "[rank 1]" not in done.stderr
+
+
+def test_lines_with_chosen_words_go_to_a_file_too(script, tmp_path):
+    base = tmp_path / "d"
+    text = "print('loss 1'); print('other'); print('loss 2')"
+    flags = ("--redirects=3", "--duplicate-stdout-filters=loss", "--rdzv-id=job")
+    done = run(*flags, "--log-dir", str(base), script(text))
+    assert done.stdout == ""
+    assert logs(base)["job/attempt_0/filtered_stdout.log"] == "[rank 0] loss 1\n[rank 0] loss 2\n"
+    assert logs(base)["job/attempt_0/0/stdout.log"] == "loss 1\nother\nloss 2\n"
+
+
+def test_each_attempt_has_its_own_directory(script, tmp_path):
+    done = run("--max-restarts=1", "--log-dir", str(tmp_path / "d"), "--rdzv-id=j", script("raise SystemExit(4)"))
+    assert done.returncode == 4
+    assert {path.split("/")[1] for path in logs(tmp_path / "d")} == {"attempt_0", "attempt_1"}
+    assert f"its output is in {tmp_path}/d/j/attempt_1/0" in done.stderr
+
+
+def test_lines_of_many_ranks_stay_whole(script):
+    text = "import os\nfor n in range(300): print('x' * 200, n, flush=n % 7 == 0)"
+    done = run("--nproc-per-node=4", script(text))
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1200
+    assert all(re.fullmatch(r"\[rank \d\] x{200} \d+", line) for line in lines)
+
+
+def test_a_terminal_gets_colours(script):
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command(script(SPEAKS)), stdout=theirs, stderr=theirs, env=ENVIRONMENT) as launcher:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO at its end
+            while more := os.read(ours, 4096):
+                shown += more
+        assert launcher.wait(20) == 0
+    os.close(ours)
+    assert b"\x1b[36m[rank 0] \x1b[0mout 0\r\n" in shown
+
+
+def test_consequences_are_labelled_and_the_cause_is_last_and_once(script):
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    raise ValueError("the cause")
+dist.all_reduce(torch.ones(1))
+"""
+    done = run("--nproc-per-node=2", script(text))
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
+    consequence = [at for at, line in enumerate(told) if line.startswith("paceline: rank 0 (")]
+    cause = [at for at, line in enumerate(told) if line.startswith("paceline: rank 1 failed first (")]
+    assert len(cause) == 1
+    assert all("a consequence: " in told[at] and at < cause[0] for at in consequence)
+    assert told[-1] == "ValueError: the cause"
+    assert "bootstrap" not in done.stderr
+    assert done.stderr.count("ValueError: the cause") == 2, "where it happened, and at the end"
+
+
+@pytest.mark.parametrize(
+    ("end", "named", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
+        ("os.abort()", "killed by SIGABRT", 134),
+        ("os._exit(9)", "exit code 9", 9),
+    ],
+)
+def test_how_a_worker_ended_is_named(script, end, named, code):
+    done = run(script(f"import os, signal; {end}"))
+    assert done.returncode == code
+    assert named in done.stderr
+
+
+@pytest.fixture
+def small_memory():
+    """The directory of a cgroup with 300 MiB, for a launcher to move into."""
+    directory = MEMORY / f"paceline-test-{os.getpid()}"
+    try:
+        directory.mkdir()
+        (directory / "memory.limit_in_bytes").write_text(str(300 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield directory
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def test_a_worker_that_the_kernel_kills_for_memory_is_recognised(small_memory, script):
+    text = """
+import os, time
+held = []
+while os.environ["RANK"] == "1":
+    held.append(bytearray(os.urandom(1 << 20) * 8))
+time.sleep(60)
+"""
+    enter = f"echo $$ > {small_memory}/cgroup.procs && exec "
+    words = " ".join(command("--nproc-per-node=2", script(text)))
+    done = subprocess.run(["sh", "-c", enter + words], capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+    assert done.returncode == 137, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r"rank 1 failed first \(.*killed by the kernel, out of memory\): it had used up to \d+ MiB", last)
+    assert "the cgroup's limit is 300 MiB for all ranks together" in last
+    assert "Take smaller batches" in last
+
+
+def test_without_a_reader_of_its_output_the_job_ends(script):
+    text = "import time\nwhile True: print('x' * 1000)"
+    launcher = subprocess.Popen(
+        command(script(text)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
+    try:
+        launcher.stdout.read(5000)
+        time.sleep(0.5)  # until the pipe is full, since nobody reads on
+        launcher.terminate()
+        assert launcher.wait(10) in (143, -15)
+    finally:
+        launcher.kill()
+        launcher.stdout.close()
+        launcher.wait()
+
+
+def test_python_is_the_one_of_the_launcher(script):
+    assert run(script("import sys; print(sys.executable)")).stdout == f"[rank 0] {sys.executable}\n"

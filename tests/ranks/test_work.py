@@ -1,0 +1,191 @@
+"""What an asynchronous call's Work tells, on real processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import paceline as dist
+
+
+def ask() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((5,), rank + 1.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.wait() is True
+    assert work.wait(timedelta(seconds=1)) is True
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is tensor
+
+    # The result is what was passed, also where the call worked on copies or parts of it.
+    strided = torch.full((4, 4), 1.0)[:, 1]
+    assert dist.all_reduce(strided, async_op=True).result()[0] is strided
+    assert (strided == size).all()
+    whole = torch.empty(2 * size)
+    (result,) = dist.all_gather_into_tensor(whole, torch.ones(2), async_op=True).result()
+    assert result is whole
+    gathered = [torch.empty(1) for _ in range(size)]
+    results = dist.all_gather(gathered, torch.ones(1), async_op=True).result()
+    assert [id(each) for each in results] == [id(each) for each in gathered]
+
+    if rank == 0:
+        time.sleep(0.3)
+    work = dist.barrier(async_op=True)
+    if rank == 1:
+        assert not work.is_success()
+        with pytest.raises(
+            dist.CollectiveTimeoutError, match="barrier was not done after the 0.0 s .*wait for it again"
+        ):
+            work.wait(timedelta(milliseconds=10))
+    work.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_work_answers_as_torch_users_expect(ranks, size):
+    ranks(size)(ask)
+
+
+def completes_by_itself() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    if rank == 0:
+        time.sleep(0.2)
+    tensor = torch.full((1000, 3), rank + 1.0)[:, 1]
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    assert work.get_future() is future
+    seen: list[str] = []
+    chained = future.then(lambda done: (seen.append(threading.current_thread().name), done.value()[0].sum() / 3000)[1])
+    if rank == 1:
+        assert not future.done()
+    deadline = time.monotonic() + 20
+    while not chained.done() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert chained.value() == 1.0
+    if rank == 1:
+        assert seen == ["paceline-completion"]
+    assert future.wait()[0] is tensor
+    assert work.is_success()
+
+    many = [torch.full((10,), float(at)) for at in range(50)]
+    futures = [dist.all_reduce(each, async_op=True).get_future() for each in many]
+    values = torch.futures.wait_all(futures)
+    assert all((each[0] == 2.0 * at).all() for at, each in enumerate(values))
+    assert sum(thread.name == "paceline-completion" for thread in threading.enumerate()) == 1
+    done = dist.barrier(async_op=True)
+    done.wait()
+    assert done.get_future().wait() == []
+
+
+def test_a_future_completes_without_anybody_waiting(ranks):
+    ranks(2)(completes_by_itself)
+
+
+def overtakes() -> None:
+    dist.init_process_group()
+    group = dist.new_group()
+    slow = torch.ones(1)
+    if dist.get_rank() == 0:
+        later = dist.all_reduce(slow, async_op=True).get_future()
+    early = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+    assert early.wait()[0] == 2
+    if dist.get_rank() == 1:
+        later = dist.all_reduce(slow, async_op=True).get_future()
+    assert later.wait()[0] == 2
+
+
+def test_a_call_that_overtakes_another_groups_completes_first(ranks):
+    ranks(2)(overtakes)
+
+
+def fail() -> str:
+    dist.init_process_group()
+    work = dist.all_reduce(torch.ones(3 + dist.get_rank()), async_op=True)
+    future = work.get_future()
+    after = future.then(lambda done: done.value())
+    with pytest.raises(dist.CollectiveMismatchError, match="3 elements.*4 elements"):
+        future.wait()
+    with pytest.raises(dist.CollectiveMismatchError):
+        work.wait()
+    with pytest.raises(RuntimeError, match="CollectiveMismatchError.*3 elements"):
+        after.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), dist.CollectiveMismatchError)
+    with pytest.raises(dist.CollectiveMismatchError):
+        work.result()
+    dist.barrier()
+
+    work = dist.all_reduce(torch.ones(1), async_op=True) if dist.get_rank() == 0 else None
+    dist.barrier(dist.new_group())
+    if work is None:
+        os._exit(0)
+    with pytest.raises(dist.PeerLostError, match="rank 1"):
+        work.get_future().wait()
+    return "told"
+
+
+def test_a_call_that_fails_says_so_in_every_way(ranks):
+    with ranks(2).start(fail) as world:
+        assert world.join(30, expect_dead={1})[0] == "told"
+
+
+def leave_one_behind() -> None:
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    else:
+        time.sleep(0.5)
+
+
+def test_a_process_ends_with_a_future_that_never_completes(ranks):
+    started = time.monotonic()
+    with ranks(2).start(leave_one_behind) as world:
+        world.join(20)
+        for process in world.processes:
+            process.join(10)
+        assert [process.exitcode for process in world.processes] == [0, 0]
+    assert time.monotonic() - started < 15
+
+
+def fork_after_a_future() -> int:
+    dist.init_process_group(timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+    child = os.fork()
+    if child == 0:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        os._exit(int(dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()[0]))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_has_a_completion_thread_of_its_own(ranks):
+    assert ranks(1)(fork_after_a_future) == [1]
+
+
+def ask_from_many_threads() -> None:
+    dist.init_process_group()
+    for _ in range(200):
+        tensor = torch.ones(64, 2)[:, 0]
+        work = dist.all_reduce(tensor, async_op=True)
+        future = work.get_future()
+        threads = [threading.Thread(target=work.wait) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        future.wait()
+        tensor.zero_()
+        for thread in threads:
+            thread.join()
+        assert not tensor.any()  # nobody finished the call a second time
+
+
+def test_a_call_is_finished_once_whoever_waits(ranks):
+    ranks(2)(ask_from_many_threads)

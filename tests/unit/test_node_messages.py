@@ -1,0 +1,89 @@
+"""What travels between launchers, and the token that lets one in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.failures import Failure, Record
+from paceline.launch.nodes.join_token import Token, TokenError
+from paceline.launch.nodes.messages import (
+    LARGEST,
+    Alive,
+    End,
+    Failed,
+    Inbox,
+    Join,
+    MessageError,
+    Start,
+    Stopped,
+    decode,
+    encode,
+)
+
+FAILURE = Failure(3, 77, -9, 1.5, Record(1.0, "ValueError", "ValueError: x"), "h1", "out of memory", "/logs/3")
+MESSAGES = [
+    Alive(),
+    Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, (1, 2), True),
+    Failed(2, FAILURE),
+    Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),
+    Start(1, 0, 3, "id", 0, 2, 0, 16, 0, 16, "fd00::1", 4321, ("h0", "h1")),
+    End(1, "why", (FAILURE,)),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
+def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
+    inbox = Inbox()
+    sent = encode(message) + encode(message)
+    arrived = [found for at in range(len(sent)) for found in inbox.feed(sent[at : at + 1])]
+    assert arrived == [message, message]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"kind": "Popen", "args": ["sh"]}',
+        b'{"kind": "Finished", "generation": "1"}',
+        b'{"kind": "Finished", "generation": true}',
+        b'{"kind": "Finished", "generation": 1, "more": 2}',
+        b'{"kind": "Failed", "generation": 1, "failure": {"rank": 1}}',
+        b'{"kind": "Leave", "code": 1, "reason": ["x"]}',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_message_is_refused(body):
+    with pytest.raises(MessageError):
+        decode(body)
+
+
+def test_a_length_beyond_the_limit_is_refused_before_anything_is_kept():
+    with pytest.raises(MessageError, match="larger than"):
+        Inbox().feed((LARGEST + 1).to_bytes(4, "little"))
+
+
+@given(st.dictionaries(st.text(max_size=8), st.integers() | st.text() | st.none() | st.lists(st.integers())))
+def test_any_json_is_a_message_or_refused(content):
+    for kind in ("Join", "Stopped", "Start", "End", "Failed"):
+        with pytest.raises(MessageError):
+            decode(json.dumps({"kind": kind, **content, "unknown": 0}).encode())
+
+
+@given(st.text(min_size=1, max_size=60).filter(lambda text: len(text.encode()) < 256), st.integers(0, 65535))
+def test_a_token_brings_back_address_and_secret(host, port):
+    assert Token.decode(f" {Token(host, port, b's' * 32).encode()}\n") == Token(host, port, b"s" * 32)
+
+
+def test_a_damaged_token_is_refused_and_the_secret_is_not_shown():
+    token = Token("10.0.0.1", 29400, b"very secret bytes of this job!!!")
+    word = token.encode()
+    for wrong in (word[:-1], word[:-4] + "aaaa", word.replace("pl1-", ""), "pl1-", "pl1-!!", "hello"):
+        with pytest.raises(TokenError):
+            Token.decode(wrong)
+    assert "secret bytes" not in repr(token)

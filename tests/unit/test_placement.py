@@ -1,0 +1,135 @@
+"""Which worker runs on which cores and GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.environment import cpu_quota
+from paceline.launch.gpus import count_gpus, device_of, numa_node_of_gpu, visible_devices
+from paceline.launch.job import Command, Job
+from paceline.launch.machine import Machine
+from paceline.launch.placement import (
+    assign,
+    cores_of_workers,
+    domains_of,
+    format_cpulist,
+    parse_cpulist,
+    siblings_of,
+)
+
+
+@given(st.frozensets(st.integers(0, 300)))
+def test_a_list_of_cores_reads_back(cores):
+    assert frozenset(parse_cpulist(format_cpulist(cores))) == cores
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 20), st.booleans(), st.data())
+def test_sets_are_disjoint_none_is_empty_and_none_crosses_nodes(sizes, workers, threads, data):
+    first = [sum(sizes[:at]) for at in range(len(sizes))]
+    domains = [tuple(range(start, start + size)) for start, size in zip(first, sizes, strict=True)]
+    step = 2 if threads else 1
+    siblings = [domain[at : at + step] for domain in domains for at in range(0, len(domain), step)]
+    wishes = data.draw(st.lists(st.none() | st.integers(0, len(sizes) - 1), max_size=workers))
+    placed = assign(domains, siblings, workers, wishes)
+    if workers > sum(sizes):
+        assert placed is None
+        return
+    assert len(placed) == workers
+    used = [core for cores in placed for core in cores]
+    assert len(used) == len(set(used))
+    assert all(any(set(cores) <= set(domain) for domain in domains) and cores for cores in placed)
+
+
+def test_workers_are_spread_over_the_nodes_and_get_whole_cores():
+    domains = [tuple(range(8)), tuple(range(8, 16))]
+    siblings = [(core, core + 4) for start in (0, 8) for core in range(start, start + 4)]
+    assert assign(domains, siblings, 2) == [tuple(range(8)), tuple(range(8, 16))]
+    assert assign(domains, siblings, 4) == [(0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)]
+
+
+def test_a_worker_is_next_to_its_gpu():
+    assert assign([(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)], 2, [1, 0]) == [(2, 3), (0, 1)]
+
+
+@pytest.fixture
+def system(tmp_path) -> Path:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+
+    write("node/node0/cpulist", "0-3")
+    write("node/node1/cpulist", "4-7")
+    for core in range(8):
+        pair = core // 2 * 2
+        write(f"cpu/cpu{core}/topology/thread_siblings_list", f"{pair}-{pair + 1}")
+        write(f"cpu/cpu{core}/topology/package_cpus_list", "0-7")
+        write(f"cpu/cpu{core}/cache/index3/shared_cpu_list", "0-1" if core < 2 else "2-7")
+    return tmp_path
+
+
+def test_the_machine_is_read_from_sys(system):
+    assert domains_of("node", range(8), system) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert domains_of("node", [1, 2, 5], system) == [(1, 2), (5,)]
+    assert domains_of("socket", range(8), system) == [tuple(range(8))]
+    assert domains_of("core-complex", range(8), system) == [(0, 1), (2, 3, 4, 5, 6, 7)]
+    assert siblings_of(range(4), system) == [(0, 1), (2, 3)]
+
+
+def test_binding_modes(system):
+    assert cores_of_workers("exclusive", 4, 0, range(8), system) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert cores_of_workers("node", 2, 0, range(8), system) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert cores_of_workers("exclusive", 9, 0, range(8), system) is None
+
+
+def test_quotas_of_both_versions(tmp_path):
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("150000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    assert cpu_quota(tmp_path) == 2.0
+
+
+def test_gpus_are_counted_as_the_driver_shows_them(tmp_path):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert count_gpus({}, tmp_path) == 3
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "0,-1,1"}) == ["0"]
+    assert [device_of(rank, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, 2) for rank in range(2)] == ["GPU-a", "GPU-b"]
+    assert device_of(3, {}, 2) == "1"
+
+
+def test_the_gpus_numa_node_is_found(tmp_path):
+    for name, text in (
+        ("proc/driver/nvidia/gpus/0000:AB:00.0/information", "Model: x\nDevice Minor: \t 1\n"),
+        ("sys/bus/pci/devices/0000:ab:00.0/numa_node", "1\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert (numa_node_of_gpu(1, tmp_path), numa_node_of_gpu(0, tmp_path)) == (1, None)
+
+
+JOB = Job(Command(("x.py",)), workers=4)
+
+
+def test_two_workers_on_one_gpu_are_reported():
+    (line,) = Machine(4, 2, None, None).remarks(JOB)
+    assert "4 workers share 2 GPUs: local ranks 0 and 2 both get GPU 0" in line
+    assert "--nproc-per-node 2 (or gpu)" in line
+    assert Machine(4, 4, None, None).remarks(JOB) == []
+    assert Machine(4, 0, None, None).remarks(JOB) == []
+
+
+def test_what_was_decided_about_cores_is_said():
+    (line,) = Machine(2, 0, [(0, 1), (2, 3)], 2).remarks(JOB)
+    assert line.startswith("OMP_NUM_THREADS=2 for each of 2 workers on cores 0-1 | 2-3")

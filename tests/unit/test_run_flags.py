@@ -1,0 +1,187 @@
+"""Every flag of `paceline run`: both spellings, its PET_* variable, what it means, and its row in docs/launcher.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import parser
+from paceline.launch.environment import allowed_cores
+from paceline.launch.flags import FLAGS
+from paceline.launch.job import Job, Kind, OptionError, endpoint_of, job_of
+from paceline.launch.values import Streams, streams_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "launcher.md"
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
+
+VALUES = {  # by flag: what is written, what it means
+    "nnodes": ("2:4", (2, 4)),
+    "nproc-per-node": ("3", 3),
+    "node-rank": ("1", 1),
+    "master-addr": ("10.0.0.1", "10.0.0.1"),
+    "master-port": ("29400", 29400),
+    "local-addr": ("10.0.0.2", "10.0.0.2"),
+    "rdzv-backend": ("c10d", "c10d"),
+    "rdzv-endpoint": ("h0:29400", "h0:29400"),
+    "rdzv-id": ("job7", "job7"),
+    "rdzv-conf": ("join_timeout=60,is_host=1", {"join_timeout": "60", "is_host": "1"}),
+    "max-restarts": ("3", 3),
+    "monitor-interval": ("0.5", 0.5),
+    "shutdown-timeout": ("7", 7.0),
+    "signals-to-handle": ("SIGTERM,usr1", (TERM, USR1)),
+    "start-method": ("fork", "fork"),
+    "role": ("trainer", "trainer"),
+    "log-dir": ("logs", "logs"),
+    "redirects": ("0:1,1:2", {0: Streams.OUT, 1: Streams.ERR}),
+    "tee": ("3", {None: Streams.BOTH}),
+    "local-ranks-filter": ("0,2", frozenset({0, 2})),
+    "duplicate-stdout-filters": ("loss,a,,b", ("loss", "a,b")),
+    "duplicate-stderr-filters": ("Error", ("Error",)),
+    "event-log-handler": ("console", "console"),
+    "numa-binding": ("node", "node"),
+}
+REFUSED = {"logs-specs"}
+SWITCHES = [flag for flag in FLAGS if flag.parse is None]
+
+
+def parse(*arguments: str, environment: dict[str, str] | None = None):
+    return parser(environment or {}).parse_args(["run", *arguments, "x.py"])
+
+
+def job(*arguments: str, environment: dict[str, str] | None = None, script: str = __file__) -> Job:
+    return job_of(parser(environment or {}).parse_args(["run", *arguments, script]), environment or {})
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_the_flag_is_read_in_both_spellings_and_from_its_variable(flag):
+    if flag.name in REFUSED:
+        return
+    text, meaning = VALUES.get(flag.name, (None, True))
+    for spelling in flag.spellings:
+        found = parse(spelling) if text is None else parse(spelling, text)
+        assert getattr(found, flag.dest) == meaning
+    if flag.variable:
+        name = f"PET_{flag.dest.upper()}"
+        assert getattr(parse(environment={name: text or "1"}), flag.dest) == meaning
+        if text is None:
+            assert getattr(parse(environment={name: "0"}), flag.dest) is False
+        else:
+            both = parse(f"--{flag.name}", text, environment={name: flag.default or text})
+            assert getattr(both, flag.dest) == meaning
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_the_flag_has_a_row_in_the_docs(flag):
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith(f"| `--{flag.name}")]
+    assert len(rows) == 1, f"docs/launcher.md has {len(rows)} rows for --{flag.name}"
+
+
+def test_the_docs_have_no_other_rows():
+    named = [line.split("`")[1].split()[0] for line in DOCS.read_text().splitlines() if line.startswith("| `--")]
+    assert sorted(named) == sorted(f"--{flag.name}" for flag in FLAGS)
+
+
+def test_torchruns_flags_are_all_there():
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch")
+    from torch.distributed.run import get_args_parser
+
+    theirs = {spelling for action in get_args_parser()._actions for spelling in action.option_strings}
+    ours = {spelling for flag in FLAGS for spelling in flag.spellings}
+    assert theirs - {"-h", "--help"} <= ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nnodes", "3:2"], "MIN at most MAX"),
+        (["--nproc-per-node", "many"], "neither a number from 1 nor auto"),
+        (["--rdzv-backend", "etcd"], "No etcd is needed"),
+        (["--redirects", "4"], "neither 0 (none)"),
+        (["--tee", "0:x"], "neither 0 (none)"),
+        (["--master-port", "99999"], "not a port"),
+        (["--signals-to-handle", "SIGKILL"], "not a signal that can be handled"),
+        (["--logs-specs", "mine"], "use --log-dir, --tee"),
+        (["--local-ranks-filter", "a"], "not a list of local ranks"),
+        (["--rdzv-conf", "x"], "is not KEY=VALUE"),
+        (["--monitor-interval", "soon"], "not a number of seconds"),
+        (["--start-method", "thread"], "invalid choice"),
+    ],
+)
+def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--module", "--no-python"], "exclude each other"),
+        (["--nnodes", "2"], "need a place to meet"),
+        (["--nnodes", "2", "--master-addr", "h0"], "needs --node-rank"),
+        (["--nnodes", "2", "--master-addr", "h0", "--node-rank", "2"], "0 to 1"),
+        (["--nnodes", "1:2", "--master-addr", "h0"], "--rdzv-backend c10d"),
+        (["--rdzv-conf", "speed=1"], "speed, which is not known"),
+        (["--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
+    ],
+)
+def test_flags_that_do_not_fit_together_are_refused(arguments, complaint):
+    with pytest.raises(OptionError, match=complaint):
+        job(*arguments)
+
+
+def test_workers_by_kind(monkeypatch):
+    assert parse("--nproc-per-node", "cpu").nproc_per_node == allowed_cores()
+    monkeypatch.setattr("paceline.launch.values.count_gpus", lambda: 4)
+    assert [parse("--nproc-per-node", kind).nproc_per_node for kind in ("gpu", "auto")] == [4, 4]
+
+
+def test_machines_meet_by_number_or_in_any_order():
+    by_number = job("--nnodes=2", "--node-rank=1", "--master-addr=h0", "--master-port=29400").meeting
+    assert (by_number.address, by_number.is_static, by_number.serves) == (("h0", 29400), True, False)
+    as_they_come = job("--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=[fd77::1]:29401").meeting
+    assert (as_they_come.address, as_they_come.is_static, as_they_come.serves) == (("fd77::1", 29401), False, None)
+    conf = "is_host=0,join_timeout=5,last_call_timeout=2,heartbeat_timeout=1.5"
+    told = job("--nnodes=2", "--rdzv-endpoint=h0", "--rdzv-conf", conf).meeting
+    assert (told.serves, told.join_timeout_s, told.last_call_s, told.silence_s) == (False, 5.0, 2.0, 1.5)
+    assert told.address == ("h0", 29500)
+    assert job("--standalone", "--nnodes=2").meeting.address is None
+    assert endpoint_of("10.0.0.1:1234") == ("10.0.0.1", 1234)
+
+
+def test_kubeflow_needs_no_flags():
+    kubeflow = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "3",
+        "PET_NODE_RANK": "0",
+        "PET_MASTER_ADDR": "job-node-0-0.job",
+        "PET_MASTER_PORT": "29500",
+    }
+    found = job(environment=kubeflow)
+    assert (found.workers, found.meeting.max_nodes, found.meeting.node_rank) == (3, 2, 0)
+    assert found.meeting.address == ("job-node-0-0.job", 29500)
+
+
+def test_the_kind_of_command():
+    kinds = [job(*flags).command.kind for flags in ([], ["-m"], ["--no-python"], ["--run-path"])]
+    assert kinds == [Kind.SCRIPT, Kind.MODULE, Kind.PROGRAM, Kind.PATH]
+
+
+def test_the_time_to_end_comes_from_the_flag_then_torchruns_variable():
+    assert job().shutdown_timeout_s == 30.0
+    assert job(environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}).shutdown_timeout_s == 12.0
+    assert job("--shutdown-timeout=3").shutdown_timeout_s == 3.0
+
+
+def test_a_log_directory_asks_for_logs():
+    assert streams_of(job("--log-dir=d").output.tee, 5) is Streams.BOTH
+    assert not streams_of(job("--log-dir=d", "--redirects=1").output.tee, 0)
+    assert streams_of({0: Streams.OUT}, 1) is Streams.NONE
+
+
+def test_cores_are_bound_unless_told_otherwise():
+    assert [job(*flags).binding for flags in ([], ["--no-pin"], ["--numa-binding=node"])] == ["exclusive", None, "node"]
