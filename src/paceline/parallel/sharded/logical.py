@@ -11,7 +11,9 @@ from torch import nn
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors, require_same_module
+from paceline.parallel.conditions import facts_of
 from paceline.parallel.ddp import DistributedDataParallel
+from paceline.parallel.members import find_members
 from paceline.parallel.sharded.exchange import add_over_ranks
 from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
@@ -94,7 +96,8 @@ class LogicalShards:
         self.mine = run_of_rank(count, size, rank)
         self._module = module
         self._whole: list[torch.Tensor] = []
-        require_same_module(module, {"count": count, "seed": seed, "threads": threads}, False, None, self._group)
+        options: dict[str, object] = {"count": count, "seed": seed, "threads": threads}
+        require_same_module(find_members(module), options, facts_of(self._group, False), None, self._group)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
         torch.set_num_threads(threads)
 
