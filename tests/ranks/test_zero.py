@@ -71,10 +71,11 @@ def require_close(mine: object, other: object) -> None:
     torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
-def like_unsharded(stage: int, wrap: bool, overlap: bool) -> None:
+def like_unsharded(stage: int, names: list[str], wrap: bool, overlap: bool) -> None:
     dist.init_process_group()
     for kind in ("mlp", "cnn", "transformer"):
-        for name, (optimizer_class, options) in OPTIMIZERS.items():
+        for name in names:
+            optimizer_class, options = OPTIMIZERS[name]
             reference, optimizer = unsharded(build(kind), name)
             expected = train(reference, optimizer, kind)
             model = dist.DistributedDataParallel(build(kind)) if wrap else build(kind)
@@ -87,15 +88,15 @@ def like_unsharded(stage: int, wrap: bool, overlap: bool) -> None:
                     require_close(mine, other)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_twenty_steps_end_where_the_unsharded_optimizers_do(ranks, size, stage):
-    ranks(size)(like_unsharded, stage, False, False)
+    ranks(size)(like_unsharded, stage, list(OPTIMIZERS), False, False)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_so_they_do_with_data_parallel_modules_and_with_overlap(ranks, stage):
-    ranks(2)(like_unsharded, stage, True, stage > 1)
+    ranks(2)(like_unsharded, stage, ["AdamW"], True, stage > 1)
 
 
 def like_torch(file: str) -> None:
