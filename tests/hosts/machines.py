@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
+import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -58,7 +59,7 @@ class Machines:
         environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
             environment["PACELINE_SECRET"] = secret or self.secret
-        words = ["python", "-m", "paceline", verb, *arguments]
+        words = [sys.executable, "-m", "paceline", verb, *arguments]
         number = len(self._started)
 
         def inside() -> subprocess.Popen[str]:
@@ -115,9 +116,7 @@ class Machines:
             launcher.wait()
         kill(processes_with(self._mark))
         self.network.close()
-        for path in self.directory.rglob("*"):
-            if path.is_file():
-                os.unlink(path)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Machines:
         return self

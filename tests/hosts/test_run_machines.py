@@ -252,3 +252,15 @@ def test_the_doctors_of_two_machines_examine_the_way_between_them(machines):
     here.expect(listening, 0)
     assert "3 MiB each way at" in here.said(visiting, "out")
     assert "10.77.0.2 can be reached too" in here.said(listening, "out")
+
+
+def test_the_address_for_the_others_can_be_chosen(machines):
+    here = machines(2)
+    chosen = "fd77::1"
+    serving = here.elastic(0, "2", "--local-addr", chosen)
+    other = here.elastic(1, "2")
+    here.wait_for(2)
+    assert {line[7] for line in here.log()} == {chosen}
+    here.say("end")
+    here.expect(serving, 0)
+    here.expect(other, 0)

@@ -137,7 +137,7 @@ def test_a_failure_ends_all_and_starts_them_anew_after_a_pause():
     play.join("b")
     play.told.clear()
     play.fail("a", failure())
-    assert play.last("b") == Stop(1, "rank 0 failed on h")
+    assert play.last("b") == Stop(1, "rank 0 failed on h", is_failure=True)
     assert not play.hear("a"), "it ends its workers by itself"
     play.stop("a", failures=(failure(),))
     play.stop("b")

@@ -27,7 +27,7 @@ from paceline.launch.nodes.messages import (
 FAILURE = Failure(3, 77, -9, 1.5, Record(1.0, "ValueError", "ValueError: x"), "h1", "out of memory", "/logs/3")
 MESSAGES = [
     Alive(),
-    Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, (1, 2), True),
+    Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
     Failed(2, FAILURE),
     Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),
     Start(1, 0, 3, "id", 0, 2, 0, 16, 0, 16, "fd00::1", 4321, ("h0", "h1")),

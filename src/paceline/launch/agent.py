@@ -119,7 +119,6 @@ class _Agent:
                 workers=job.workers,
                 role=job.role,
                 node_rank=job.meeting.node_rank,
-                slot=job.slot,
                 serves=self._meeting.server is not None or job.meeting.address is None,
             )
         )
@@ -157,7 +156,7 @@ class _Agent:
                 self._was_told_to_stop = True
                 if not self._generation.failures:
                     self._say(f"{order.reason}; ending the workers of this machine")
-                self._generation.end(after_s=CONSEQUENCES_S if "failed" in order.reason else 0.0)
+                self._generation.end(after_s=CONSEQUENCES_S if order.is_failure else 0.0)
         elif isinstance(order, Wait):
             self._events.tell("wait", reason=order.reason)
             self._say(order.reason)

@@ -101,7 +101,9 @@ class Membership:
             return []
         self._failures.append(report.failure)
         failure = report.failure
-        return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node) if self._runs else []
+        if self.phase is Phase.STOPPING:
+            return []
+        return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
 
     def finished(self, node: str, report: Finished, now_s: float) -> Orders:
         """The workers of a node have ended well."""
@@ -142,10 +144,6 @@ class Membership:
         if self.phase is Phase.PAUSING:
             return self._begin_gathering(now_s)
         return self._gather(now_s) if self.phase is Phase.GATHERING else []
-
-    @property
-    def _runs(self) -> bool:
-        return self.phase is Phase.RUNNING
 
     def _wrong_number(self, join: Join) -> str | None:
         holder = next((each for each in self.nodes.values() if each.node_rank == join.node_rank), None)
@@ -210,7 +208,8 @@ class Membership:
 
     def _stop(self, reason: str, but: str | None = None) -> Orders:
         self.phase = Phase.STOPPING
-        return [(node, Stop(self.generation, reason)) for node in self.members if node in self._open and node != but]
+        stop = Stop(self.generation, reason, is_failure=but is not None)
+        return [(node, stop) for node in self.members if node in self._open and node != but]
 
     def _closed(self, node: str, generation: int, now_s: float) -> Orders:
         if generation != self.generation or node not in self._open:
@@ -228,7 +227,7 @@ class Membership:
             return self._gather(now_s) if self.phase is Phase.GATHERING else []
         self._lost.append(why)
         self._open.discard(node)
-        orders = self._stop(why) if self._runs else []
+        orders = self._stop(why) if self.phase is Phase.RUNNING else []
         return orders if self._open else orders + self._generation_over(now_s)
 
     def _generation_over(self, now_s: float) -> Orders:

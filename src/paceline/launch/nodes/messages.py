@@ -24,7 +24,6 @@ class Join:
     workers: int
     role: str = "default"
     node_rank: int | None = None
-    slot: tuple[int, int] = (0, 1)
     serves: bool = False
 
 
@@ -90,6 +89,7 @@ class Stop:
 
     generation: int
     reason: str
+    is_failure: bool = False  # then the workers have a moment to say what that meant for them
 
 
 @dataclass(frozen=True)
