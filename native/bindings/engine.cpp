@@ -19,14 +19,15 @@ class HostGroup {
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
           peers_(group->peers_of_mesh()),
-          progress_(std::make_unique<Progress>(std::move(group))),
+          // The mesh outlives a call that another thread still makes.
+          progress_(new Progress(std::move(group)), [held = mesh_](Progress* progress) { delete progress; }),
           slot_bytes_(slot_bytes) {}
 
     HostGroup(const HostGroup&) = delete;
     HostGroup& operator=(const HostGroup&) = delete;
     // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
     ~HostGroup() {
-        if (forked_from_member()) static_cast<void>(progress_.release());
+        if (forked_from_member()) static_cast<void>(new std::shared_ptr<Progress>(progress_));
     }
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
@@ -51,20 +52,21 @@ class HostGroup {
                                  const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         find_region(call);
+        const std::shared_ptr<Progress> progress = this->progress();
         const nb::gil_scoped_release release;
-        return progress().submit(std::move(call));
+        return progress->submit(std::move(call));
     }
 
     void close() {
-        std::unique_ptr<Progress> ending = std::move(progress_);
+        const std::shared_ptr<Progress> ending = std::move(progress_);
         const nb::gil_scoped_release release;
-        ending.reset();
+        if (ending) ending->close();
     }
 
   private:
-    Progress& progress() const {
+    std::shared_ptr<Progress> progress() const {
         if (!progress_) throw nb::value_error("the group is closed");
-        return *progress_;
+        return progress_;
     }
 
     void find_region(Call& call) const {
@@ -74,12 +76,12 @@ class HostGroup {
 
     nb::object finish(Call call) {
         find_region(call);
-        return run_call(progress(), std::move(call));
+        return run_call(*progress(), std::move(call));
     }
 
     std::shared_ptr<shm::Mesh> mesh_;
     std::uint64_t peers_;
-    std::unique_ptr<Progress> progress_;
+    std::shared_ptr<Progress> progress_;
     std::size_t slot_bytes_;
 };
 

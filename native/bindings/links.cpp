@@ -45,14 +45,16 @@ class LinkGroup {
         : links_(std::move(links)),
           // The links outlive whoever still holds the messenger.
           messenger_(new Messenger(*links_), [held = links_](Messenger* messenger) { delete messenger; }),
-          progress_(std::make_unique<Progress>(std::make_unique<executor::Executor>(*links_, *messenger_))) {}
+          // And both outlive a call that another thread still makes.
+          progress_(new Progress(std::make_unique<executor::Executor>(*links_, *messenger_)),
+                    [links = links_, messenger = messenger_](Progress* progress) { delete progress; }) {}
 
     LinkGroup(const LinkGroup&) = delete;
     LinkGroup& operator=(const LinkGroup&) = delete;
     // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
     ~LinkGroup() {
         if (!forked_from_member()) return;
-        static_cast<void>(progress_.release());
+        static_cast<void>(new std::shared_ptr<Progress>(progress_));
         static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
         static_cast<void>(new std::shared_ptr<link::Links>(links_));
     }
@@ -62,7 +64,7 @@ class LinkGroup {
                    const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         call.schedule = std::move(schedule);
-        return run_call(progress(), std::move(call));
+        return run_call(*progress(), std::move(call));
     }
 
     std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op,
@@ -70,8 +72,9 @@ class LinkGroup {
                                  const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         call.schedule = std::move(schedule);
+        const std::shared_ptr<Progress> progress = this->progress();
         const nb::gil_scoped_release release;
-        return progress().submit(std::move(call));
+        return progress->submit(std::move(call));
     }
 
     Message send(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
@@ -87,8 +90,9 @@ class LinkGroup {
     }
 
     void close() {
-        std::unique_ptr<Progress> ending = std::move(progress_);
+        std::shared_ptr<Progress> ending = std::move(progress_);
         const nb::gil_scoped_release release;
+        if (ending) ending->close();
         ending.reset();
         if (messenger_) messenger_->close();
         messenger_.reset();
@@ -109,14 +113,14 @@ class LinkGroup {
         return Message(std::move(messenger), std::move(request));
     }
 
-    Progress& progress() const {
+    std::shared_ptr<Progress> progress() const {
         if (!progress_) throw nb::value_error("the group is closed");
-        return *progress_;
+        return progress_;
     }
 
     std::shared_ptr<link::Links> links_;
     std::shared_ptr<Messenger> messenger_;
-    std::unique_ptr<Progress> progress_;
+    std::shared_ptr<Progress> progress_;
 };
 
 LinkGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank, const std::vector<int>& mesh_ranks,

@@ -28,7 +28,7 @@ void Work::finish(Outcome outcome) {
     shm::futex_wake_all(done_);
 }
 
-Progress::~Progress() {
+void Progress::close() {
     {
         const std::lock_guard hold(queueing_);
         closing_ = true;
@@ -36,12 +36,14 @@ Progress::~Progress() {
     }
     queued_.notify_all();
     if (thread_.joinable()) thread_.join();
+    const std::lock_guard hold(running_);  // a call that another thread makes has ended as well
 }
 
 Outcome Progress::run(Call call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
         const std::lock_guard hold(running_);
-        return group_->run(call, interrupted, false);
+        const Interrupted stopped = [&] { return cancelled_.load(std::memory_order_relaxed) || interrupted(); };
+        return group_->run(call, stopped, false);
     }
     const std::shared_ptr<Work> work = submit(std::move(call));
     while (!work->wait(kInterruptCheckNs))
@@ -53,6 +55,12 @@ std::shared_ptr<Work> Progress::submit(Call call) {
     auto work = std::make_shared<Work>(std::move(call));
     {
         const std::lock_guard hold(queueing_);
+        if (closing_) {
+            Outcome outcome;
+            outcome.code = Code::interrupted;
+            work->finish(std::move(outcome));
+            return work;
+        }
         pending_.fetch_add(1, std::memory_order_relaxed);
         queue_.push_back(work);
         if (!thread_.joinable()) thread_ = std::thread([this] { this->work(); });

@@ -41,7 +41,9 @@ class Progress {
     explicit Progress(std::unique_ptr<Collectives> group) : group_(std::move(group)) {}
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
-    ~Progress();
+    ~Progress() { close(); }
+    // Ends every call that waits, other threads' as well, and returns when none runs. Idempotent.
+    void close();
 
     // `interrupted` is asked on the caller's thread.
     Outcome run(Call call, const Interrupted& interrupted);

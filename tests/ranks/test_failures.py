@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -199,3 +200,34 @@ def test_an_interrupt_ends_a_waiting_call(ranks):
     results = ranks(2).start(interrupted)
     with results as world:
         assert world.join(20, expect_dead=frozenset({1}))[0] == "interrupted"
+
+
+def destroyed_while_another_thread_waits(algorithm: str | None) -> str:
+    dist.init_process_group(algorithm=algorithm)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(dist.CollectiveError) as told:
+            time.sleep(1)
+            dist.barrier()
+        return str(told.value)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            dist.all_reduce(torch.ones(100_000))
+        except dist.CollectiveError as error:
+            caught.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.3)
+    dist.destroy_process_group()
+    waiter.join(5)
+    assert not waiter.is_alive()
+    return str(caught[0])
+
+
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+def test_a_group_that_is_destroyed_while_another_thread_waits_ends_its_wait(ranks, algorithm):
+    for message in ranks(2)(destroyed_while_another_thread_waits, algorithm, timeout_s=15):
+        assert "interrupted" in message or "rank 0" in message
