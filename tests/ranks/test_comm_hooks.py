@@ -64,7 +64,11 @@ def futures_of_any_kind() -> None:
 
         return first.then(halve_by_another_call)
 
-    for hook in (returns_work, returns_torchs_future, chains):
+    def returns_the_works_own(_: object, bucket: dist.GradBucket) -> torch.futures.Future:
+        work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    for hook in (returns_work, returns_torchs_future, chains, returns_the_works_own):
         for options in ({}, TINY_BUCKETS, {"find_unused_parameters": True}, {"static_graph": True}):
             module = mlp()
             expected = average_gradients(module, lambda m: [m(x).sum() for x in batches(4, 8)])

@@ -103,7 +103,8 @@ class CommHook:
         """
         bucket = GradBucket(index, is_last, torch.cat(_flat_views(memory.tensors)), gradients.params)
         future = self._hook(self._state, bucket)
-        if not isinstance(future, (torch.futures.Future, Work)):
+        # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
+        if not isinstance(future, (torch._C.Future, Work)):
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"the communication hook {name} returned {type(future).__name__}; it must return a "

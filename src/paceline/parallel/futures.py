@@ -17,7 +17,8 @@ class DeferredFuture(torch.futures.Future[T]):
     """A `torch.futures.Future` that computes its value when somebody waits for it.
 
     Collectives that callbacks make are thereby made in the order in which the reducer waits, which is the same on every
-    rank; run by whichever thread sees the end of a call first, they could change places on one of them.
+    rank; run by whichever thread sees the end of a call first, as those of `Work.get_future` are, they could change
+    places on one of them.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
