@@ -86,8 +86,9 @@ def start(tmp_path):
         each.close()
 
 
-def test_the_launcher_is_killed(start):
-    job = start(words="ignore")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_launcher_is_killed(start, method):
+    job = start(f"--start-method={method}", words="ignore")
     assert len(job.left()) >= 4 * WORKERS
     job.process.kill()
     job.expect_nothing_left()
@@ -215,7 +216,8 @@ def _ordeal(number: int, directory: Path) -> str | None:
     """One job, ended at a random instant in a random way; what was left of it, in words."""
     chance = random.Random(number)
     words = chance.choice(["", "ignore"])
-    job = Started(directory, "--shutdown-timeout=0.2", f"--max-restarts={chance.choice([0, 0, 5])}", words=words)
+    flags = (f"--max-restarts={chance.choice([0, 0, 5])}", f"--start-method={chance.choice(['spawn', 'forkserver'])}")
+    job = Started(directory, "--shutdown-timeout=0.2", *flags, words=words)
     try:
         time.sleep(chance.uniform(0.0, 0.6))
         for _ in range(chance.choice([1, 1, 2, 3])):

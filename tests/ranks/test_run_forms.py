@@ -44,7 +44,11 @@ def test_the_old_form_with_use_env_does_not(script):
         (["--run-path"], lambda script: [script, "a"]),
         (["--no-python"], lambda script: [sys.executable, script, "a"]),
         (["-m"], lambda script: ["script", "a"]),
-        (["--start-method", "fork", "--monitor-interval", "1"], lambda script: [script, "a"]),
+        (["--start-method", "forkserver"], lambda script: [script, "a"]),
+        (["--start-method", "fork", "-m"], lambda script: ["script", "a"]),
+        (["--start-method", "forkserver", "--run-path"], lambda script: [script, "a"]),
+        (["--start-method", "forkserver", "--no-python"], lambda script: [sys.executable, script, "a"]),
+        (["--monitor-interval", "1"], lambda script: [script, "a"]),
     ],
 )
 def test_each_kind_of_command_runs(script, flags, words):

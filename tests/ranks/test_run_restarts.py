@@ -153,3 +153,30 @@ def test_a_stop_during_the_pause_is_heard(script):
 def test_the_launcher_imports_no_torch():
     text = "import sys, paceline.cli.main, paceline.launch.agent; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", text], env=os.environ).returncode == 0
+
+
+def test_forked_workers_fail_restart_and_reduce_as_others_do(script):
+    text = """
+import os, sys
+assert "torch" not in sys.modules, "a fork would have its threads' locks"
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("once")
+import torch, paceline as dist
+dist.init_process_group()
+total = torch.ones(1)
+dist.all_reduce(total)
+print("reduced", total.item(), os.getpid() == os.getsid(0), flush=True)
+"""
+    done = run("--nproc-per-node=2", "--start-method=forkserver", "--max-restarts=1", script(text))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] reduced 2.0 True" for rank in range(2)]
+    assert "bootstrap.py" not in done.stderr
+    assert "template.py" not in done.stderr
+    assert "ValueError: once" in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_many_workers_meet(script):
+    text = "from paceline.rendezvous.methods import rendezvous\nrendezvous(None, None, -1, -1, 50)"
+    done = run("--nproc-per-node=64", "--start-method=forkserver", script(text))
+    assert done.returncode == 0, done.stderr

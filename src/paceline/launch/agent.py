@@ -185,9 +185,9 @@ class _Agent:
             gpus=self._machine.gpus,
             logs=self._logs,
             selector=self._selector,
+            on_start=self._guard.watch,
             on_failure=lambda failure: self._on_failure(start, failure),
         )
-        self._guard.watch(worker.pid for worker in self._generation.workers)
 
     def _environment(self, start: Start) -> dict[str, str]:
         """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
@@ -227,7 +227,7 @@ class _Agent:
     def _close_generation(self) -> None:
         if self._generation is not None:
             self._generation.close()
-            self._guard.watch([])
+            self._guard.forget()
             kill_marked(f"{self._mark}{self._generation.start.generation}.")
             self._generation = None
         if self._store is not None:

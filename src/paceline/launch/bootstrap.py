@@ -10,11 +10,13 @@ import os
 import sys
 from types import TracebackType
 
+_OWN_NAMES = ("run", "die_with_parent", "annotations", "_record_uncaught", "_OWN_NAMES")
 
-def main() -> None:
-    """Runs the worker's script."""
-    launcher, *rest = sys.argv[1:]
-    _die_with_parent(int(launcher))
+
+def run(arguments: list[str]) -> None:
+    """Runs the worker's script in the module `__main__`."""
+    launcher, *rest = arguments
+    die_with_parent(int(launcher))
     if rest[0] == "--exec":
         try:
             os.execvp(rest[1], rest[1:])
@@ -46,13 +48,13 @@ def main() -> None:
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec")
     namespace = sys.modules["__main__"].__dict__
-    for name in ("main", "annotations", "_die_with_parent", "_record_uncaught"):
-        del namespace[name]
+    for name in _OWN_NAMES:
+        namespace.pop(name, None)
     namespace["__file__"] = script
     exec(code, namespace)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """As `lifeline.die_with_parent`, without its imports."""
     import ctypes
 
@@ -76,4 +78,4 @@ def _record_uncaught(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(sys.argv[1:])

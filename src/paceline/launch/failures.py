@@ -22,7 +22,7 @@ _CONSEQUENCE_TEXTS = re.compile(
     r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OWN_FILES = ("paceline/launch/bootstrap.py", "<frozen runpy>", "runpy.py")
+_OWN_FILES = ("paceline/launch/bootstrap.py", "paceline/launch/template.py", "<frozen runpy>", "runpy.py")
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
-from typing import IO
 
 from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure, read_record
@@ -19,8 +17,9 @@ from paceline.launch.memory import MemoryWatch
 from paceline.launch.nodes.messages import Start
 from paceline.launch.output import Stream
 from paceline.launch.placement import Cores
+from paceline.launch.starting import Interpreters, Starter, Template
 from paceline.launch.values import Streams
-from paceline.launch.worker import Worker, allow_descriptors, command_line, start_worker
+from paceline.launch.worker import Worker, allow_descriptors, prepare, words_of
 
 CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
 _READ_BYTES = 1 << 16
@@ -53,6 +52,26 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
     return variables
 
 
+class _Output:
+    """What a worker writes to: its file, or a pipe that we read."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._file = destination.file
+        self.stream = destination.stream
+        self.reading = -1
+        if self._file is not None:
+            self.writing = self._file.fileno()
+        else:
+            self.reading, self.writing = os.pipe()
+
+    def close_ours(self) -> None:
+        """Closes what the worker has by now."""
+        if self._file is not None:
+            self._file.close()
+        else:
+            os.close(self.writing)
+
+
 class Generation:
     """Starts the workers of `start`; `selector`'s keys carry functions to call. It is over when `is_over` says so."""
 
@@ -68,6 +87,7 @@ class Generation:
         gpus: int,
         logs: Logs,
         selector: selectors.BaseSelector,
+        on_start: Callable[[int], None],
         on_failure: Callable[[Failure], None],
     ) -> None:
         self.start = start
@@ -81,31 +101,29 @@ class Generation:
         self._grace_s = job.shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._told_to_end = False
-        files = allow_descriptors(job.workers)
-        for index in range(job.workers):
-            place = place_of(job, start, index)
-            error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
-            log = logs.of_rank(start.generation - 1, place.rank)
-            outputs = [
-                logs.destination(which, start.generation - 1, place.rank, place.local_rank)
-                for which in (Streams.OUT, Streams.ERR)
-            ]
-            process, pidfd = start_worker(
-                command_line(job.command, place.local_rank, os.getpid()),
-                {
-                    **environment,
+        descriptors = allow_descriptors(job.workers)
+        starter: Starter = (Template if job.forks else Interpreters)(environment, [secret_fd])
+        with starter:
+            for index in range(job.workers):
+                place = place_of(job, start, index)
+                error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
+                variables = {
                     **variables_of(job, start, index, environment, gpus),
                     "PACELINE_ERROR_FILE": error_file,
                     "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
-                },
-                (outputs[0].file or subprocess.PIPE, outputs[1].file or subprocess.PIPE),
-                [secret_fd],
-                cores[place.local_rank] if cores is not None else None,
-                files,
-            )
-            worker = Worker(place.rank, place.local_rank, process, error_file, pidfd, str(log) if log else None)
-            self.workers.append(worker)
-            self._follow(worker, outputs)
+                }
+                log = logs.of_rank(start.generation - 1, place.rank)
+                outputs = [
+                    _Output(logs.destination(which, start.generation - 1, place.rank, place.local_rank))
+                    for which in (Streams.OUT, Streams.ERR)
+                ]
+                words = words_of(job.command, place.local_rank)
+                pid = starter.start(words, variables, (outputs[0].writing, outputs[1].writing))
+                on_start(pid)
+                pidfd = prepare(pid, cores[place.local_rank] if cores is not None else None, descriptors)
+                worker = Worker(place.rank, place.local_rank, pid, error_file, pidfd, str(log) if log else None)
+                self.workers.append(worker)
+                self._follow(worker, outputs)
 
     @property
     def deadline_s(self) -> float | None:
@@ -144,25 +162,22 @@ class Generation:
                 self._selector.unregister(worker.pidfd)
                 worker.collect()
             for pipe in worker.pipes:
-                if pipe.fileno() in self._open_pipes:
-                    self._selector.unregister(pipe.fileno())
-                    self._open_pipes.discard(pipe.fileno())
-                pipe.close()
+                if pipe in self._open_pipes:
+                    self._selector.unregister(pipe)
+                    self._open_pipes.discard(pipe)
+                os.close(pipe)
             worker.pipes.clear()
         for stream in self._streams:
             stream.close()
         self._streams.clear()
 
-    def _follow(self, worker: Worker, outputs: list[Destination]) -> None:
-        for pipe, output in zip((worker.process.stdout, worker.process.stderr), outputs, strict=True):
-            if pipe is None:
-                assert output.file is not None
-                output.file.close()  # the worker has it
-                continue
-            assert output.stream is not None
-            worker.pipes.append(pipe)
-            self._streams.append(output.stream)
-            self._read(pipe, output.stream)
+    def _follow(self, worker: Worker, outputs: list[_Output]) -> None:
+        for output in outputs:
+            output.close_ours()
+            if output.stream is not None:
+                worker.pipes.append(output.reading)
+                self._streams.append(output.stream)
+                self._read(output.reading, output.stream)
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
@@ -170,9 +185,7 @@ class Generation:
 
         self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
-    def _read(self, pipe: IO[bytes], stream: Stream) -> None:
-        fd = pipe.fileno()
-
+    def _read(self, fd: int, stream: Stream) -> None:
         def read() -> None:
             data = os.read(fd, _READ_BYTES)
             if data:

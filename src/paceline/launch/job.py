@@ -95,6 +95,7 @@ class Job:
     binding: str | None = "exclusive"  # of workers to cores; None: not at all
     binding_is_asked_for: bool = False
     events: bool = False
+    forks: bool = False  # of a template, which is quicker for workers that import no torch
     slot: tuple[int, int] = (0, 1)  # this launcher among those of its machine, where a scheduler started several
     surroundings: Surroundings | None = None
 
@@ -126,6 +127,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         binding=None if options.no_pin else options.numa_binding or "exclusive",
         binding_is_asked_for=options.numa_binding is not None,
         events=options.event_log_handler == "console",
+        forks=options.start_method != "spawn",
         slot=around.slot if around is not None else (0, 1),
         surroundings=around,
     )

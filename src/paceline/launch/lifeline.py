@@ -108,9 +108,15 @@ class Guard:
         os.close(reading)
         return pid
 
-    def watch(self, leaders: Iterable[int]) -> None:
-        """Guards the sessions of these workers, and no longer those of earlier ones."""
-        told = b"!" + b"".join(b"%d " % leader for leader in leaders)
+    def watch(self, leader: int) -> None:
+        """Also guards the session of this worker."""
+        self._tell(b"%d " % leader)
+
+    def forget(self) -> None:
+        """No longer guards the sessions of the workers so far: they have ended, and numbers are used again."""
+        self._tell(b"!")
+
+    def _tell(self, told: bytes) -> None:
         for writing in self._writing:
             with contextlib.suppress(BrokenPipeError):  # this one was killed
                 os.write(writing, told)

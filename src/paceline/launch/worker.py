@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, BinaryIO
 
-from paceline.launch import bootstrap
 from paceline.launch.job import Command, Kind
 from paceline.launch.lifeline import kill_group
 from paceline.launch.placement import Cores
@@ -19,13 +14,12 @@ from paceline.launch.placement import Cores
 _FLAG = {Kind.SCRIPT: [], Kind.MODULE: ["-m"], Kind.PATH: ["--path"], Kind.PROGRAM: ["--exec"]}
 
 
-def command_line(command: Command, local_rank: int, parent: int) -> list[str]:
-    """What starts a worker: the bootstrap, which ties it to process `parent`, and the command."""
+def words_of(command: Command, local_rank: int) -> list[str]:
+    """What the bootstrap is told to run."""
     program, *arguments = command.words
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
-    return [python, bootstrap.__file__, str(parent), *_FLAG[command.kind], program, *arguments]
+    return [*_FLAG[command.kind], program, *arguments]
 
 
 @dataclass
@@ -34,18 +28,13 @@ class Worker:
 
     rank: int
     local_rank: int
-    process: subprocess.Popen[bytes]
+    pid: int
     error_file: str
     pidfd: int
     log: str | None = None
     exit_code: int | None = None
     peak_bytes: int | None = None
-    pipes: list[IO[bytes]] = field(default_factory=list)
-
-    @property
-    def pid(self) -> int:
-        """Its process id, and its process group's."""
-        return self.process.pid
+    pipes: list[int] = field(default_factory=list)
 
     def collect(self) -> int:
         """Takes the exit code of the ended worker, and the memory it had used at most."""
@@ -55,8 +44,7 @@ class Worker:
             self.exit_code = os.waitstatus_to_exitcode(status)
             self.peak_bytes = usage.ru_maxrss * 1024
         except ChildProcessError:  # somebody else in this process waited for it
-            self.exit_code = self.process.poll() or 0
-        self.process.returncode = self.exit_code
+            self.exit_code = 0
         return self.exit_code
 
     def signal(self, number: int) -> None:
@@ -74,30 +62,11 @@ def allow_descriptors(workers: int) -> tuple[int, int] | None:
     return soft, hard
 
 
-def start_worker(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    outputs: tuple[BinaryIO | int, BinaryIO | int],
-    pass_fds: Sequence[int],
-    cores: Cores | None,
-    files: tuple[int, int] | None = None,
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a process in a session of its own, on its cores; with a descriptor that becomes readable at its end.
-
-    `files` is its limit of descriptors, where it is not the launcher's.
-    """
-    process = subprocess.Popen(
-        words,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=outputs[0],
-        stderr=outputs[1],
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
+def prepare(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> int:
+    """Binds a new worker to its cores and limits it; a descriptor that becomes readable at its end."""
     with contextlib.suppress(OSError):  # it has ended already, or the cores were taken away
         if cores is not None:
-            os.sched_setaffinity(process.pid, cores)
-        if files is not None:
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, files)
-    return process, os.pidfd_open(process.pid)
+            os.sched_setaffinity(pid, cores)
+        if descriptors is not None:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, descriptors)
+    return os.pidfd_open(pid)

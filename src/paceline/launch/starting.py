@@ -1,0 +1,100 @@
+"""Two ways to start a worker: a new interpreter each, or forks of a template that has its imports behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from paceline.launch import bootstrap, template
+
+_ANSWER_S = 60.0
+
+
+class Starter(Protocol):
+    """Starts workers of one generation; left as a context, it holds nothing any more."""
+
+    def start(self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int]) -> int:
+        """Starts a worker in a session of its own, a child of this process; its process id."""
+
+    def __enter__(self) -> Starter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None: ...
+
+
+def _python() -> str:
+    return os.environ.get("PYTHON_EXEC", sys.executable)
+
+
+class Interpreters:
+    """A new interpreter for each worker."""
+
+    def __init__(self, environment: Mapping[str, str], pass_fds: Sequence[int]) -> None:
+        self._environment = environment
+        self._pass_fds = pass_fds
+
+    def start(self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int]) -> int:
+        """Starts a worker."""
+        process = subprocess.Popen(
+            [_python(), bootstrap.__file__, str(os.getpid()), *words],
+            env={**self._environment, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=outputs[0],
+            stderr=outputs[1],
+            pass_fds=self._pass_fds,
+            start_new_session=True,
+        )
+        process.returncode = 0  # it is waited for by its number
+        return process.pid
+
+    def __enter__(self) -> Interpreters:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Template:
+    """Forks of one process; the launcher must adopt orphans."""
+
+    def __init__(self, environment: Mapping[str, str], pass_fds: Sequence[int]) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(_ANSWER_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [_python(), template.__file__, str(os.getpid()), str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *pass_fds],
+                start_new_session=True,
+            )
+
+    def start(self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int]) -> int:
+        """Starts a worker.
+
+        Raises:
+            OSError: the template ended or does not answer.
+        """
+        request = json.dumps({"words": words, "variables": dict(variables)}).encode()
+        socket.send_fds(self._connection, [request], list(outputs))
+        answer = self._connection.recv(4)
+        if len(answer) != 4:
+            raise OSError(
+                f"the process that workers are forked from (pid {self._process.pid}) has ended; look at its output, or "
+                "use --start-method spawn"
+            )
+        return int.from_bytes(answer, "little")
+
+    def __enter__(self) -> Template:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.wait()
