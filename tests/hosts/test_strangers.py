@@ -11,7 +11,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 
 import paceline as dist
