@@ -14,28 +14,28 @@ using executor::Messenger;
 using executor::Request;
 using executor::Schedule;
 
-// A send or a receive that is under way.
+// A send or a receive that is under way. It does not keep its group's memory: a group that is closed ends all of them.
 class Message {
   public:
-    Message(std::shared_ptr<Messenger> messenger, std::shared_ptr<Request> request)
-        : messenger_(std::move(messenger)), request_(std::move(request)) {}
+    Message(const std::shared_ptr<Messenger>& messenger, std::shared_ptr<Request> request)
+        : messenger_(messenger), request_(std::move(request)) {}
 
     bool done() const { return request_->done(); }
     int source() const { return request_->source(); }
     nb::object outcome() const { return report(request_->outcome()); }
 
     bool wait(std::int64_t timeout_ns) const {
-        bool done = false;
-        {
+        bool done = request_->done();
+        if (const std::shared_ptr<Messenger> messenger = messenger_.lock(); messenger && !done) {
             const nb::gil_scoped_release release;
-            done = messenger_->wait(request_, timeout_ns, python_interrupted);
+            done = messenger->wait(request_, timeout_ns, python_interrupted);
         }
         if (PyErr_Occurred() != nullptr) throw nb::python_error();
         return done;
     }
 
   private:
-    std::shared_ptr<Messenger> messenger_;
+    std::weak_ptr<Messenger> messenger_;
     std::shared_ptr<Request> request_;
 };
 
@@ -110,7 +110,7 @@ class LinkGroup {
             request = begin(*messenger);
             if (background && !request->done()) messenger->run_in_background();
         }
-        return Message(std::move(messenger), std::move(request));
+        return Message(messenger, std::move(request));
     }
 
     std::shared_ptr<Progress> progress() const {

@@ -317,10 +317,11 @@ void Messenger::end_body(int peer) {
             return;
         }
         case FrameKind::verdict:
-            if (auto outcome = decode(from.body, links_.size()); !outcome || outcome->reporter != peer)
+            // Passed on, so that nobody sees this rank leave before it hears why.
+            if (auto outcome = decode(from.body, links_.size()); !outcome)
                 closed(peer);
             else if (!failure_)
-                break_group(std::move(*outcome), false);
+                break_group(std::move(*outcome), true);
             return;
         case FrameKind::goodbye:
             from.left = true;
