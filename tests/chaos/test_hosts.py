@@ -1,0 +1,135 @@
+"""Ranks on two hosts are killed, stopped and cut off at instants nobody chose; the others are told, and clean up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline as dist
+from hosts.talking import await_word, rank, say
+
+TIMEOUT_S = 3
+SILENCE_S = 9  # until a host that vanished is given up, whatever the time-out
+EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a short cut")
+
+
+def ours() -> set[str]:
+    """What of Paceline's is there: threads, and shared memory."""
+    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    maps = Path("/proc/self/maps").read_text()
+    return {name for name in names if name.startswith("paceline")} | ({"memory"} if "memfd:paceline" in maps else set())
+
+
+def one_step(world: dist.ProcessGroup, sub: dist.ProcessGroup | None, chance: random.Random) -> None:
+    """The ranks' chances are seeded alike, so they make the same calls."""
+    size, me = world.size(), world.rank()
+    count = chance.choice([1, 100, 5_000, 70_000, 300_000])
+    later = chance.random() < 0.5
+    tensor = torch.ones(count)
+    works = [dist.all_reduce(tensor, async_op=later)]
+    kind = chance.randrange(5)
+    if kind == 0:
+        peer = (me + size // 2) % size
+        received = world.recv(torch.empty(count), peer, async_op=True)
+        world.send(torch.ones(count), peer)
+        works.append(received)
+    elif kind == 1:
+        outputs = [torch.empty(count) for _ in range(size)]
+        dist.all_to_all(outputs, [torch.ones(count) for _ in range(size)])
+    elif kind == 2 and sub is not None:
+        works.append(dist.all_reduce(torch.ones(count), group=sub, async_op=True))
+    elif kind == 3:
+        dist.broadcast(torch.ones(count), chance.randrange(size))
+    for work in works:
+        if work is not None:
+            work.wait()
+    if not (tensor == size).all():
+        raise AssertionError("a wrong sum")
+
+
+def go_on_until_told(ready: str, seed: int) -> tuple[str, str, float]:
+    dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_S))
+    world = dist.GroupMember.WORLD
+    pair = dist.new_group([0, 3])
+    sub = pair if isinstance(pair, dist.ProcessGroup) else None
+    chance = random.Random(seed)
+    say(ready, str(rank()))
+    told = ("nothing", "", 0.0)
+    # The survivors agree on the end, so that none of them is left waiting.
+    over = torch.zeros(1)
+    try:
+        while not over:
+            one_step(world, sub, chance)
+            over.fill_(float(Path(ready, "over").exists()))
+            dist.broadcast(over, 0)
+    except dist.CollectiveError as error:
+        told = (type(error).__name__, str(error), time.time())
+    started = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - started < 3
+    deadline = time.monotonic() + 5
+    while left := ours():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+    return told
+
+
+def survive(hosts, directory: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    event = EVENTS[seed % len(EVENTS)]
+    victims = chance.sample(range(4), 2)[: 2 if event in ("kill two", "kill and stop") else 1]
+    with hosts(2, 2, bridged=True).start(go_on_until_told, str(directory), seed) as run:
+        await_word(str(directory), *map(str, range(4)))
+        time.sleep(chance.random() / 2)
+        if event == "cut":
+            run.cut(0, 1)
+            victims = []
+        elif event == "a short cut":
+            run.cut(0, 1)
+            time.sleep(0.7)
+            run.heal()
+        elif event == "a short stop":
+            run.kill(victims[0], signal.SIGSTOP)
+            time.sleep(0.7)
+            run.kill(victims[0], signal.SIGCONT)
+        else:
+            for victim, way in zip(victims, ["stop" if event == "stop" else "kill", event.split()[-1]], strict=False):
+                run.kill(victim, signal.SIGSTOP if way == "stop" else signal.SIGKILL)
+        short = event.startswith("a short")
+        if short:
+            say(str(directory), "over")
+            victims = []
+        happened = time.time()
+        told = run.join(SILENCE_S + TIMEOUT_S + 8, expect_dead=set(victims))
+    for number in set(range(4)) - set(victims):
+        error, message, at = told[number]
+        place = f"seed {seed}, {event} {victims}, rank {number}: {error} {message}"
+        if short:
+            assert error == "nothing", place
+            continue
+        assert error in ("PeerLostError", "CollectiveTimeoutError"), place
+        assert at - happened < (1.5 if event.startswith("kill") and "stop" not in event else TIMEOUT_S + 1), place
+        others = [f"rank {victim} (h{victim // 2}, pid {run.pids[victim]})" for victim in victims]
+        assert not others or any(other in message for other in others), place
+
+
+@pytest.mark.parametrize("seed", range(len(EVENTS)), ids=[each.replace(" ", "-") for each in EVENTS])
+def test_survivors_are_told_and_clean_up(hosts, tmp_path, seed):
+    survive(hosts, tmp_path, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_survivors_are_told_and_clean_up_at_every_instant(hosts, tmp_path):
+    first = int(os.environ.get("PACELINE_TEST_SEED", "100"))
+    for seed in range(first, first + 140):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        survive(hosts, directory, seed)
