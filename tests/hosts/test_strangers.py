@@ -16,6 +16,7 @@ import torch
 import paceline as dist
 from hosts.network import ipv4
 from hosts.talking import await_word, rank, say
+from paceline.security.doorkeeper import Doorkeeper
 
 STRANGERS = 10_000
 
@@ -137,3 +138,25 @@ def work_among_strangers() -> int:
 
 def test_a_job_goes_on_while_strangers_are_at_the_store(hosts):
     assert hosts(2, 1)(work_among_strangers, timeout_s=80)[0] > STRANGERS / 2
+
+
+def be_shown_out_at_first() -> None:
+    if rank() == 0:
+        shown_out: list[int] = []
+        leave = Doorkeeper._leave
+
+        def too_busy(keeper: Doorkeeper, number: int) -> bool:
+            """The first two connections are ended by newer ones just when their proof has come."""
+            welcome = leave(keeper, number)
+            if welcome and keeper._channel == "links" and len(shown_out) < 2:
+                shown_out.append(number)
+                return False
+            return welcome
+
+        Doorkeeper._leave = too_busy
+    dist.init_process_group(timeout=timedelta(seconds=8))
+    dist.barrier()
+
+
+def test_who_was_shown_out_by_a_crowd_comes_again(hosts):
+    hosts(2, 1)(be_shown_out_at_first, timeout_s=20)

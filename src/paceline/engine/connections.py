@@ -22,6 +22,7 @@ from paceline.store.base import Store
 from paceline.store.tcp import listen
 
 _CHANNEL = "links"
+_WELCOME = b"\x01"
 
 Sockets = list[list[int]]
 
@@ -47,11 +48,16 @@ def connect(
     remote = [peer for peer in ranks if peer not in topology.local_ranks]
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     arrived: queue.SimpleQueue[tuple[Hello, socket.socket]] = queue.SimpleQueue()
+
+    def admit(connection: socket.socket, hello: Hello) -> None:
+        connection.sendall(_WELCOME)
+        arrived.put((hello, connection))
+
     doorkeeper = Doorkeeper(
         listen(address, 0, job_secret()),
         key,
         _CHANNEL,
-        lambda connection, hello: arrived.put((hello, connection)),
+        admit,
         number,
     )
     with contextlib.ExitStack() as cleanup:
@@ -94,8 +100,8 @@ def connect(
                     f"within {timeout_s:.0f} s; look at their output"
                 ) from None
             cleanup.enter_context(connection)
-            if (hello.rank, hello.lane) in missing:
-                found[hello.rank, hello.lane] = connection
+            if hello.rank > topology.rank and (hello.rank, hello.lane) in expected:
+                found[hello.rank, hello.lane] = connection  # the latest: it gave up those before
         return [[found[peer, lane].detach() for lane in range(1 + streams)] if peer in remote else [] for peer in ranks]
 
 
@@ -105,6 +111,7 @@ def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline:
         connection = socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
         try:
             prove(connection, key, hello, left_s)
+            _await_welcome(connection, left_s)
             connection.settimeout(None)
             return connection
         except HandshakeUnfinishedError:
@@ -115,6 +122,17 @@ def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline:
         except BaseException:
             connection.close()
             raise
+
+
+def _await_welcome(connection: socket.socket, timeout_s: float) -> None:
+    """A crowd of strangers can push this connection out after its proof was sent and before it was read."""
+    connection.settimeout(timeout_s)
+    try:
+        if connection.recv(1) == _WELCOME:
+            return
+    except OSError:
+        pass
+    raise HandshakeUnfinishedError("the other end closed the connection before it had read the proof")
 
 
 def _close_all(arrived: queue.SimpleQueue[tuple[Hello, socket.socket]]) -> None:
