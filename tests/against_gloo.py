@@ -12,6 +12,9 @@ import torch.distributed as torch_dist
 
 import paceline.plugin
 
+# A gloo group that ends on one of its own threads, in whose callback the last reference was, ends the process.
+_kept: list[object] = []
+
 
 @contextmanager
 def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator[None]:
@@ -25,6 +28,8 @@ def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=timeout_s),
     )
+    if backend == "gloo":
+        _kept.append(torch_dist.group.WORLD)
     try:
         yield
     finally:

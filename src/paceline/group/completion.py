@@ -1,8 +1,11 @@
-"""Tells when asynchronous calls are over, without anybody waiting for them: one thread a process, started on first use.
+"""Tells when asynchronous calls are over, without anybody waiting for them: a thread, started on first use.
 
 The thread waits in the core, without the interpreter lock, for the oldest call, and looks at the others in between.
 Calls of one group end in the order in which they were made, so it is at once for them; a call that overtakes one of
 another group is noticed within `_LONGEST_WAIT_NS`.
+
+What is done at the end of a call may make further calls and wait for them (PowerSGD does). The thread it runs on cannot
+tell that those are over, so another one does, one level deeper; most processes never have it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ _Arrival = tuple[Awaitable, Callable[[], None]]
 class CompletionThread:
     """Runs what is to be done when calls are over; ended by `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int = 0) -> None:
+        self._level = level
         self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
@@ -53,6 +57,7 @@ class CompletionThread:
             self._thread.join()
 
     def _run(self) -> None:
+        _here.level = self._level
         pending: list[_Arrival] = []
         wait_ns = _SHORTEST_WAIT_NS
         while True:
@@ -74,23 +79,24 @@ class CompletionThread:
                     logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
 
 
-_thread: CompletionThread | None = None
+_threads: list[CompletionThread] = []
 _starting = threading.Lock()
+_here = threading.local()
 
 
 def when_done(call: Awaitable, then: Callable[[], None]) -> None:
     """Has `then` called on another thread when `call` is over."""
-    global _thread
+    level = getattr(_here, "level", -1) + 1
     with _starting:
-        if _thread is None:
-            _thread = CompletionThread()
-            atexit.register(_thread.close)
-        _thread.add(call, then)
+        if level == len(_threads):
+            _threads.append(CompletionThread(level))
+            atexit.register(_threads[level].close)
+        _threads[level].add(call, then)
 
 
 def _forget_in_child() -> None:
-    global _thread, _starting
-    _thread = None
+    global _starting
+    _threads.clear()
     _starting = threading.Lock()
 
 

@@ -140,8 +140,10 @@ class Work:
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         error = self.exception()
         if error is not None:
+            failed = _Failed(error)
+            future._set_unwrap_func(failed.raise_error)
             # torch annotates the error with the type of the value.
-            cast("torch.futures.Future[Exception]", future).set_exception(error)
+            cast("torch.futures.Future[_Failed]", future).set_result(failed)
         else:
             future.set_result(list(self._results))
 
@@ -177,6 +179,24 @@ class JoinedWork(Work):
 
     def _failure(self) -> Exception | None:
         return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+
+class _Failed:
+    """The value of a failed call's future.
+
+    Where torch's C++ reads a future (DistributedDataParallel's reducer does), it pickles the value to find the tensors
+    in it. Of what `Future.set_exception` leaves there it finds none, and reads the first of them all the same.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def raise_error(self, _: object) -> None:
+        """What `wait` and `value` of the future do."""
+        raise self._error
+
+    def __reduce__(self) -> str:
+        raise self._error
 
 
 class _All:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as torch_dist
@@ -105,8 +106,19 @@ class Identity(torch_dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Ends the group for this rank."""
+        """Ends the group for this rank; idempotent."""
+        if "_group" not in vars(self):
+            return
         self._group.close()
         self._engine.close()
+        del self._group, self._engine  # meshes keep the group after its end, and its descriptors with it
 
     abort = shutdown
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == "_group":
+            raise ValueError(
+                f"rank {self._rank}: {self!r} was destroyed (destroy_process_group); make a new one with "
+                "init_process_group or new_group"
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

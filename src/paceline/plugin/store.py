@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store as TorchStore
-from torch.distributed import DistStoreError
 
 from paceline.store.base import Answer, Op, Status, Store
 
@@ -29,6 +28,9 @@ class BorrowedStore(Store):
             return Status.REFUSED, 0, [b"the engine does not need it"]
         try:
             self._store.wait(names, timedelta(seconds=timeout_s))
-        except DistStoreError:
-            return Status.TIMED_OUT, 0, [name.encode() for name in names if not self._store.check([name])]
+        except RuntimeError:  # the stores of torch have different errors for it
+            absent = [name.encode() for name in names if not self._store.check([name])]
+            if not absent:
+                raise
+            return Status.TIMED_OUT, 0, absent
         return Status.OK, 0, [] if op is Op.WAIT else [self._store.get(name) for name in names]

@@ -1,0 +1,161 @@
+"""PyTorch's own data parallelism over the backend "paceline": each program trains as it does over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from against_gloo import agree_closely
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+Result = list[torch.Tensor]
+
+
+def network(normalization: type[nn.Module] = nn.BatchNorm1d) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Linear(20, 64), nn.ReLU(), normalization(64), nn.Linear(64, 33), nn.ReLU(), nn.Linear(33, 5)
+    )
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + torch_dist.get_rank())
+    inputs = torch.randn(8, 20, generator=generator)
+    return inputs.to(dtype), torch.randint(0, 5, (8,), generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> Result:
+    losses = []
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def ddp(options: dict[str, bool | float], hook: str = "none") -> Result:
+    model = DistributedDataParallel(network(), **options)
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "C++ all-reduce":
+        model._register_builtin_comm_hook(torch_dist.BuiltinCommHookType.ALLREDUCE)
+    elif hook == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook == "local SGD":
+        state = post_localSGD_hook.PostLocalSGDState(
+            None, torch_dist.new_subgroups(group_size=1)[0], start_localSGD_iter=2
+        )
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    return [*train(model, torch.optim.SGD(model.parameters(), 0.1)), *model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}],
+    ids=["plain", "static graph", "bucket views", "small buckets"],
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ddp_agrees(ranks, tmp_path, size, options):
+    ranks(size)(agree_closely, ddp, str(tmp_path), options)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "C++ all-reduce", "PowerSGD", "local SGD"])
+def test_ddp_with_a_hook_agrees(ranks, tmp_path, hook):
+    ranks(2)(agree_closely, ddp, str(tmp_path), {}, hook)
+
+
+def ddp_with_uneven_inputs() -> Result:
+    model = DistributedDataParallel(nn.Linear(20, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for step in range(2 + torch_dist.get_rank()):
+            optimizer.zero_grad()
+            model(batch(step)[0]).sum().backward()
+            optimizer.step()
+    return list(model.state_dict().values())
+
+
+def unused_parameters() -> Result:
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(20, 5), nn.Linear(20, 5)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return (self.first if torch_dist.get_rank() else self.second)(inputs)
+
+    torch.manual_seed(7)
+    model = DistributedDataParallel(Chooses(), find_unused_parameters=True)
+    return [*train(model, torch.optim.SGD(model.parameters(), 0.1)), *model.state_dict().values()]
+
+
+def no_sync() -> Result:
+    model = DistributedDataParallel(network())
+    with model.no_sync():
+        model(batch(0)[0]).sum().backward()
+    model(batch(1)[0]).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def zero() -> Result:
+    model = DistributedDataParallel(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    losses = train(model, optimizer)
+    with Join([model, optimizer]):
+        for step in range(1 + torch_dist.get_rank()):
+            optimizer.zero_grad()
+            model(batch(step)[0]).sum().backward()
+            optimizer.step()
+    optimizer.consolidate_state_dict(0)
+    state = optimizer.state_dict()["state"] if torch_dist.get_rank() == 0 else {}
+    return [*losses, *model.parameters(), *(moments["exp_avg"] for moments in state.values())]
+
+
+def fsdp1() -> Result:
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    losses = train(model, torch.optim.Adam(model.parameters(), 0.01))
+    model.clip_grad_norm_(0.1)
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def fsdp2(half: bool = False, hybrid: bool = False) -> Result:
+    size = torch_dist.get_world_size()
+    shape, names = ((2, size // 2), ("replicate", "shard")) if hybrid else ((size,), ("shard",))
+    mesh = torch_dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = network(nn.LayerNorm if half else nn.BatchNorm1d)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    losses = train(model, torch.optim.Adam(model.parameters(), 0.01))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+    return [*losses, norm, *(parameter.full_tensor().detach() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "program", [ddp_with_uneven_inputs, unused_parameters, no_sync, zero, fsdp1, fsdp2], ids=lambda f: f.__name__
+)
+def test_training_agrees(ranks, tmp_path, program: Callable[..., Result], size):
+    ranks(size)(agree_closely, program, str(tmp_path))
+
+
+def test_fsdp2_in_half_precision_agrees(ranks, tmp_path):
+    ranks(2)(agree_closely, fsdp2, str(tmp_path), True)
+
+
+def test_fsdp2_sharded_and_replicated_agrees(ranks, tmp_path):
+    ranks(4)(agree_closely, fsdp2, str(tmp_path), False, True)

@@ -1,0 +1,179 @@
+"""What a program of torch.distributed is told when ranks die, disagree or stay away, and what a group leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from against_gloo import torch_group
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+
+
+def lose_a_rank(directory: str, how: str) -> str:
+    with torch_group("paceline", directory):
+        rank = torch_dist.get_rank()
+        group = torch_dist.new_group([2, 1])  # rank 1 is its last: messages name ranks of the job
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
+        if how == "DDP":
+            model = DistributedDataParallel(model, process_group=group) if rank else model
+        elif how == "FSDP":
+            mesh = torch_dist.init_device_mesh("cpu", (3,))
+            model = fully_shard(model, mesh=mesh)
+        torch_dist.barrier()
+        if rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        in_group = how in ("synchronous", "DDP", "message") and rank == 2
+        with pytest.raises(RuntimeError, match=r"rank 1 \(.*, pid \d+\) died") as caught:
+            if in_group and how == "synchronous":
+                torch_dist.all_reduce(torch.ones(70_000), group=group)
+            elif in_group and how == "DDP":
+                for _ in range(2):
+                    model(torch.ones(2, 100)).sum().backward()
+            elif in_group:
+                torch_dist.recv(torch.ones(3), 1, group=group)
+            elif how == "FSDP":
+                for _ in range(2):
+                    model(torch.ones(2, 100)).sum().backward()
+            elif how == "work":
+                torch_dist.all_reduce(torch.ones(70_000), async_op=True).wait()
+            elif how == "future":
+                torch_dist.all_reduce(torch.ones(70_000), async_op=True).get_future().wait()
+            elif how == "functional":
+                gathered = torch_dist._functional_collectives.all_reduce(torch.ones(70_000), "sum", [0, 1, 2])
+                torch_dist._functional_collectives.wait_tensor(gathered)
+            else:
+                torch_dist.barrier()
+        time.sleep(1)  # so that nobody hears of a rank that left before it hears of the one that died
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("how", ["synchronous", "work", "future", "message", "functional", "DDP", "FSDP"])
+def test_a_dead_rank_is_named(ranks, tmp_path, how):
+    with ranks(3).start(lose_a_rank, str(tmp_path), how) as world:
+        told = world.join(60, expect_dead={1})
+    for rank in (0, 2):
+        assert "PeerLostError" in told[rank], told[rank]
+
+
+def disagree(directory: str) -> None:
+    with torch_group("paceline", directory):
+        rank = torch_dist.get_rank()
+        for wait in ("synchronously", "work", "future"):
+            with pytest.raises(paceline.CollectiveMismatchError, match="4 elements.*5 elements"):
+                work = torch_dist.all_reduce(torch.ones(4 + rank), async_op=wait != "synchronously")
+                (work if wait == "work" else work.get_future()).wait()
+            tensor = torch.ones(3)
+            torch_dist.all_reduce(tensor)
+            assert tensor[0] == 2
+        work = torch_dist.all_reduce(torch.ones(4 + rank), async_op=True)
+        with pytest.raises(paceline.CollectiveMismatchError):
+            work.wait()
+        assert work.is_completed() and not work.is_success()
+        assert isinstance(work.exception(), paceline.CollectiveMismatchError)
+
+
+def test_calls_that_do_not_fit_fail_and_harm_nothing(ranks, tmp_path):
+    ranks(2)(disagree, str(tmp_path))
+
+
+def stay_away(directory: str) -> None:
+    with torch_group("paceline", directory):
+        group = torch_dist.new_group([1, 0], timeout=timedelta(seconds=0.5))
+        if torch_dist.get_rank() == 0:
+            with pytest.raises(paceline.CollectiveTimeoutError, match=r"given up after 0\.5 s.*rank 1 \(") as caught:
+                torch_dist.all_reduce(torch.ones(3), group=group)
+            assert caught.value.missing == (1,)
+        torch_dist.barrier()
+        # The time limit that a caller gives for waiting.
+        if torch_dist.get_rank() == 0:
+            work = torch_dist.all_reduce(torch.ones(70_000), async_op=True)
+            with pytest.raises(paceline.CollectiveTimeoutError, match="wait"):
+                work.wait(timedelta(seconds=0.1))
+            torch_dist.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            torch_dist.recv(torch.ones(1), 0)
+            torch_dist.all_reduce(torch.ones(70_000))
+
+
+def test_a_rank_that_stays_away_is_named(ranks, tmp_path):
+    ranks(2)(stay_away, str(tmp_path))
+
+
+def refuse(directory: str) -> None:
+    with torch_group("paceline", directory):
+        group = torch_dist.group.WORLD
+        with pytest.raises(TypeError, match="takes CPU tensors"):
+            torch_dist.all_reduce(torch.ones(3, device="meta"))
+        with pytest.raises(RuntimeError, match="no backend for the device cuda"):
+            group._get_backend(torch.device("cuda"))
+        with pytest.raises(ValueError, match="must be contiguous"):
+            torch_dist.all_gather_into_tensor(torch.empty(4, 6).t(), torch.ones(12))
+        with pytest.raises(ValueError, match="has no options"):
+            torch_dist.new_group(pg_options=object())
+
+
+def test_what_cannot_be_done_is_refused(ranks, tmp_path):
+    ranks(2)(refuse, str(tmp_path))
+
+
+def use_groups(directory: str) -> None:
+    before: tuple[int, int] | None = None
+    for turn in range(4):
+        os.makedirs(f"{directory}/{turn}", exist_ok=True)
+        with torch_group("paceline", f"{directory}/{turn}"):
+            group = torch_dist.new_group([1, 0])
+            mesh = torch_dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+            for each in (None, group, mesh.get_group("b")):
+                work = torch_dist.all_reduce(torch.ones(70_000), group=each, async_op=True)
+                work.get_future().wait()
+                torch_dist.all_reduce(torch.ones(3), group=each)
+            assert "PACELINE_SECRET" in os.environ  # the test's, not one that joining left
+        with pytest.raises(ValueError, match="was destroyed"):
+            group.allreduce([torch.ones(3)])
+        del work  # but not the group and the mesh, which programs keep
+        now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        if turn == 1:  # the first one starts what lives as long as the process: torch's threads, the completion thread
+            before = now
+        assert before is None or now <= before, (turn, before, now)
+
+
+def test_a_destroyed_group_leaves_no_threads_and_no_descriptors(ranks, tmp_path):
+    ranks(2)(use_groups, str(tmp_path))
+
+
+def form_without_a_secret(directory: str) -> None:
+    del os.environ["PACELINE_SECRET"]
+    with torch_group("paceline", directory):
+        torch_dist.all_reduce(torch.ones(3))
+        torch_dist.all_reduce(torch.ones(3), group=torch_dist.new_group([1, 0]))
+        assert "PACELINE_SECRET" not in os.environ
+
+
+def form_with_one_secret(directory: str) -> None:
+    if os.environ["RANK"] == "1":
+        del os.environ["PACELINE_SECRET"]
+        with pytest.raises(paceline.AuthenticationError, match="no secret of the job, and rank 0 has one"):
+            torch_group("paceline", directory, 5).__enter__()
+    else:
+        with pytest.raises(paceline.StoreTimeoutError, match="engine/1"):
+            torch_group("paceline", directory, 2).__enter__()
+
+
+def test_ranks_without_a_secret_share_one_while_they_meet(ranks, tmp_path):
+    ranks(2)(form_without_a_secret, str(tmp_path))
+
+
+def test_a_secret_that_only_some_ranks_have_is_told(ranks, tmp_path):
+    ranks(2)(form_with_one_secret, str(tmp_path))

@@ -1,0 +1,71 @@
+"""The entry point that makes the backend known at `import torch`, which must never break or slow that."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KNOWN = "import torch; print(torch.distributed.is_backend_available('paceline'))"
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Runs code in a fresh interpreter in which the package's entry point is installed."""
+    information = tmp_path / "paceline-0.0.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 0.0.0\n")
+    section = re.search(
+        r'\[project.entry-points."torch.backends"\]\n(\w+) = "(.+)"', (ROOT / "pyproject.toml").read_text()
+    )
+    assert section is not None
+    (information / "entry_points.txt").write_text(f"[torch.backends]\n{section[1]} = {section[2]}\n")
+
+    def run(code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        environment = {**os.environ, "PYTHONPATH": path, **variables}
+        return subprocess.run(
+            [sys.executable, *options, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("first", ["", "import paceline; ", "import paceline.group.default; "])
+def test_the_backend_is_known_whatever_is_imported_first(installed, first):
+    done = installed(first + KNOWN)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_without_autoloading_one_call_makes_it_known(installed):
+    code = f"{KNOWN}; import paceline.plugin; paceline.plugin.register(); paceline.plugin.register(); {KNOWN}"
+    done = installed(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.endswith("True\n"), done.stderr
+    assert "paceline" not in done.stderr
+
+
+def test_an_error_inside_is_told_and_does_not_end_the_import_of_torch(installed):
+    code = (
+        "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
+        "torch.distributed.Backend.register_backend = None; torch.distributed.Backend.backend_list = ['gloo']; "
+        "torch._import_device_backends(); print('imported')"
+    )
+    done = installed(code, "-W", "error")
+    assert done.stdout == "imported\n", done.stderr
+    assert "torch.distributed does not get the backend 'paceline': TypeError" in done.stderr
+
+
+def test_importing_torch_loads_no_more_of_the_package_than_the_entry_point(installed):
+    code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('paceline')))"
+    assert installed(code).stdout == "['paceline', 'paceline.plugin']\n"
+    code = (
+        "import os, time; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
+        "t = time.perf_counter(); torch._import_device_backends(); print(time.perf_counter() - t)"
+    )
+    fastest_s = min(float(installed(code).stdout) for _ in range(3))
+    assert fastest_s < 0.2  # of the seconds that `import torch` takes

@@ -1,0 +1,223 @@
+"""What is built on torch.distributed: meshes, DTensor, functional collectives, compiled programs and checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
+from against_gloo import agree_closely, torch_group
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from values import make
+
+Result = list[torch.Tensor]
+
+
+def new_groups() -> Result:
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    pair = torch_dist.new_group([size - 1, 0])
+    assert (torch_dist.get_rank(pair) >= 0) == (rank in (0, size - 1))
+    tensor, results = make(torch.float32, 1000, rank), []
+    if rank in (0, size - 1):
+        torch_dist.all_reduce(tensor, group=pair)
+        results.append(tensor.clone())
+        torch_dist.broadcast(tensor.add_(rank), src=size - 1, group=pair)
+        results.append(tensor.clone())
+        torch_dist.barrier(pair)
+        torch_dist.destroy_process_group(pair)
+    alone = torch_dist.new_subgroups(group_size=1)[0]
+    torch_dist.all_reduce(tensor, group=alone)
+    torch_dist.all_reduce(tensor)
+    return [*results, tensor]
+
+
+def mesh() -> Result:
+    rank = torch_dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    results = []
+    for name in ("rows", "columns"):
+        tensor = make(torch.float32, 1000, rank)
+        torch_dist.all_reduce(tensor, group=mesh.get_group(name))
+        gathered = torch.empty(2000)
+        torch_dist.all_gather_into_tensor(gathered, tensor, group=mesh[name].get_group())
+        results += [tensor, gathered]
+    flat = mesh["rows", "columns"]._flatten("all").get_group()
+    torch_dist.all_reduce(results[0], group=flat)
+    return results
+
+
+def tensors() -> Result:
+    size = torch_dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = make(torch.float32, 7 * 12, 0).view(7, 12)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    replicated = distribute_tensor(whole, mesh, [Replicate()])
+    other = sharded.redistribute(mesh, [Shard(1)])
+    product = sharded.t() @ sharded
+    assert product.placements == (Partial(),)
+    reduced = product.redistribute(mesh, [Shard(0)])
+    torch.testing.assert_close(sharded.full_tensor(), whole)
+    return [
+        other.to_local(),
+        replicated.to_local(),
+        product.full_tensor(),
+        reduced.to_local(),
+        (other + 1).sum().full_tensor(),
+    ]
+
+
+def collectives(tensor: torch.Tensor, size: int) -> Result:
+    group = torch_dist.group.WORLD
+    gathered = functional.all_gather_tensor(tensor, 0, group)
+    return [
+        functional.all_reduce(tensor, "sum", group),
+        gathered,
+        functional.reduce_scatter_tensor(gathered, "max", 0, group),
+        functional.broadcast(tensor, 1, group),
+        functional.all_to_all_single(tensor, None, None, group),
+        *functional.all_reduce_coalesced([tensor, tensor * 2], "sum", group),
+        *functional.all_gather_into_tensor_coalesced([tensor, tensor * 2], group),
+        *functional.reduce_scatter_tensor_coalesced([gathered, gathered * 2], "sum", [0, 0], group),
+    ]
+
+
+def functional_collectives() -> Result:
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    return [functional.wait_tensor(each) for each in collectives(make(torch.float32, 12, rank), size)]
+
+
+def compiled() -> Result:
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    run = torch.compile(collectives, fullgraph=True, backend="aot_eager")
+    results = [each.clone() for each in run(make(torch.float32, 12, rank), size)]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def in_place(tensor: torch.Tensor) -> torch.Tensor:
+        torch_dist.all_reduce(tensor)
+        whole = tensor.new_empty(size * tensor.numel())
+        torch_dist.all_gather_into_tensor(whole, tensor)
+        return whole * 2
+
+    return [*results, in_place(make(torch.float32, 12, rank))]
+
+
+def compiled_ddp() -> Result:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)))
+    run = torch.compile(model, backend="aot_eager")
+    run(make(torch.float32, 32, torch_dist.get_rank()).view(4, 8)).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def saved_and_loaded() -> Result:
+    box = [tempfile.mkdtemp()]
+    torch_dist.broadcast_object_list(box)
+    torch.manual_seed(3)
+    model = fully_shard(nn.Sequential(nn.Linear(8, 33), nn.Linear(33, 2)))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    for _ in range(2):
+        model(make(torch.float32, 32, torch_dist.get_rank()).view(4, 8)).sum().backward()
+        optimizer.step()
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), "step": 2}
+    checkpoint.save(state, checkpoint_id=box[0])
+    wanted = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loaded = {"model": get_model_state_dict(model), "step": 0}
+    checkpoint.load(loaded, checkpoint_id=box[0])
+    for parameter, value in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(parameter.full_tensor(), value)
+    running = checkpoint.async_save({"model": get_model_state_dict(model)}, checkpoint_id=str(Path(box[0], "later")))
+    running.result()
+    return wanted
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("program", [new_groups, tensors], ids=lambda f: f.__name__)
+def test_groups_and_tensors_agree(ranks, tmp_path, program: Callable[..., Result], size):
+    ranks(size)(agree_closely, program, str(tmp_path))
+
+
+def test_a_mesh_agrees(ranks, tmp_path):
+    ranks(4)(agree_closely, mesh, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "program", [functional_collectives, compiled, compiled_ddp, saved_and_loaded], ids=lambda f: f.__name__
+)
+def test_programs_agree(ranks, tmp_path, program: Callable[..., Result]):
+    ranks(2)(agree_closely, program, str(tmp_path))
+
+
+def accelerated(directory: str) -> None:
+    from accelerate import Accelerator
+
+    with torch_group("paceline", directory):
+        accelerator = Accelerator(cpu=True)
+        rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+        assert accelerator.num_processes == size and accelerator.process_index == rank
+        torch.manual_seed(3)
+        data = torch.utils.data.TensorDataset(torch.arange(32.0).view(16, 2), torch.arange(16.0))
+        model, optimizer, loader = nn.Linear(2, 1), None, torch.utils.data.DataLoader(data, batch_size=2)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        seen = []
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            accelerator.backward((model(inputs)[:, 0] - targets).square().mean())
+            optimizer.step()
+            seen += accelerator.gather_for_metrics(targets).tolist()
+        assert sorted(seen) == list(range(16))
+        weights = accelerator.gather(model.module.weight.detach())
+        assert torch.equal(weights[0], weights[-1])
+        accelerator.wait_for_everyone()
+
+
+def test_an_accelerate_program(ranks, tmp_path):
+    pytest.importorskip("accelerate", reason="Accelerate, which brings a model hub's client along, is not installed")
+    ranks(2)(accelerated, str(tmp_path))
+
+
+def fabricated() -> None:
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.strategies import DDPStrategy
+
+    import paceline.plugin
+
+    paceline.plugin.register()
+
+    class Environment(LightningEnvironment):
+        @property
+        def creates_processes_externally(self) -> bool:
+            return True
+
+    strategy = DDPStrategy(process_group_backend="paceline", cluster_environment=Environment())
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    assert torch_dist.get_backend() == "paceline" and fabric.world_size == 2
+    fabric.seed_everything(3 + fabric.global_rank)
+    model, optimizer = fabric.setup(module := nn.Linear(2, 1), torch.optim.SGD(module.parameters(), 0.1))
+    fabric.backward(model(torch.full((4, 2), float(fabric.global_rank))).mean())
+    optimizer.step()
+    weights = fabric.all_gather(module.weight.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert fabric.all_reduce(torch.tensor([float(fabric.global_rank)]), reduce_op="mean").item() == 0.5
+    fabric.barrier()
+    torch_dist.destroy_process_group()
+
+
+def test_a_lightning_fabric_program(ranks):
+    pytest.importorskip("lightning_fabric", reason="Lightning Fabric, which brings an HTTP client, is not installed")
+    ranks(2)(fabricated)
