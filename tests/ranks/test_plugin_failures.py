@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -143,6 +144,7 @@ def use_groups(directory: str) -> None:
         with pytest.raises(ValueError, match="was destroyed"):
             group.allreduce([torch.ones(3)])
         del work  # but not the group and the mesh, which programs keep
+        gc.collect()
         now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
         if turn == 1:  # the first one starts what lives as long as the process: torch's threads, the completion thread
             before = now

@@ -70,13 +70,16 @@ class CompletionThread:
             over = [each for each in pending if each[0].done()]
             pending = [each for each in pending if each not in over]
             wait_ns = _SHORTEST_WAIT_NS if over else min(2 * wait_ns, _LONGEST_WAIT_NS)
-            for _, when_done in over:
+            while over:
                 if self._closed:
                     return
-                try:
-                    when_done()
-                except Exception:
-                    logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+                self._tell(over.pop(0))  # and keep nothing of it: a group ends when nobody holds its calls
+
+    def _tell(self, arrival: _Arrival) -> None:
+        try:
+            arrival[1]()
+        except Exception:
+            logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
 
 
 _threads: list[CompletionThread] = []
