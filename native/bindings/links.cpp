@@ -39,12 +39,25 @@ class Message {
     std::shared_ptr<Request> request_;
 };
 
+// A messenger with the links that it must not outlive. (A deleter that held them would, by the messages' weak
+// pointers.)
+struct Owned {
+    explicit Owned(std::shared_ptr<link::Links> held) : links(std::move(held)), messenger(*links) {}
+
+    std::shared_ptr<link::Links> links;
+    Messenger messenger;
+};
+
+std::shared_ptr<Messenger> messenger_of(std::shared_ptr<link::Links> links) {
+    const auto owned = std::make_shared<Owned>(std::move(links));
+    return {owned, &owned->messenger};
+}
+
 class LinkGroup {
   public:
     explicit LinkGroup(std::shared_ptr<link::Links> links)
         : links_(std::move(links)),
-          // The links outlive whoever still holds the messenger.
-          messenger_(new Messenger(*links_), [held = links_](Messenger* messenger) { delete messenger; }),
+          messenger_(messenger_of(links_)),
           // And both outlive a call that another thread still makes.
           progress_(new Progress(std::make_unique<executor::Executor>(*links_, *messenger_)),
                     [links = links_, messenger = messenger_](Progress* progress) { delete progress; }) {}
