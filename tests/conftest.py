@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,3 +37,9 @@ def hosts() -> Iterator[type[Hosts]]:
     skip_where_not_permitted()
     yield Hosts
     close_worlds()
+
+
+def pytest_configure() -> None:
+    """A run in the background of a shell ignores Ctrl-C, and so would all that the tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
