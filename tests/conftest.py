@@ -40,6 +40,8 @@ def hosts() -> Iterator[type[Hosts]]:
 
 
 def pytest_configure() -> None:
-    """A run in the background of a shell ignores Ctrl-C, and so would all that the tests start."""
+    """A run in the background ignores Ctrl-C, one under nohup SIGHUP; what the tests start must not inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)

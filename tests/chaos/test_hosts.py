@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -22,7 +23,10 @@ EVENTS = ("kill", "stop", "cut", "kill two", "kill and stop", "a short stop", "a
 
 def ours() -> set[str]:
     """What of Paceline's is there: threads, and shared memory."""
-    names = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    names = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended just now
+            names.add((task / "comm").read_text().strip())
     maps = Path("/proc/self/maps").read_text()
     return {name for name in names if name.startswith("paceline")} | ({"memory"} if "memfd:paceline" in maps else set())
 
