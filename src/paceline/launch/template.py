@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from importlib import import_module
 from types import ModuleType
 
 _LARGEST = 1 << 18
@@ -27,7 +28,7 @@ def main() -> None:
     from paceline.launch import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    import paceline.rendezvous.methods  # noqa: F401  (what makes a worker slow to start, and what it needs to meet)
+    import_module("paceline.rendezvous.methods")  # what makes a worker slow to start, and what it needs to meet
 
     gc.freeze()
     while True:
