@@ -368,12 +368,4 @@ std::vector<int> Messenger::left() {
     return ranks;
 }
 
-std::vector<int> Messenger::lost() {
-    const std::lock_guard hold(mutex_);
-    std::vector<int> ranks;
-    for (int peer = 0; peer < links_.size(); ++peer)
-        if (state(peer).lost) ranks.push_back(peer);
-    return ranks;
-}
-
 }  // namespace paceline::executor

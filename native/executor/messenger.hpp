@@ -87,9 +87,8 @@ class Messenger {
     std::vector<CallHeader> announced();
     // Frames that wait to be written to `peer`.
     std::size_t queued(int peer);
-    // Ranks that said goodbye, and ranks whose lane closed without.
+    // Ranks that said goodbye.
     std::vector<int> left();
-    std::vector<int> lost();
 
   private:
     struct Outgoing {

@@ -57,7 +57,6 @@ bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_
         if (r == rank_) my_place = static_cast<int>(locals.size());
         locals.push_back(r);
     }
-    crowded_ = static_cast<int>(locals.size()) > cores();
     if (locals.size() < 2) return true;
     const std::size_t rings = locals.size() * kLanesOfAPair;
     auto mine = shm::Segment::create(rings * sizeof(Ring));

@@ -36,8 +36,6 @@ class Links {
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(peers_.size()); }
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
-    // Whether ranks of this host outnumber its cores.
-    bool crowded() const { return crowded_; }
 
     void watch_control(Waiter& waiter) const;
     void watch_bulk(Waiter& waiter) const;
@@ -50,7 +48,6 @@ class Links {
     std::shared_ptr<shm::Mesh> mesh_;
     std::uint64_t id_ = 0;
     int rank_ = 0;
-    bool crowded_ = false;
     std::uint64_t local_peers_ = 0;  // bits of the mesh
     std::vector<Peer> peers_;
     std::vector<std::shared_ptr<shm::Segment>> segments_;

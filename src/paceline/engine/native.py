@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline import _core
-from paceline.engine.bootstrap import Topology, join
+from paceline.engine.bootstrap import join
 from paceline.engine.channel import Channel
 from paceline.engine.connections import connect
 from paceline.engine.costs import UNMEASURED, agree_on_costs
@@ -88,11 +88,6 @@ class NativeEngine:
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
         return self._topology.members
-
-    @property
-    def topology(self) -> Topology:
-        """Which ranks run on which host."""
-        return self._topology
 
     def skip_group(self) -> None:
         """Counts a group that this rank is not in, so that all ranks number their groups alike."""

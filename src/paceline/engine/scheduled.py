@@ -56,10 +56,7 @@ class ScheduledChannel:
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int) -> _core.Outcome | None:
         """Of one dense tensor, in place."""
         nbytes = count * ITEM_SIZES[dtype]
-        schedule = self._schedule_for(Operation.ALL_REDUCE, -1, nbytes)
-        return self._links.run(
-            schedule, Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [[address, nbytes]]
-        )
+        return self.run(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [[address, nbytes]])
 
     def run(
         self,
