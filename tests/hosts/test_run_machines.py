@@ -76,13 +76,14 @@ def test_a_failure_on_one_machine_is_told_on_all_and_restarts_all(machines):
     here.wait_for(2)
     here.say("fail1")
     here.wait_for(2, generations=2)
+    (host,) = (line[1] for line in here.log() if line[2] == "1" and line[3] == "0")
     here.say("fail0")
     for launcher in launchers:
         here.expect(launcher, 1)
         said = here.said(launcher)
         assert "restart 1 of 1 in 0.25 s: rank 1 failed" in said
         assert said.rstrip().endswith("ValueError: told to fail")
-        assert "rank 0 failed first (h0, pid" in said
+        assert f"rank 0 failed first ({host}, pid" in said
 
 
 def test_machines_come_in_any_order_and_newcomers_get_a_place_within_a_second(machines):
