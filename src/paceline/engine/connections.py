@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from paceline.engine.bootstrap import Topology
+from paceline.engine.congestion import set_congestion_control
 from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
@@ -102,6 +103,8 @@ def connect(
             cleanup.enter_context(connection)
             if hello.rank > topology.rank and (hello.rank, hello.lane) in expected:
                 found[hello.rank, hello.lane] = connection  # the latest: it gave up those before
+        for connection in found.values():
+            set_congestion_control(connection)
         return [[found[peer, lane].detach() for lane in range(1 + streams)] if peer in remote else [] for peer in ranks]
 
 

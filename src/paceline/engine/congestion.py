@@ -1,0 +1,60 @@
+"""Which congestion control a connection between hosts uses.
+
+BBR, the default of many machines, spaces packets out in time. Within a data centre the timers for that cost more than
+the network does (bench/hosts.py: half of the rate between two hosts), and a loss-based control fills the line as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+
+VARIABLE = "PACELINE_CONGESTION"
+
+_PACED = "bbr"
+_UNPACED = ("cubic", "reno")
+_NEAR_US = 1000
+_MIN_RTT_AT = 148  # of tcpi_min_rtt in struct tcp_info (linux/tcp.h), microseconds
+_INFO_BYTES = 152
+_NAME_BYTES = 16
+
+
+def set_congestion_control(connection: socket.socket) -> None:
+    """Sets the TCP congestion control of `connection`, which has carried its handshake.
+
+    What PACELINE_CONGESTION names (as in net.ipv4.tcp_available_congestion_control), or else: the system's choice,
+    unless that is BBR and the peer is less than a millisecond away; then cubic or reno.
+
+    Raises:
+        ValueError: the kernel does not have what PACELINE_CONGESTION names, or does not let this user take it.
+    """
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        try:
+            _set(connection, wanted)
+        except OSError as error:
+            raise ValueError(
+                f"{VARIABLE} is {wanted!r}, which this kernel refuses ({error.strerror}); take one of those in "
+                "/proc/sys/net/ipv4/tcp_allowed_congestion_control, or unset it"
+            ) from None
+    elif _get(connection).startswith(_PACED) and _round_trip_us(connection) < _NEAR_US:
+        for name in _UNPACED:
+            with contextlib.suppress(OSError):
+                _set(connection, name)
+                return
+
+
+def _get(connection: socket.socket) -> str:
+    name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
+    return name.split(b"\0")[0].decode()
+
+
+def _set(connection: socket.socket, name: str) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+
+
+def _round_trip_us(connection: socket.socket) -> int:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    return int(struct.unpack_from("=I", info, _MIN_RTT_AT)[0]) if len(info) >= _INFO_BYTES else _NEAR_US
