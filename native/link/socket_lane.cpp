@@ -19,6 +19,8 @@ constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
 constexpr int kMostDrained = 4096;  // reads
+// What waits in the kernel to be sent is read from memory once more if it does not fit the cache.
+constexpr int kMostUnsent = 128 << 10;
 
 std::size_t fill(std::array<iovec, kMostPieces + 1>& vectors, std::span<const Piece> pieces, std::size_t& wanted) {
     const std::size_t n = std::min(pieces.size(), kMostPieces);
@@ -40,6 +42,7 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
     const int on = 1;
     // Of a Unix socket these fail, and it needs none of them.
     setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(socket_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostUnsent, sizeof kMostUnsent);
     setsockopt(socket_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(socket_, IPPROTO_TCP, TCP_KEEPIDLE, &kIdleS, sizeof kIdleS);
     setsockopt(socket_, IPPROTO_TCP, TCP_KEEPINTVL, &kProbeS, sizeof kProbeS);
