@@ -154,6 +154,8 @@ FAILURES: dict[str, Callable[[str], None]] = {
 def fail(how: str, directory: str) -> Counter[str]:
     before = warm_up()
     _use(_init(2))
+    say(directory, f"ready {rank()}")  # a failure ends for all what is still under way
+    await_word(directory, *(f"ready {each}" for each in range(dist.get_world_size())))
     try:
         FAILURES[how](directory)
         told = rank() == 1 and how == "leaving"
