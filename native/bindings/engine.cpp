@@ -153,6 +153,7 @@ void register_engine(nb::module_& module) {
         .def_ro("split_to", &Outcome::split_to)
         .def_ro("split_sent", &Outcome::split_sent)
         .def_ro("split_expected", &Outcome::split_expected)
+        .def_ro("step", &Outcome::step)
         .def_prop_ro("calls", &calls_of)
         .def_prop_ro("algorithms", &algorithms_of);
 

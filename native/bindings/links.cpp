@@ -102,6 +102,19 @@ class LinkGroup {
         });
     }
 
+    // Ranks that have died or left, as far as can be seen now; those that died first.
+    std::vector<int> gone() const {
+        if (!messenger_) return {};
+        const std::shared_ptr<Messenger> messenger = messenger_;
+        const nb::gil_scoped_release release;
+        messenger->poll();
+        const auto failure = messenger->failure();
+        std::vector<int> ranks = failure ? failure->gone : std::vector<int>{};
+        const std::vector<int> left = messenger->left();
+        ranks.insert(ranks.end(), left.begin(), left.end());
+        return ranks;
+    }
+
     void close() {
         std::shared_ptr<Progress> ending = std::move(progress_);
         const nb::gil_scoped_release release;
@@ -147,11 +160,17 @@ LinkGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int r
     return links ? new LinkGroup(std::move(links)) : nullptr;
 }
 
-std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int size, const nb::bytes& steps) {
+std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size,
+                                        const nb::bytes& steps) {
     const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
-    const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, size, numbers);
-    if (!schedule) throw nb::value_error("these steps are no schedule");
-    return std::const_pointer_cast<Schedule>(schedule);
+    std::size_t bad_step = 0;
+    const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, rank, size, numbers, &bad_step);
+    if (schedule) return std::const_pointer_cast<Schedule>(schedule);
+    const std::string told = "these steps are no schedule for rank " + std::to_string(rank) + " of " +
+                             std::to_string(size) + ": see step " + std::to_string(bad_step) +
+                             " (its kind, its peer, its buffers and their numbers of blocks), and that there are whole "
+                             "steps only";
+    throw nb::value_error(told.c_str());
 }
 
 // Seconds that one reduction of `nbytes` of float32 takes here.
@@ -170,7 +189,8 @@ double time_reduction(std::size_t nbytes) {
 
 void register_links(nb::module_& module) {
     nb::class_<Schedule>(module, "Schedule")
-        .def_static("make", &make_schedule, nb::arg("algorithm"), nb::arg("blocks"), nb::arg("size"), nb::arg("steps"));
+        .def_static("make", &make_schedule, nb::arg("algorithm"), nb::arg("blocks"), nb::arg("rank"), nb::arg("size"),
+                    nb::arg("steps"));
 
     nb::class_<Message>(module, "Message")
         .def("done", &Message::done)
@@ -185,6 +205,7 @@ void register_links(nb::module_& module) {
         .def("submit", &LinkGroup::submit)
         .def("send", &LinkGroup::send)
         .def("receive", &LinkGroup::receive)
+        .def("gone", &LinkGroup::gone)
         .def("close", &LinkGroup::close);
 
     module.def("time_reduction", &time_reduction, nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());

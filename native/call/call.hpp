@@ -54,7 +54,8 @@ inline bool is_sound(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, out_of_memory };
+// unfit: the schedule asks for what the call does not have. Nothing was begun, and the group is as it was.
+enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, unfit };
 
 struct Outcome {
     Code code = Code::ok;
@@ -68,6 +69,7 @@ struct Outcome {
     int split_to = -1;
     std::uint64_t split_sent = 0;
     std::uint64_t split_expected = 0;
+    std::uint32_t step = 0;         // unfit: the first of the schedule that asks for it
     std::vector<CallHeader> calls;  // by group rank; of peers that are missing, their latest
 };
 

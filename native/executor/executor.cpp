@@ -24,12 +24,29 @@ Executor::Executor(link::Links& links, Messenger& messenger) : links_(links), me
     links_.watch_bulk(waiter_);
 }
 
-std::size_t Executor::offset_of(Buffer buffer, std::uint32_t block) const {
-    return starts_[static_cast<std::size_t>(buffer)][block];
+// Where the slice's blocks lie; nullopt when the call has no such blocks.
+std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
+    if (slice.count == 0) return Extent{};
+    const auto& starts = starts_[static_cast<std::size_t>(slice.buffer)];
+    if (starts.size() <= slice.first + slice.count) return std::nullopt;
+    return Extent{starts[slice.first], starts[slice.first + slice.count] - starts[slice.first]};
 }
 
-// Where each block of each buffer begins, and each step's slices.
-void Executor::lay_out(Call& call) {
+// Where the step's slices lie; false when the call lacks what it asks for.
+bool Executor::lay_out(const Step& step, Op& op) const {
+    const bool writes = step.kind != Kind::send;
+    const bool reads = step.kind != Kind::receive;
+    const auto to = writes ? extent_of(step.to) : Extent{};
+    const auto from = reads ? extent_of(step.from) : Extent{};
+    if (!to || !from || (writes && reads && to->nbytes != from->nbytes)) return false;
+    op.to = to->from;
+    op.from = from->from;
+    op.nbytes = writes ? to->nbytes : from->nbytes;
+    return step.kind != Kind::reduce || (reduce_ != nullptr && op.nbytes % item_ == 0);
+}
+
+// Where each block of each buffer begins, and each step's slices; otherwise the first step that does not fit the call.
+std::optional<std::uint32_t> Executor::lay_out(Call& call) {
     item_ = item_size(call.dtype);
     for (Memory& each : buffers_) each = Memory();
     for (auto& each : starts_) each.clear();
@@ -52,6 +69,7 @@ void Executor::lay_out(Call& call) {
         if (one_tensor && !streams.empty()) {
             starts.clear();
             cut(starts);
+            if (starts.back() != memory.nbytes()) starts = {0};
         }
     };
     // A rank that reduces for another must not change its own tensor: it is an input there.
@@ -65,22 +83,15 @@ void Executor::lay_out(Call& call) {
     } else {
         for (std::size_t b = 0; b <= schedule_->scratch_blocks; ++b) scratch_starts.push_back(b * call.count * item_);
     }
-    const std::size_t scratch_bytes = schedule_->scratch_blocks == 0 ? 0 : scratch_starts[schedule_->scratch_blocks];
+    const std::size_t scratch_bytes =
+        scratch_starts[std::min<std::size_t>(schedule_->scratch_blocks, scratch_starts.size() - 1)];
     if (scratch_.size() < scratch_bytes) scratch_.resize(scratch_bytes);
     if (scratch_bytes != 0)
         buffers_[static_cast<std::size_t>(Buffer::scratch)].append(Piece{scratch_.data(), scratch_bytes});
 
     ops_.assign(schedule_->steps.size(), {});
-    for (std::size_t i = 0; i < ops_.size(); ++i) {
-        const Step& step = schedule_->steps[i];
-        Op& op = ops_[i];
-        const bool writes = step.kind != Kind::send;
-        const Slice& sized = writes ? step.to : step.from;
-        if (writes && step.to.count != 0) op.to = offset_of(step.to.buffer, step.to.first);
-        if (step.kind != Kind::receive && step.from.count != 0) op.from = offset_of(step.from.buffer, step.from.first);
-        if (sized.count != 0)
-            op.nbytes = offset_of(sized.buffer, sized.first + sized.count) - offset_of(sized.buffer, sized.first);
-    }
+    for (std::uint32_t i = 0; i < ops_.size(); ++i)
+        if (!lay_out(schedule_->steps[i], ops_[i])) return i;
     open_ = ops_.size();
     copied_ = 0;
 
@@ -95,6 +106,7 @@ void Executor::lay_out(Call& call) {
             for (LaneState& lane : way->lanes) lane.moved = lane.carried = 0;
         }
     }
+    return std::nullopt;
 }
 
 // A lane to `peer` has ended. The reason, its goodbye or a verdict, comes over another lane, and perhaps later.
@@ -192,11 +204,16 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     failed_ = false;
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
-    header_ = {++sequence_, call.count, call.root, call.operation,       call.dtype, call.reduce_op,
-               0,           0,          0,         schedule_->algorithm, {}};
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
     reduce_ = call.reduce_op == ReduceOp::avg ? find_reduction(call.dtype, ReduceOp::sum) : reduce_last_;
-    lay_out(call);
+    const bool is_mine = schedule_->rank == links_.rank() && schedule_->size == links_.size();
+    if (const auto step = is_mine ? lay_out(call) : std::optional<std::uint32_t>(0)) {
+        outcome_.code = Code::unfit;
+        outcome_.step = *step;
+        return outcome_;
+    }
+    header_ = {++sequence_, call.count, call.root, call.operation,       call.dtype, call.reduce_op,
+               0,           0,          0,         schedule_->algorithm, {}};
 
     const auto spin = background ? kBackgroundSpin : kSpin;
     auto idle_since = started_;

@@ -35,6 +35,10 @@ class Executor final : public Collectives {
         std::size_t done = 0;  // the watermark
         bool finished = false;
     };
+    struct Extent {  // of a slice
+        std::size_t from = 0;
+        std::size_t nbytes = 0;
+    };
     struct Header {
         std::uint32_t magic;
         std::uint32_t step;  // of the sender, for messages of errors
@@ -62,8 +66,9 @@ class Executor final : public Collectives {
         Way receiving;
     };
 
-    void lay_out(Call& call);
-    std::size_t offset_of(Buffer buffer, std::uint32_t block) const;
+    std::optional<std::uint32_t> lay_out(Call& call);
+    bool lay_out(const Step& step, Op& op) const;
+    std::optional<Extent> extent_of(const Slice& slice) const;
     const Memory& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }
     std::optional<std::size_t> limit(std::uint32_t step) const;
     bool all_received_before(std::uint32_t step) const;

@@ -102,8 +102,7 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
                        reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
                        reader.get_list(outcome.missing) && reader.get_list(outcome.gone) &&
                        reader.get_list(outcome.left) && reader.get_list(outcome.calls);
-    if (!whole || code == static_cast<std::uint32_t>(Code::ok) ||
-        code > static_cast<std::uint32_t>(Code::out_of_memory))
+    if (!whole || code == static_cast<std::uint32_t>(Code::ok) || code > static_cast<std::uint32_t>(Code::interrupted))
         return std::nullopt;
     outcome.code = static_cast<Code>(code);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&

@@ -23,14 +23,14 @@ bool to_slice(const std::int32_t* numbers, Slice& slice) {
     return slice.first <= kMostBlocks && slice.count <= kMostBlocks;
 }
 
-bool to_step(const std::int32_t* numbers, int size, Step& step) {
+bool to_step(const std::int32_t* numbers, int rank, int size, Step& step) {
     if (numbers[0] < 0 || numbers[0] > 3 || !to_slice(numbers + 3, step.to) || !to_slice(numbers + 6, step.from))
         return false;
     step.kind = static_cast<Kind>(numbers[0]);
     step.final = numbers[1] != 0;
     step.peer = numbers[2];
     const bool local = step.kind == Kind::copy;
-    if (local ? step.peer != -1 : (step.peer < 0 || step.peer >= size)) return false;
+    if (local ? step.peer != -1 : (step.peer < 0 || step.peer >= size || step.peer == rank)) return false;
     const bool two = step.kind == Kind::reduce || step.kind == Kind::copy;
     if (two && step.to.count != step.from.count) return false;
     return step.kind == Kind::send || step.to.buffer != Buffer::input;
@@ -81,18 +81,22 @@ class DependencyFinder {
 
 }  // namespace
 
-std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int size,
-                                               std::span<const std::int32_t> flat) {
-    if (flat.size() % kNumbersAStep != 0 || blocks > kMostBlocks) return nullptr;
+std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
+                                               std::span<const std::int32_t> flat, std::size_t* bad_step) {
+    if (bad_step != nullptr) *bad_step = 0;
+    if (flat.size() % kNumbersAStep != 0 || blocks > kMostBlocks || rank < 0 || rank >= size) return nullptr;
     auto schedule = std::make_shared<Schedule>();
     schedule->algorithm = algorithm;
     schedule->blocks = blocks;
+    schedule->rank = rank;
+    schedule->size = size;
     schedule->steps.resize(flat.size() / kNumbersAStep);
     std::map<int, std::size_t> flow_of;
     DependencyFinder finder;
     for (std::uint32_t number = 0; number < schedule->steps.size(); ++number) {
         Step& step = schedule->steps[number];
-        if (!to_step(flat.data() + number * kNumbersAStep, size, step)) return nullptr;
+        if (bad_step != nullptr) *bad_step = number;
+        if (!to_step(flat.data() + number * kNumbersAStep, rank, size, step)) return nullptr;
         for (const Slice* slice : {&step.to, &step.from})
             if (slice->buffer == Buffer::scratch)
                 schedule->scratch_blocks = std::max(schedule->scratch_blocks, slice->first + slice->count);

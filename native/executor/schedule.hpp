@@ -42,9 +42,9 @@ struct Flow {
 
 struct Schedule {
     // `flat` holds nine numbers a step: kind, final, peer, and buffer, first, count of `to` and of `from`.
-    // nullptr when they are no schedule for `size` ranks.
-    static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int size,
-                                                std::span<const std::int32_t> flat);
+    // nullptr when they are no schedule for `rank` of `size`; `bad_step` then says up to which step they are one.
+    static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
+                                                std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr);
 
     std::span<const Dependency> dependencies(std::uint32_t step) const {
         return std::span(all_dependencies)
@@ -54,6 +54,8 @@ struct Schedule {
     std::uint8_t algorithm = 0;
     std::uint32_t blocks = 0;
     std::uint32_t scratch_blocks = 0;
+    int rank = 0;
+    int size = 0;
     std::vector<Step> steps;
     std::vector<Flow> flows;
     std::vector<std::uint32_t> copies;

@@ -27,6 +27,7 @@ enum class Op : std::uint8_t {
     queue_push,
     queue_pop,  // number: milliseconds to wait
     queue_length,
+    last_will,  // key, value: to be set when the connection ends; an empty key for none. Only a server keeps it
 };
 
 enum class Status : std::uint8_t { ok = 0, timed_out, refused };

@@ -113,9 +113,10 @@ void Server::serve() {
             if (events[i].events & EPOLLOUT) alive = handle_requests(fd, found->second);
             if (alive && (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(fd, found->second);
             if (!alive) drop(fd);
-            if (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
+            while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
         }
         send_answers(waiters_.expire(std::chrono::steady_clock::now(), table_));
+        while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
     }
     for (const auto& [fd, connection] : connections_) ::close(fd);
     const std::lock_guard hold(mutex_);
@@ -166,6 +167,8 @@ bool Server::handle_requests(int fd, Connection& connection) {
         done += used;
         if (const auto answer = table_.apply(request, changed_)) {
             encode(*answer, connection.out);
+            if (static_cast<Op>(request.code) == Op::last_will && answer->code == static_cast<std::uint8_t>(Status::ok))
+                connection.will = std::move(request.fields);
         } else if (request.number <= 0) {
             encode({static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)}, connection.out);
         } else {
@@ -208,8 +211,11 @@ void Server::send_answers(const Waiters::Answers& answers) {
 
 void Server::drop(int fd) {
     waiters_.forget(fd);
+    std::vector<std::string> will = std::move(connections_.at(fd).will);
     connections_.erase(fd);
     ::close(fd);
+    if (!will.empty() && !will[0].empty())
+        table_.apply({static_cast<std::uint8_t>(Op::set), 0, std::move(will)}, changed_);
 }
 
 int Server::next_timeout_ms() const {

@@ -32,7 +32,8 @@ class Server {
         std::string in;  // the beginning of a request whose end has not come
         std::string out;
         std::size_t sent = 0;
-        bool blocked = false;  // `out` waits for room in the socket
+        bool blocked = false;           // `out` waits for room in the socket
+        std::vector<std::string> will;  // key and value to set when the connection ends
     };
     using Connections = std::unordered_map<int, Connection>;
 

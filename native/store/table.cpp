@@ -20,6 +20,7 @@ std::size_t fields_needed(Op op) {
         case Op::set:
         case Op::append:
         case Op::queue_push:
+        case Op::last_will:
             return 2;
         case Op::compare_set:
             return 3;
@@ -121,6 +122,8 @@ std::optional<Message> Table::apply(const Message& request, std::vector<std::str
             const auto queue = queues_.find(field[0]);
             return ok(queue == queues_.end() ? 0 : static_cast<std::int64_t>(queue->second.size()));
         }
+        case Op::last_will:
+            return ok();
     }
     return refused("unknown operation");
 }

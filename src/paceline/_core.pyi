@@ -17,6 +17,7 @@ class Outcome:
     split_to: int
     split_sent: int
     split_expected: int
+    step: int
     calls: list[tuple[int, int, int, int, int, int]]
     algorithms: list[int]
 
@@ -83,7 +84,7 @@ class StoreClient:
 
 class Schedule:
     @staticmethod
-    def make(algorithm: int, blocks: int, size: int, steps: bytes) -> Schedule: ...
+    def make(algorithm: int, blocks: int, rank: int, size: int, steps: bytes) -> Schedule: ...
 
 class Message:
     """A send or a receive that is under way."""
@@ -135,6 +136,7 @@ class LinkGroup:
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Sequence[int], timeout_ns: int, background: bool, /
     ) -> Message: ...
+    def gone(self) -> list[int]: ...
     def close(self) -> None: ...
 
 def time_reduction(nbytes: int) -> float: ...

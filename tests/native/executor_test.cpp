@@ -10,7 +10,8 @@ using namespace ranks;
 using Flat = std::vector<std::int32_t>;
 using ScheduleOf = std::shared_ptr<const Schedule>;
 
-constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2;
+constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2, kCopy = 3;
+constexpr std::int32_t kInput = 0, kOutput = 1, kScratch = 2;
 
 // Step by step: every rank reduces the block that its left neighbour has reduced so far; then the sums go round.
 ScheduleOf ring_all_reduce(int rank, int n) {
@@ -31,7 +32,7 @@ ScheduleOf ring_all_reduce(int rank, int n) {
         add(kSend, false, right, -1, block(rank + 1 - s));
         add(kReceive, false, left, block(rank - s), -1);
     }
-    return Schedule::make(1, static_cast<std::uint32_t>(n), n, flat);
+    return Schedule::make(1, static_cast<std::uint32_t>(n), rank, n, flat);
 }
 
 // Rank 0 sends its whole tensor to each other rank, which does no more than receive.
@@ -39,7 +40,7 @@ ScheduleOf star_broadcast(int rank, int n) {
     Flat flat;
     for (int peer = 1; peer < n && rank == 0; ++peer) flat.insert(flat.end(), {kSend, 0, peer, 1, 0, 0, 1, 0, 1});
     if (rank != 0) flat.insert(flat.end(), {kReceive, 0, 0, 1, 0, 1, 1, 0, 0});
-    return Schedule::make(2, 1, n, flat);
+    return Schedule::make(2, 1, rank, n, flat);
 }
 
 Call all_reduce(Rank& at, DType dtype, ReduceOp op, std::uint64_t count, Stream tensor,
@@ -140,6 +141,38 @@ void a_list_of_tensors_is_one_tensor(Over over) {
     });
 }
 
+// Nothing is sent before the whole schedule was looked at, so the group goes on.
+void a_schedule_that_does_not_fit_its_call_is_refused() {
+    with_ranks(2, 1, Over::sockets, [](Rank at) {
+        const int other = 1 - at.rank;
+        const Flat good = {kSend, 0, other, kOutput, 0, 0, kOutput, 0, 2};
+        const Flat bad[] = {{kSend, 0, other, kOutput, 0, 0, kOutput, 1, 2},  // there are two blocks
+                            {kSend, 0, other, kOutput, 0, 0, kInput, 0, 1},   // and none in the input
+                            {kReceive, 0, other, kScratch, 2, 1, kOutput, 0, 0},
+                            {kReduce, 0, other, kOutput, 0, 1, kScratch, 4, 1},
+                            {kCopy, 0, -1, kOutput, 0, 1, kOutput, 1, 1}};  // of 4 and 3 elements
+        for (const Flat& step : bad) {
+            Flat steps = good;
+            steps.insert(steps.end(), step.begin(), step.end());
+            std::vector<float> values(7);
+            Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
+            call.schedule = Schedule::make(1, 2, at.rank, 2, steps);
+            const Outcome outcome = at.executor.run(call, nullptr, false);
+            CHECK(outcome.code == Code::unfit && outcome.step == 1);
+        }
+        std::vector<float> values(7);
+        Call longer = all_reduce(at, DType::f32, ReduceOp::sum, values.size() + 1, stream_of(values));
+        Call without_kernel = all_reduce(at, DType::f32, ReduceOp::none, values.size(), stream_of(values));
+        Call of_another_rank = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
+        of_another_rank.schedule = ring_all_reduce(other, 2);
+        Call of_another_world = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
+        of_another_world.schedule = ring_all_reduce(at.rank, 3);
+        for (Call* call : {&longer, &without_kernel, &of_another_rank, &of_another_world})
+            CHECK(at.executor.run(*call, nullptr, false).code == Code::unfit);
+        CHECK(sum(at, 100).code == Code::ok);
+    });
+}
+
 void a_mismatch_reaches_every_rank() {
     with_ranks(3, 2, Over::sockets, [](Rank at) {
         CHECK(sum(at, 100).code == Code::ok);
@@ -185,7 +218,7 @@ void a_rank_that_did_its_part_is_not_among_the_missing() {
         if (at.rank > 0) flat.insert(flat.begin(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
         std::vector<float> values(10);
         Call call = broadcast(at, values, 300 * kMs);
-        call.schedule = Schedule::make(2, 1, 3, flat);
+        call.schedule = Schedule::make(2, 1, at.rank, 3, flat);
         if (at.rank == 1) {
             pause(500);
             return;
@@ -254,6 +287,7 @@ int main() {
     values_are_their_own(Over::rings, 1);
     an_average_is_divided_once_and_small_types_keep_their_places();
     for (const Over over : {Over::sockets, Over::rings}) a_list_of_tensors_is_one_tensor(over);
+    a_schedule_that_does_not_fit_its_call_is_refused();
     a_mismatch_reaches_every_rank();
     a_rank_whose_part_was_over_learns_of_a_mismatch_with_its_next_call();
     a_missing_rank_is_named_with_its_latest_call();

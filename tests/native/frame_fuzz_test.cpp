@@ -261,7 +261,7 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
         call.timeout_ns = limit;
         call.outputs.push_back(stream_of(values));
         const std::int32_t steps[] = {1, 0, 1, 1, 0, 1, 1, 0, 0};
-        call.schedule = Schedule::make(1, 1, 2, steps);
+        call.schedule = Schedule::make(1, 1, 0, 2, steps);
         const Outcome outcome = executor.run(call, nullptr, false);
         CHECK(outcome.code != Code::timed_out || outcome.reporter == 1);
     }

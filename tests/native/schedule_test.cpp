@@ -10,12 +10,12 @@ namespace {
 using namespace paceline::executor;
 using Flat = std::vector<std::int32_t>;
 
-constexpr int kSize = 4;
+constexpr int kRank = 0, kSize = 4;
 constexpr std::int32_t kInput = 0, kOutput = 1, kScratch = 2;
 constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2, kCopy = 3;
 
 bool is_schedule(const Flat& flat, std::uint32_t blocks = kSize, int size = kSize) {
-    return Schedule::make(1, blocks, size, flat) != nullptr;
+    return Schedule::make(1, blocks, kRank, size, flat) != nullptr;
 }
 
 Flat joined(std::initializer_list<Flat> steps) {
@@ -43,10 +43,10 @@ void nonsense_is_refused() {
     };
     constexpr std::int32_t kMost = 0x7fffffff, kLeast = -kMost - 1;
     for (const Change change :
-         {Change{0, 4}, {0, -1},    {0, kMost},  {0, kCopy},                // kind; a copy has no peer
-          {2, -1},      {2, kSize}, {2, kMost},  {2, kLeast},               // peer
-          {3, 3},       {3, -1},    {3, kInput}, {6, 3},      {6, kLeast},  // buffer; input is only read
-          {4, -1},      {4, kMost}, {5, -1},     {5, kMost},  {5, 1},      {7, kLeast}, {8, kMost}, {8, 3}}) {
+         {Change{0, 4}, {0, -1},    {0, kMost},  {0, kCopy},               // kind; a copy has no peer
+          {2, -1},      {2, kSize}, {2, kRank},  {2, kMost}, {2, kLeast},  // peer
+          {3, 3},       {3, -1},    {3, kInput}, {6, 3},     {6, kLeast},  // buffer; input is only read
+          {4, -1},      {4, kMost}, {5, -1},     {5, kMost}, {5, 1},      {7, kLeast}, {8, kMost}, {8, 3}}) {
         Flat bad = good;
         bad[change.at] = change.to;
         CHECK(!is_schedule(bad));
@@ -54,11 +54,12 @@ void nonsense_is_refused() {
     CHECK(!is_schedule({kCopy, 0, 1, kOutput, 0, 1, kInput, 0, 1}));
     CHECK(is_schedule({kCopy, 0, -1, kOutput, 0, 1, kInput, 0, 1}));
     CHECK(!is_schedule(good, 1u << 31) && !is_schedule(good, 0xffffffff));
+    CHECK(!Schedule::make(1, kSize, -1, kSize, good) && !Schedule::make(1, kSize, kSize, kSize, good));
     CHECK(!is_schedule(good, kSize, 0) && !is_schedule(good, kSize, -1) && !is_schedule(good, kSize, 1));
 }
 
 void steps_are_dealt_to_flows_in_order() {
-    const auto schedule = Schedule::make(3, 4, kSize,
+    const auto schedule = Schedule::make(3, 4, kRank, kSize,
                                          joined({send(1, kOutput, 0, 1),
                                                  {kReceive, 0, 2, kScratch, 5, 2, kOutput, 0, 0},
                                                  {kCopy, 0, -1, kOutput, 1, 1, kScratch, 5, 1},
@@ -78,7 +79,7 @@ std::vector<std::uint32_t> on(const Schedule& schedule, std::uint32_t step) {
 
 void a_step_follows_those_that_touch_the_same_blocks() {
     using Steps = std::vector<std::uint32_t>;
-    const auto schedule = Schedule::make(1, 4, kSize,
+    const auto schedule = Schedule::make(1, 4, kRank, kSize,
                                          joined({{kReceive, 0, 1, kOutput, 0, 2, kOutput, 0, 0},    // 0 writes 0, 1
                                                  send(2, kOutput, 1, 2),                            // 1 reads 1, 2
                                                  {kReceive, 0, 1, kOutput, 2, 1, kOutput, 0, 0},    // 2 writes 2

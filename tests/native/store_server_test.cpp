@@ -266,6 +266,21 @@ void closing_the_server_wakes_its_clients() {
     CHECK(closed_by_peer(connect_to(server)));
 }
 
+void a_connection_that_ends_leaves_its_last_will() {
+    Server server;
+    Client heir(connect_to(server));
+    for (const bool taken_back : {true, false}) {
+        Client testator(connect_to(server));
+        CHECK(ask(testator, request(Op::last_will, {"will", "an earlier one"})).code == 0);
+        CHECK(ask(testator, request(Op::last_will, {taken_back ? "" : "will", "the last"})).code == 0);
+        CHECK(ask(heir, request(Op::check, {"will"})).number == 0);
+        testator.close();
+        const Message told = ask(heir, request(Op::get, {"will"}, taken_back ? 50 : 20'000));
+        CHECK(taken_back ? told.code == static_cast<std::uint8_t>(Status::timed_out)
+                         : told.fields == std::vector<std::string>{"the last"});
+    }
+}
+
 void a_silent_server_is_left_at_the_deadline() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
@@ -291,5 +306,6 @@ int main() {
     large_values_come_back_whole();
     closing_the_client_wakes_whoever_asks();
     closing_the_server_wakes_its_clients();
+    a_connection_that_ends_leaves_its_last_will();
     a_silent_server_is_left_at_the_deadline();
 }

@@ -293,6 +293,42 @@ def test_a_server_that_ends_is_said_to_have_ended() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "prefix of tcp", "unix"])
+def test_the_last_will_of_a_connection_is_done_when_it_ends(kind: str, tmp_path: Path) -> None:
+    store = KINDS[kind](tmp_path)
+    tail = store
+    while isinstance(tail, PrefixStore):
+        tail = tail.underlying_store
+    address = ("127.0.0.1", tail.port) if isinstance(tail, TCPStore) else None
+
+    def another() -> Store:
+        other = TCPStore(*address) if address else connect_unix(str(tmp_path / "store"), SECRET)
+        return PrefixStore("a", PrefixStore("b", other)) if kind.startswith("prefix") else other
+
+    for taken_back in (True, False):
+        testator = another()
+        testator.set_last_will("will", "the last")
+        if taken_back:
+            testator.set_last_will("", "")
+        testator.close()
+        if taken_back:
+            with pytest.raises(StoreTimeoutError):
+                store.wait(["will"], SHORT)
+        else:
+            store.wait(["will"], timedelta(seconds=DEADLINE_S))
+            assert store.get("will") == b"the last"
+    store.close()
+    if kind == "unix":
+        store.server.close()
+
+
+def test_a_store_without_a_server_keeps_no_last_will() -> None:
+    store = HashStore()
+    store.set_last_will("will", "the last")
+    store.close()
+    assert not store.check(["will"])
+
+
 def test_a_store_closed_here_says_so_and_wakes_its_waiters() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port)

@@ -11,19 +11,20 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from paceline import _core
+from paceline.durations import for_socket
 from paceline.engine.failures import Member
-from paceline.errors import AuthenticationError, RendezvousError, StoreError
-from paceline.security.handshake import Hello, prove, verify
+from paceline.engine.formation import Formation
+from paceline.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
+from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove, verify
 from paceline.security.secret import derive_key, job_secret
-from paceline.store.base import Store
 
 MAX_RANKS_OF_HOST = 64
 _CHANNEL = "mesh"
-_PARTING_S = 2.0
+_LOOK_S = 0.5
+_NEWS_COMES_S = 0.5  # of a rank that does not answer
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -49,7 +50,7 @@ def host_id() -> str:
 
 
 def join(
-    store: Store, rank: int, world_size: int, settings: Mapping[str, str | int | None], timeout_s: float
+    formation: Formation, settings: Mapping[str, str | int | None], timeout_s: float
 ) -> tuple[Topology, _core.Mesh]:
     """Connects this rank with the others of its host, and learns of all.
 
@@ -57,10 +58,11 @@ def join(
         settings: what all ranks must have set alike, by name.
 
     Raises:
-        RendezvousError: a host has more ranks than are connected, or settings differ.
+        RendezvousError: a rank gave up or died, a host has more ranks than are connected, or settings differ.
+        RendezvousTimeoutError: a rank did not publish its address, or did not connect.
         AuthenticationError: another process answered at a rank's address.
-        StoreTimeoutError: a rank did not publish its address.
     """
+    store, rank, world_size = formation.store, formation.rank, formation.world_size
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as cleanup:
         listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -71,12 +73,14 @@ def join(
             store.set("engine/nonce", secrets.token_hex(16))
         me = {"host_id": host_id(), "host": socket.gethostname(), "pid": os.getpid(), "socket": name, **settings}
         store.set(f"engine/{rank}", json.dumps(me))
-        store.wait([f"engine/{r}" for r in range(world_size)], timedelta(seconds=timeout_s))
+        if late := formation.absent([f"engine/{r}" for r in range(world_size)], deadline):
+            named = ", ".join(f"rank {key.rpartition('/')[2]}" for key in late)
+            raise RendezvousTimeoutError(
+                f"rank {rank} waited {timeout_s:.0f} s for {named} to say where to connect; look at the output there"
+            )
         nonce, *answers = store.multi_get(["engine/nonce", *(f"engine/{r}" for r in range(world_size))])
         peers = [json.loads(answer) for answer in answers]
         members = tuple(Member(r, peer["host"], peer["pid"]) for r, peer in enumerate(peers))
-        if any(peer.get(setting) != value for peer in peers for setting, value in settings.items()):
-            _let_all_read(store, world_size)
         for setting, value in settings.items():
             _require_alike(members, setting, value, [peer.get(setting) for peer in peers], members[rank])
 
@@ -90,12 +94,13 @@ def join(
                 f"{members[rank]}: {len(local)} ranks are on this host; at most {MAX_RANKS_OF_HOST} are connected there"
             )
         names = {r: peers[r]["socket"] for r in local}
-        connections = _connect(topology, names, listener, cleanup, deadline)
+        connections = _connect(formation, topology, names, listener, cleanup, deadline)
         sockets = [-1 if peer == rank else connections[peer].detach() for peer in local]
     return topology, _core.Mesh(local.index(rank), sockets)
 
 
 def _connect(
+    formation: Formation,
     topology: Topology,
     names: Mapping[int, str],
     listener: socket.socket,
@@ -110,16 +115,27 @@ def _connect(
         if peer >= rank:
             break
         connection = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connection.connect(f"\0{names[peer]}")
-        prove(connection, key, Hello(_CHANNEL, rank), max(0.1, deadline - time.monotonic()))
+        try:
+            connection.connect(f"\0{names[peer]}")
+            prove(connection, key, Hello(_CHANNEL, rank), for_socket(deadline - time.monotonic()))
+        except (OSError, HandshakeUnfinishedError) as error:
+            formation.look(_NEWS_COMES_S)
+            raise RendezvousError(
+                f"{topology.members[rank]}: {topology.members[peer]} does not answer at its Unix socket ({error}); "
+                "look at its output"
+            ) from error
         connections[peer] = connection
     while len(connections) < len(local) - 1:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
+        left_s = max(0.1, deadline - time.monotonic())
+        listener.settimeout(min(left_s, _LOOK_S))
         try:
             connection = cleanup.enter_context(listener.accept()[0])
         except TimeoutError:
+            formation.look()
+            if left_s > _LOOK_S:
+                continue
             absent = [str(topology.members[r]) for r in local if r != rank and r not in connections]
-            raise RendezvousError(
+            raise RendezvousTimeoutError(
                 f"{topology.members[rank]}: {', '.join(absent)} published their addresses and then did not connect "
                 "in time; look at their output"
             ) from None
@@ -132,14 +148,6 @@ def _connect(
     for connection in connections.values():
         connection.setblocking(True)
     return connections
-
-
-def _let_all_read(store: Store, world_size: int) -> None:
-    """Before this rank gives up, and perhaps takes the store along: the others shall see why."""
-    if store.add("engine/read", 1) == world_size:
-        store.set("engine/all_read", b"")
-    with contextlib.suppress(StoreError):
-        store.wait(["engine/all_read"], timedelta(seconds=_PARTING_S))
 
 
 def _require_alike(members: tuple[Member, ...], setting: str, mine: object, values: list[object], me: Member) -> None:

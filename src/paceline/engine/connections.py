@@ -11,25 +11,33 @@ import queue
 import socket
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
+from paceline.durations import for_socket
 from paceline.engine.bootstrap import Topology
 from paceline.engine.congestion import set_congestion_control
-from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreTimeoutError
+from paceline.engine.formation import Formation
+from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key, job_secret
-from paceline.store.base import Store
 from paceline.store.tcp import listen
 
 _CHANNEL = "links"
 _WELCOME = b"\x01"
+_LOOK_S = 0.5
+_NEWS_COMES_S = 0.5  # of a rank that does not answer
 
 Sockets = list[list[int]]
 
 
 def connect(
-    store: Store, topology: Topology, ranks: Sequence[int], number: int, address: str, streams: int, timeout_s: float
+    formation: Formation,
+    topology: Topology,
+    ranks: Sequence[int],
+    number: int,
+    address: str,
+    streams: int,
+    timeout_s: float,
 ) -> Sockets:
     """This rank's connections to each of the group's `ranks`, by group rank; none to those of its own host.
 
@@ -40,7 +48,7 @@ def connect(
 
     Raises:
         ValueError: the job has no secret, and `address` can be reached from other machines.
-        RendezvousError: a rank's address cannot be reached.
+        RendezvousError: a rank gave up or died, or its address cannot be reached.
         RendezvousTimeoutError: a rank did not come; the message names it.
         AuthenticationError: another process answered at a rank's address.
     """
@@ -64,16 +72,15 @@ def connect(
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(_close_all, arrived)
         cleanup.callback(doorkeeper.close)
+        store = formation.store
         store.set(_key(number, topology.rank), f"{address} {doorkeeper.port}")
-        try:
-            store.wait([_key(number, peer) for peer in remote], timedelta(seconds=timeout_s))
-        except StoreTimeoutError as error:
-            absent = [peer for peer in remote if not store.check([_key(number, peer)])] or remote
+        keys = {_key(number, peer): peer for peer in remote}
+        if late := formation.absent(list(keys), deadline):
             raise RendezvousTimeoutError(
-                f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not open this group within "
+                f"{me}: {', '.join(str(topology.members[keys[key]]) for key in late)} did not open this group within "
                 f"{timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the same "
                 "arguments and in the same order"
-            ) from error
+            )
         found: dict[tuple[int, int], socket.socket] = {}
         for peer in remote:
             if peer > topology.rank:
@@ -84,7 +91,8 @@ def connect(
                     connection = _dial(
                         host, int(port), address, key, Hello(_CHANNEL, topology.rank, number, lane), deadline
                     )
-                except OSError as error:
+                except (OSError, HandshakeUnfinishedError) as error:
+                    formation.look(_NEWS_COMES_S)
                     raise RendezvousError(
                         f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "
                         "check the route and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
@@ -92,9 +100,13 @@ def connect(
                 found[peer, lane] = cleanup.enter_context(connection)
         expected = {(peer, lane) for peer in remote for lane in range(1 + streams)}
         while missing := expected - found.keys():
+            left_s = max(0.05, deadline - time.monotonic())
             try:
-                hello, connection = arrived.get(timeout=max(0.05, deadline - time.monotonic()))
+                hello, connection = arrived.get(timeout=min(left_s, _LOOK_S))
             except queue.Empty:
+                formation.look()
+                if left_s > _LOOK_S:
+                    continue
                 absent = sorted({peer for peer, _ in missing})
                 raise RendezvousTimeoutError(
                     f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not connect to {address} "
@@ -110,7 +122,7 @@ def connect(
 
 def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float) -> socket.socket:
     while True:
-        left_s = max(0.1, deadline - time.monotonic())
+        left_s = for_socket(deadline - time.monotonic())
         connection = socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
         try:
             prove(connection, key, hello, left_s)

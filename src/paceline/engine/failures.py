@@ -13,13 +13,14 @@ from paceline.schedule.registry import ALGORITHMS
 
 
 class Code(IntEnum):
-    """How a call ended (native/host/group.hpp)."""
+    """How a call ended (native/call/call.hpp)."""
 
     OK = 0
     MISMATCH = 1
     TIMED_OUT = 2
     PEER_LOST = 3
     INTERRUPTED = 4
+    UNFIT = 5
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
         return _mismatch(outcome, members, me)
     if outcome.code == Code.PEER_LOST:
         return _peer_lost(outcome, members, me, call)
+    if outcome.code == Code.UNFIT:
+        return CollectiveError(
+            f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "
+            "do not have, or is another rank's. The other ranks wait in the call until their time-out. If the "
+            "algorithm is yours, prove it with paceline.schedule.symbolic.verify; otherwise this is a bug of Paceline"
+        )
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     if outcome.code == Code.TIMED_OUT:
@@ -86,8 +93,10 @@ def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: st
         seen = "died"
         advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
     first = gone[0]
+    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    by = f"{me}" if reporter is me else f"{reporter}, which told {me}"
     return PeerLostError(
-        f"{_names(gone)} {seen}, seen by {me} in {call}. {advice}. "
+        f"{_names(gone)} {seen}, seen by {by} in {call}. {advice}. "
         "This group can no longer be used: destroy it and start again without the lost rank or with a new one",
         rank=first.rank,
         host=first.host,

@@ -15,17 +15,18 @@ from paceline.engine.channel import Channel
 from paceline.engine.connections import connect
 from paceline.engine.costs import UNMEASURED, agree_on_costs
 from paceline.engine.failures import Member
+from paceline.engine.formation import Formation
 from paceline.engine.interface import own_address
 from paceline.engine.scheduled import ALGORITHM_NAMES, ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
-from paceline.store.base import Store
 
 # Four slots of this many bytes a rank and group: a part of a tensor passes through the second-level cache.
 SLOT_BYTES = 128 << 10
 ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
+_NEWS_COMES_S = 0.5  # of a rank that is gone
 _MOST_STREAMS = 64
 _AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
@@ -48,8 +49,7 @@ class NativeEngine:
     """Connects the ranks of the default group and of all others; closed by `close`.
 
     Args:
-        store: what the ranks share; used while a group forms.
-        rank, world_size: this rank, and how many there are.
+        formation: of the default group; its store is used while later groups form, too.
         timeout_s: how long to wait for the others.
         peer: the host at which the ranks met, if it is known.
         interface: the interface or address that other hosts connect to; see `own_address`.
@@ -57,23 +57,21 @@ class NativeEngine:
 
     Raises:
         ValueError: `algorithm` or `interface` does not exist.
-        RendezvousError, AuthenticationError, StoreTimeoutError: see `join` and `connect`.
+        RendezvousError, AuthenticationError: see `join` and `connect`.
     """
 
     name = "paceline"
 
     def __init__(
         self,
-        store: Store,
-        rank: int,
-        world_size: int,
+        formation: Formation,
         timeout_s: float,
         *,
         peer: str | None = None,
         interface: str | None = None,
         algorithm: str | None = None,
     ) -> None:
-        self._store = store
+        self._store = formation.store
         self._algorithm = _known(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
         self._streams = _streams()
         self._peer = peer
@@ -82,7 +80,8 @@ class NativeEngine:
         self._opened = 0
         self._costs: CostModel | None = None
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
-        self._topology, self._mesh = join(store, rank, world_size, settings, timeout_s)
+        self._topology, self._mesh = join(formation, settings, timeout_s)
+        formation.watch(self._gone)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -99,18 +98,19 @@ class NativeEngine:
         timeout_s: float,
         algorithm: str | None = None,
         agreed_identity: int | None = None,
+        formation: Formation | None = None,
     ) -> OpenGroup:
         """Connects the group of `ranks`; every member calls this, and the same number of times before.
 
         Args:
             agreed_identity: below 2^62; what the members have agreed to call the group, if not all ranks call this.
                 No other group is called so, and the call does not count.
+            formation: the default group's, if it is this one.
 
         Raises:
             RendezvousTimeoutError: a member did not.
             RendezvousError, AuthenticationError: see `connect`.
         """
-        deadline = time.monotonic() + timeout_s
         algorithm = _known(algorithm) or self._algorithm
         if agreed_identity is None:
             self._opened += 1
@@ -118,6 +118,22 @@ class NativeEngine:
             identity = number << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
         else:
             number = identity = _AGREED | agreed_identity
+        if formation is not None:
+            return self._open(formation, ranks, timeout_s, algorithm, number, identity)
+        with Formation(self._store, self._topology.rank, len(ranks), number) as formation:
+            formation.watch(self._gone)
+            return self._open(formation, ranks, timeout_s, algorithm, number, identity)
+
+    def _open(
+        self,
+        formation: Formation,
+        ranks: Sequence[int],
+        timeout_s: float,
+        algorithm: str | None,
+        number: int,
+        identity: int,
+    ) -> OpenGroup:
+        deadline = time.monotonic() + timeout_s
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
         hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
@@ -127,23 +143,23 @@ class NativeEngine:
         sockets: list[list[int]] = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            sockets = connect(self._store, topology, ranks, number, address, self._streams, timeout_s)
+            sockets = connect(formation, topology, ranks, number, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
         links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
-            raise self._not_opened(ranks, timeout_s)
+            raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
             channel: Channel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
                     measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
-                    self._costs = agree_on_costs(self._store, topology, links, timeout_s) if measurable else UNMEASURED
+                    self._costs = agree_on_costs(formation, topology, links, timeout_s) if measurable else UNMEASURED
                 channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
             else:
                 channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
             if channel is None:
-                raise self._not_opened(ranks, timeout_s)
+                raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()
         group = OpenGroup(channel, links)
         self._groups.append(group)
@@ -156,7 +172,15 @@ class NativeEngine:
         self._groups.clear()
         self._mesh.close()
 
-    def _not_opened(self, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
+    def _gone(self) -> Member | None:
+        """A rank that is seen to have died: of this host, or in the default group."""
+        lost = self._mesh.lost()
+        here = [rank for place, rank in enumerate(self._topology.local_ranks) if lost >> place & 1]
+        gone = here or (self._groups[0].links.gone() if self._groups else [])
+        return self._topology.members[gone[0]] if gone else None
+
+    def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
+        formation.look(_NEWS_COMES_S)
         return RendezvousTimeoutError(
             f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for its "
             f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "

@@ -106,7 +106,7 @@ class ScheduledChannel:
     def _build(self, algorithm: str, name: Name, root: int) -> _core.Schedule:
         schedule = build(algorithm, name, self._rank, self._size, root, self._hosts)
         code = 1 + ALGORITHM_NAMES.index(algorithm)
-        return _core.Schedule.make(code, schedule.blocks, self._size, _flatten(schedule))
+        return _core.Schedule.make(code, schedule.blocks, self._rank, self._size, _flatten(schedule))
 
 
 _NAMES: dict[int, Name] = {Operation[name.upper()]: name for name in OPERATIONS}

@@ -11,6 +11,8 @@ from multiprocessing import util
 
 import torch
 
+from paceline.durations import to_seconds
+from paceline.engine.formation import Formation
 from paceline.engine.native import NativeEngine
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.methods import rendezvous
@@ -91,7 +93,7 @@ def init_process_group(
 
     Raises:
         ValueError: a rule is broken; the message names it and the fix.
-        RendezvousError: a rank is there twice, or world sizes differ.
+        RendezvousError: a rank is there twice, gave up or died, or world sizes differ.
         RendezvousTimeoutError: ranks are missing; the message names them.
         AuthenticationError: a process without this job's secret answered.
     """
@@ -102,24 +104,17 @@ def init_process_group(
     if device_id is not None and torch.device(device_id).type != "cpu":
         raise ValueError(f"device_id is {device_id}; the paceline engine works on CPU tensors, leave it out")
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    timeout_s = timeout.total_seconds()
+    timeout_s = to_seconds(timeout)
     joined = rendezvous(init_method, store, world_size, rank, timeout_s)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
-        engine = NativeEngine(
-            joined.store,
-            joined.rank,
-            joined.world_size,
-            timeout_s,
-            peer=joined.address,
-            interface=interface,
-            algorithm=algorithm,
-        )
-        undo.callback(engine.close)
-        opened = engine.open_group(range(joined.world_size), timeout_s)
-        world = ProcessGroup(opened, engine.members, joined.rank, timeout, group_name)
-        world.barrier()  # nobody leaves before all have read what they need from the store
+        with Formation(joined.store, joined.rank, joined.world_size) as formation:
+            engine = NativeEngine(formation, timeout_s, peer=joined.address, interface=interface, algorithm=algorithm)
+            undo.callback(engine.close)
+            opened = engine.open_group(range(joined.world_size), timeout_s, formation=formation)
+            world = ProcessGroup(opened, engine.members, joined.rank, timeout, group_name)
+            world.barrier()  # nobody leaves before all have read what they need from the store
         undo.pop_all()
     _world = _World(joined.store, store is None, engine, world, timeout)
 
@@ -192,7 +187,7 @@ def open_group(
     """The group of `ranks` of the default group, of which this is one; the rest as for the engine's `open_group`."""
     world = _require_world()
     timeout = world.timeout if timeout is None else timeout
-    opened = world.engine.open_group(ranks, timeout.total_seconds(), algorithm, agreed_identity)
+    opened = world.engine.open_group(ranks, to_seconds(timeout), algorithm, agreed_identity)
     members = [world.engine.members[rank] for rank in ranks]
     group = ProcessGroup(opened, members, list(ranks).index(world.group.rank()), timeout, name)
     world.subgroups.append(group)

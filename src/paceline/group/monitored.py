@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from paceline.durations import to_seconds
 from paceline.errors import CollectiveTimeoutError
 from paceline.group.default import Group, resolve
 
@@ -32,7 +33,7 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
         missing = error.missing
         if not missing:
             raise
-        waited_s = (chosen.timeout if timeout is None else timeout).total_seconds()
+        waited_s = to_seconds(chosen.timeout if timeout is None else timeout)
         named = f"ranks {list(missing)}" if wait_all_ranks and len(missing) > 1 else f"rank {missing[0]}"
         if not wait_all_ranks and len(missing) > 1:
             named += f" and {len(missing) - 1} more (wait_all_ranks=True names them)"

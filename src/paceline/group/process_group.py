@@ -10,6 +10,7 @@ from typing import TypeGuard
 import torch
 
 from paceline import _core
+from paceline.durations import to_nanoseconds
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.failures import Member, describe_call, to_error
 from paceline.engine.native import ALGORITHM_VARIABLE, OpenGroup
@@ -75,7 +76,7 @@ class ProcessGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets `timeout` for later calls."""
-        self._timeout_ns = max(0, int(timeout.total_seconds() * 1e9))
+        self._timeout_ns = to_nanoseconds(timeout)
 
     def close(self) -> None:
         """Ends the group for this rank; idempotent."""
@@ -398,7 +399,7 @@ class ProcessGroup:
         return None
 
     def _limit_ns(self, timeout: timedelta | None) -> int:
-        return self._timeout_ns if timeout is None else max(0, int(timeout.total_seconds() * 1e9))
+        return self._timeout_ns if timeout is None else to_nanoseconds(timeout)
 
     def _error(self, outcome: _core.Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 import torch
 
 from paceline import _core
+from paceline.durations import to_nanoseconds
 from paceline.errors import CollectiveTimeoutError
 from paceline.group.completion import Awaitable, when_done
 
@@ -69,7 +70,7 @@ class Work:
             PeerLostError, CollectiveMismatchError: as for the synchronous call.
         """
         if not self._settled:
-            timeout_ns = _FOR_EVER_NS if timeout is None else int(timeout.total_seconds() * 1e9)
+            timeout_ns = _FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
                     f"{self._name} was not done after the {timeout_ns / 1e9:.1f} s that wait() was given; "

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from paceline.durations import to_seconds
 from paceline.engine.failures import Member
+from paceline.engine.formation import Formation
 from paceline.engine.native import NativeEngine
 from paceline.errors import AuthenticationError
 from paceline.group.process_group import ProcessGroup
@@ -26,17 +28,18 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
 
     Raises:
         ValueError: `pg_options` were given, which this backend does not have.
-        RendezvousError, AuthenticationError, StoreTimeoutError: the ranks did not find each other.
+        RendezvousError, AuthenticationError: the ranks did not find each other.
+        StoreTimeoutError: rank 0 did not come.
     """
     if pg_options is not None:
         raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     store = BorrowedStore(options.store, timeout)
-    timeout_s = timeout.total_seconds()
-    with _secret_of_group(store, rank):
-        engine = NativeEngine(store, rank, size, timeout_s, peer=os.environ.get("MASTER_ADDR"))
+    timeout_s = to_seconds(timeout)
+    with Formation(store, rank, size) as formation, _secret_of_group(store, rank):
+        engine = NativeEngine(formation, timeout_s, peer=os.environ.get("MASTER_ADDR"))
         try:
-            opened = engine.open_group(range(size), timeout_s)
+            opened = engine.open_group(range(size), timeout_s, formation=formation)
         except BaseException:
             engine.close()
             raise

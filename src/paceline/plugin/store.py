@@ -10,7 +10,7 @@ from paceline.store.base import Answer, Op, Status, Store
 
 
 class BorrowedStore(Store):
-    """Paceline's view of `store`, for what the engine does with one: set, get, wait and multi_get."""
+    """Paceline's view of `store`, for what the engine does with one; it keeps no last wills."""
 
     def __init__(self, store: TorchStore, timeout: timedelta) -> None:
         super().__init__(timeout)
@@ -20,10 +20,14 @@ class BorrowedStore(Store):
         return f"torch.distributed's {type(self._store).__name__}"
 
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
-        names = [field.decode() for field in fields] if op is not Op.SET else [fields[0].decode()]
+        names = [field.decode() for field in (fields[:1] if op is Op.SET else fields)]
         if op is Op.SET:
             self._store.set(names[0], fields[1].decode())
             return Status.OK, 0, []
+        if op is Op.LAST_WILL:
+            return Status.OK, 0, []
+        if op is Op.CHECK:
+            return Status.OK, int(self._store.check(names)), []
         if op not in (Op.GET, Op.WAIT, Op.MULTI_GET):
             return Status.REFUSED, 0, [b"the engine does not need it"]
         try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
+from paceline.durations import LONGEST_S
 from paceline.errors import PacelineError, RendezvousError, RendezvousTimeoutError, StoreConnectionError
 from paceline.rendezvous.claims import Claim, agree
 from paceline.rendezvous.rounds import next_at_address, next_at_store
@@ -48,12 +49,13 @@ def rendezvous(init_method: str | None, store: Store | None, world_size: int, ra
         store: a store that all ranks share, instead of `init_method`.
         world_size: the number of ranks; -1 to take it from the environment or the URL.
         rank: this process's rank; -1 likewise.
-        timeout_s: how long to wait for the others, in seconds.
+        timeout_s: how long to wait for the others, in seconds; a hundred years at most.
 
     Raises:
         ValueError: a rule is broken.
         RendezvousError, RendezvousTimeoutError: see `agree`.
     """
+    timeout_s = min(timeout_s, LONGEST_S)
     if store is not None:
         if init_method is not None:
             raise ValueError("init_method and store exclude each other; give one of them")

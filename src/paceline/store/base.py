@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 
+from paceline.durations import to_seconds
 from paceline.errors import StoreError, StoreTimeoutError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
@@ -30,6 +31,7 @@ class Op(IntEnum):
     QUEUE_PUSH = 12
     QUEUE_POP = 13
     QUEUE_LENGTH = 14
+    LAST_WILL = 15
 
 
 class Status(IntEnum):
@@ -50,7 +52,7 @@ class Store(ABC):
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = to_seconds(timeout)
 
     @property
     def timeout(self) -> timedelta:
@@ -59,7 +61,7 @@ class Store(ABC):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets `timeout`."""
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = to_seconds(timeout)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets `key` to `value`, whatever it was."""
@@ -131,6 +133,13 @@ class Store(ABC):
         """The number of values in the queue `key`."""
         return self._ask(Op.QUEUE_LENGTH, [key.encode()])[0]
 
+    def set_last_will(self, key: str, value: bytes | str) -> None:
+        """Has `key` set to `value` by the store's server when this process's connection to it ends, however it does.
+
+        The latest will counts, and an empty key takes it back. A store without a server (a file, a hash) keeps none.
+        """
+        self._ask(Op.LAST_WILL, [key.encode(), _bytes(value)])
+
     def close(self) -> None:
         """Lets go of what the store holds (a connection, a file, a server); idempotent."""
 
@@ -141,7 +150,7 @@ class Store(ABC):
         return number, values
 
     def _wait_and_ask(self, op: Op, keys: list[bytes], timeout: timedelta | None) -> tuple[int, list[bytes]]:
-        wait_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        wait_s = self._timeout_s if timeout is None else to_seconds(timeout)
         started = time.monotonic()
         status, number, values = self._apply(op, max(0, int(wait_s * 1000)), keys, wait_s)
         if status is Status.TIMED_OUT:

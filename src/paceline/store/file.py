@@ -27,7 +27,7 @@ _RECORD = struct.Struct("<III")  # bytes that follow, their CRC-32, number of fi
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")
-_READS = {Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COUNT, Op.QUEUE_LENGTH}
+_WITHOUT_EFFECT = {Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COUNT, Op.QUEUE_LENGTH, Op.LAST_WILL}
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
 
 
@@ -87,7 +87,7 @@ class FileStore(Store):
                 self._replay()
                 done = self._table.apply(op, number, fields)
                 if done is not None:
-                    if op not in _READS and done[0] == Status.OK:
+                    if op not in _WITHOUT_EFFECT and done[0] == Status.OK:
                         self._write(op, number, fields)
                     return Status(done[0]), done[1], done[2]
             if time.monotonic() >= deadline:

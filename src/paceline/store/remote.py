@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from paceline import _core
+from paceline.durations import for_socket, to_seconds
 from paceline.errors import StoreConnectionError
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key
@@ -68,14 +69,10 @@ class RemoteStore(Store):
             )
         if self._closed:
             raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
-        try:
-            client = self._idle.pop()
-        except IndexError:
-            client = self._connected()
-        try:
-            result, status, answer, values = client.ask(op, number, fields, timeout_s + _GRACE_S)
-        finally:
-            self._idle.append(client)
+        if op is Op.LAST_WILL:  # that of a connection, so always of the same one
+            result, status, answer, values = self._clients[0].ask(op, number, fields, timeout_s + _GRACE_S)
+        else:
+            result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
         if result == _ANSWERED:
             return _STATUS[status], answer, values
         if result == _CLOSED:
@@ -86,6 +83,18 @@ class RemoteStore(Store):
             f"{self} did not answer {op.name.lower()} within {timeout_s + _GRACE_S:.0f} s; "
             "its process is stopped or the network to it is cut"
         )
+
+    def _ask_idle(
+        self, op: Op, number: int, fields: list[bytes], timeout_s: float
+    ) -> tuple[int, int, int, list[bytes]]:
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = self._connected()
+        try:
+            return client.ask(op, number, fields, timeout_s)
+        finally:
+            self._idle.append(client)
 
 
 def connect(
@@ -98,14 +107,14 @@ def connect(
         AuthenticationError: the server is not of this job, or no Paceline process.
     """
     started = time.monotonic()
-    deadline = started + timeout.total_seconds()
+    deadline = started + to_seconds(timeout)
     unfinished_since: float | None = None
     pause_s = _FIRST_PAUSE_S
     attempts = 0
     while True:
         attempts += 1
         try:
-            connection = dial(max(0.1, deadline - time.monotonic()))
+            connection = dial(for_socket(deadline - time.monotonic()))
             try:
                 prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
                 return connection

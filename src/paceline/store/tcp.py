@@ -8,6 +8,7 @@ import socket
 import weakref
 from datetime import timedelta
 
+from paceline.durations import to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
@@ -109,7 +110,7 @@ class TCPStore(RemoteStore):
                 self.wait([_ALL_JOINED])
             except StoreTimeoutError as error:
                 raise RendezvousTimeoutError(
-                    f"{self} waited {self.timeout.total_seconds():.0f} s for {world_size} clients; "
+                    f"{self} waited {to_seconds(self.timeout):.0f} s for {world_size} clients; "
                     f"{self.get(_JOINED).decode()} came. Check that every rank was started with this address"
                 ) from error
 

@@ -1,0 +1,127 @@
+"""Ranks that form a group: each waits for what the others put into the store, and hears why it will never come.
+
+A rank that gives up says why before it leaves. For one that dies the store's server does, where there is one (its last
+will); on the ways that are open already, the others see it themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+from paceline.engine.failures import Member
+from paceline.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError
+from paceline.store.base import Store
+
+_INIT = "engine"
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
+_PARTING_S = 2.0
+_SERVES_THE_STORE = 0  # if any rank does
+
+
+class Formation:
+    """The forming of one group, as a context: left by an error, it tells the other ranks.
+
+    Args:
+        store: what the ranks share; they have met there.
+        rank, world_size: this rank, and how many there are.
+        number: of the group, the same on its members and new for each group; None for the default group, whose store
+            may end with this rank.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, number: int | None = None) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._me = Member(rank, socket.gethostname(), os.getpid())
+        self._topic = _INIT if number is None else f"group/{number}"
+        self._heard = False
+        self._gone: Callable[[], Member | None] = lambda: None
+
+    def watch(self, gone: Callable[[], Member | None]) -> None:
+        """`gone` is asked now and then for a rank that has died or left."""
+        self._gone = gone
+
+    def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
+        """Waits for `keys` until `deadline`, of the monotonic clock; those that were not set by then.
+
+        Raises:
+            RendezvousError: a rank gave up or died.
+        """
+        look_s = _FIRST_LOOK_S
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                self.store.wait(keys, timedelta(seconds=min(look_s, left_s)))
+                return []
+            except StoreTimeoutError:
+                self.look()
+            if left_s <= look_s:
+                return [key for key in keys if not self.store.check([key])]
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+    def look(self, patience_s: float = 0.0) -> None:
+        """Looks whether all ranks are still at it, again and again for `patience_s`.
+
+        Raises:
+            RendezvousError: one gave up or died; the message has its reason.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            for topic in {self._topic, _INIT}:
+                if self.store.check([f"{topic}/gave_up"]):
+                    self._heard = True
+                    raise RendezvousError(f"{self._me} cannot go on: {self.store.get(f'{topic}/gave_up').decode()}")
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_FIRST_LOOK_S)
+        if lost := self._gone():
+            raise self._without(lost)
+
+    def __enter__(self) -> Formation:
+        if self._topic == _INIT:
+            try:
+                self.store.set_last_will(f"{_INIT}/gave_up", f"{self._me} ended while the group formed; {_ADVICE}")
+            except StoreConnectionError as error:
+                raise self._without_store(error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, StoreConnectionError):
+            # Whoever served it may have left because of another.
+            lost = self._gone()
+            raise (self._without(lost) if lost else self._without_store(error)) from error
+        if self._topic == _INIT:
+            with contextlib.suppress(StoreConnectionError):
+                self.store.set_last_will("", "")
+        if error is not None:
+            with contextlib.suppress(StoreError):
+                self._tell(error)
+
+    def _without(self, lost: Member) -> RendezvousError:
+        return RendezvousError(f"{self._me} cannot go on: {lost} died or left while the group formed; {_ADVICE}")
+
+    def _without_store(self, error: StoreConnectionError) -> RendezvousError:
+        return RendezvousError(
+            f"{self._me} cannot go on: the process that serves the ranks' store (rank 0, or the launcher) ended while "
+            f"the group formed; look at its output. ({error})"
+        )
+
+    def _tell(self, error: BaseException) -> None:
+        if not self._heard:
+            reason = str(error).removeprefix(f"{self._me}: ")
+            self.store.set(f"{self._topic}/gave_up", f"{self._me} gave up: {type(error).__name__}: {reason}")
+        self.store.set(f"{self._topic}/heard/{self.rank}", b"")
+        if self._topic == _INIT and self.rank == _SERVES_THE_STORE:
+            keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
+            self.store.wait(keys, timedelta(seconds=_PARTING_S))
+
+
+_ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"

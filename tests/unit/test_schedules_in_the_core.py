@@ -1,0 +1,112 @@
+"""What the core makes of schedules that nobody has proved: it refuses them, or they come to an end."""
+
+from __future__ import annotations
+
+import socket
+from array import array
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import _core
+from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.failures import Code, Member, to_error
+
+SEND, RECEIVE, REDUCE, COPY = range(4)
+INPUT, OUTPUT, SCRATCH = range(3)
+MILLISECOND_NS = 1_000_000
+
+Step = tuple[int, int, int, int, int, int, int, int, int]
+
+
+def made(steps: list[Step], blocks: int = 2, rank: int = 0, size: int = 2) -> _core.Schedule:
+    flat = array("i", [number for step in steps for number in step])
+    return _core.Schedule.make(1, blocks, rank, size, flat.tobytes())
+
+
+class Pair:
+    """Rank 0's end of a group of two, whose rank 1 keeps silent."""
+
+    def __init__(self) -> None:
+        ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        self._silent = theirs
+        self._mesh = _core.Mesh(0, [-1])
+        group = _core.LinkGroup.create(self._mesh, 1, 0, [0, -1], [[], [end.detach() for end in ours]], 5.0)
+        assert group is not None
+        self.group = group
+
+    def run(
+        self, schedule: _core.Schedule, operation: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> _core.Outcome | None:
+        reduction = ReduceCode.SUM if operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER) else ReduceCode.NONE
+        count = (outputs or inputs)[0].numel()
+        pieces = [[[each.data_ptr(), each.nbytes] for each in tensors] for tensors in (inputs, outputs)]
+        return self.group.run(
+            schedule, operation, DTYPE_CODES[torch.float32], reduction, -1, count, MILLISECOND_NS, *pieces
+        )
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.group.close()
+        self._mesh.close()
+        for end in self._silent:
+            end.close()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (SEND, 0, 0, OUTPUT, 0, 0, OUTPUT, 0, 1),
+        (SEND, 0, 2, OUTPUT, 0, 0, OUTPUT, 0, 1),
+        (COPY, 0, 1, OUTPUT, 0, 1, OUTPUT, 1, 1),
+        (RECEIVE, 0, 1, INPUT, 0, 1, OUTPUT, 0, 0),
+        (REDUCE, 0, 1, OUTPUT, 0, 2, OUTPUT, 0, 1),
+    ],
+    ids=["to itself", "to nobody", "a copy with a peer", "into the input", "of unequal slices"],
+)
+def test_steps_that_are_no_schedule_are_named(step: Step) -> None:
+    good = (SEND, 0, 1, OUTPUT, 0, 0, OUTPUT, 0, 1)
+    with pytest.raises(ValueError, match=r"no schedule for rank 0 of 2: see step 1 "):
+        made([good, step])
+
+
+def test_a_schedule_whose_blocks_the_call_lacks_is_an_error_that_says_so() -> None:
+    schedule = made([(COPY, 0, -1, OUTPUT, 0, 1, OUTPUT, 1, 1), (SEND, 0, 1, OUTPUT, 0, 0, OUTPUT, 1, 2)])
+    with Pair() as pair:
+        outcome = pair.run(schedule, Operation.ALL_REDUCE, [], [torch.ones(4)])
+        assert outcome is not None and outcome.code == Code.UNFIT
+        error = to_error(outcome, [Member(0, "here", 7), Member(1, "here", 8)], 0, "all_reduce(float32, 4 elements)")
+    assert str(error).startswith("rank 0 (here, pid 7): all_reduce(float32, 4 elements) was not begun: step 1 ")
+
+
+slices = st.tuples(st.integers(INPUT, SCRATCH), st.integers(0, 4), st.integers(0, 3))
+steps = st.builds(
+    lambda kind, final, to, source: (kind, final, -1 if kind == COPY else 1, *to, *source),
+    st.integers(SEND, COPY),
+    st.integers(0, 1),
+    slices,
+    slices,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(steps, max_size=6),
+    st.integers(0, 5),
+    st.sampled_from([Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL]),
+    st.integers(0, 30),
+)
+def test_any_steps_are_refused_or_come_to_an_end(steps: list[Step], blocks: int, operation: int, count: int) -> None:
+    try:
+        schedule = made(steps, blocks)
+    except ValueError:
+        return
+    inputs = [torch.ones(count), torch.ones(count)] if operation > Operation.BROADCAST else []
+    outputs = [torch.ones(count)] * (2 if operation == Operation.ALL_TO_ALL else 1)
+    with Pair() as pair:
+        outcome = pair.run(schedule, operation, inputs, outputs)
+    assert outcome is None or outcome.code in (Code.UNFIT, Code.TIMED_OUT)
