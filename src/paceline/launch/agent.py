@@ -259,12 +259,12 @@ class _Agent:
             self._generation.end(number)
 
     def _leave(self, number: signal.Signals) -> None:
-        self._meeting.line.send(Leave(128 + number, number.name))
+        self._meeting.line.send(Leave(number.name))
 
     def _conclude(self, end: End | None) -> int:
         assert end is not None
         if self._stopped_by is not None:
-            return 128 + self._stopped_by
+            return 1
         self._events.tell("end", code=end.code)
         if end.failures:
             *others, _ = report(end.failures).split("\n", len(end.failures) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -109,9 +110,12 @@ def report(failures: Sequence[Failure]) -> str:
     return "\n".join([*lines, describe(cause)])
 
 
-def shell_code(exit_code: int) -> int:
-    """The exit code as a shell tells it: 128 + n for signal n."""
-    return exit_code if exit_code >= 0 else 128 - exit_code
+def keep(failure: Failure) -> None:
+    """Leaves a failure as `error.json` with the worker's output, if that is kept."""
+    if failure.log is not None:
+        with contextlib.suppress(OSError):  # the disk is full, say; the failure is told on the console as well
+            Path(failure.log).mkdir(parents=True, exist_ok=True)
+            Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), "how": failure.how}, indent=1))
 
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -53,9 +53,8 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Leave:
-    """The node was stopped by its user or scheduler, its workers have ended; `code` is for its shell."""
+    """The node was stopped by its user or scheduler, its workers have ended."""
 
-    code: int
     reason: str
 
 
