@@ -178,5 +178,5 @@ print("reduced", total.item(), os.getpid() == os.getsid(0), flush=True)
 @pytest.mark.timeout(60)
 def test_many_workers_meet(script):
     text = "from paceline.rendezvous.methods import rendezvous\nrendezvous(None, None, -1, -1, 50)"
-    done = run("--nproc-per-node=64", "--start-method=forkserver", script(text))
+    done = run("--nproc-per-node=64", script(text))
     assert done.returncode == 0, done.stderr
