@@ -148,9 +148,20 @@ def _kind(options: argparse.Namespace) -> Kind:
     if options.run_path:
         return Kind.PATH
     kind = Kind.MODULE if options.module else Kind.PROGRAM if options.no_python else Kind.SCRIPT
+    if kind in (Kind.SCRIPT, Kind.MODULE) and not os.path.isabs(options.script):
+        _check_directory()
     if kind is Kind.SCRIPT and not Path(options.script).is_file():
         raise OptionError(f"{options.script} is not a file; with -m it would be a module")
     return kind
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise OptionError(
+            "the current directory has been removed, so nothing can be found from it; cd to another"
+        ) from None
 
 
 def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meeting:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from paceline.launch.failures import Failure, first_failure
+from paceline.launch.failures import Failure, first_failure, shortened
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 
 FIRST_PAUSE_S = 0.25
@@ -238,7 +238,7 @@ class Membership:
         if not self._failures or explained:
             return self._begin_gathering(now_s)
         if self.restarts >= self.policy.max_restarts:
-            return self._end(End(1, "; ".join(self._lost), tuple(self._failures)))
+            return self._end(End(1, "; ".join(self._lost), shortened(self._failures)))
         self._in_a_row = 1 if now_s - self.started_s > STEADY_S else self._in_a_row + 1
         self.restarts += 1
         self.phase = Phase.PAUSING

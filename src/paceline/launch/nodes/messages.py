@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from paceline.launch.failures import Failure, Record
 
-LARGEST = 1 << 20
+LARGEST = 1 << 22
 _LENGTH = struct.Struct("<I")
 
 
