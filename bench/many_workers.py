@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         script, done = Path(directory, "script.py"), Path(directory, "done")
         script.write_text(SCRIPT)
-        for method in ("forkserver", "spawn"):
+        for method in ("auto", "spawn"):
             met: list[float] = []
             ended: list[float] = []
             flags = ["--start-method", method, "--nproc-per-node", str(options.workers)]

@@ -128,7 +128,7 @@ print("runs:", os.path.exists(f"/proc/{open(sys.argv[1]).read()}/fd/0"))
 
 def test_events_are_lines_of_json(script):
     done = run("--event-log-handler=console", "--max-restarts=1", "--rdzv-id=j", script("raise SystemExit(3)"))
-    assert done.returncode == 3
+    assert done.returncode == 1
     events = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     assert [each["event"] for each in events] == ["start", "failure", "wait", "start", "failure", "end"]
     assert events[1]["rank"] == 0
@@ -144,7 +144,7 @@ def test_a_stop_during_the_pause_is_heard(script):
             if "in 1 s" in line:
                 break
         launcher.terminate()
-        assert launcher.wait(5) == 143
+        assert launcher.wait(5) == 1
     finally:
         launcher.kill()
         launcher.communicate()
@@ -178,5 +178,5 @@ print("reduced", total.item(), os.getpid() == os.getsid(0), flush=True)
 @pytest.mark.timeout(60)
 def test_many_workers_meet(script):
     text = "from paceline.rendezvous.methods import rendezvous\nrendezvous(None, None, -1, -1, 50)"
-    done = run("--nproc-per-node=64", "--start-method=forkserver", script(text))
+    done = run("--nproc-per-node=64", script(text))
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,8 @@ def test_absence_names_who_came_and_who_did_not() -> None:
     )
 )
 def test_claims_come_back_from_the_store_as_they_were(claims: list[Claim]) -> None:
-    assert decode_claims(b"".join(claim.encode() for claim in claims)) == claims
+    received = decode_claims(b"".join(claim.encode() for claim in claims))
+    assert [vars(each) for each in received] == [vars(each) for each in claims]
 
 
 def test_a_claim_after_the_verdict_is_one_too_many_and_disturbs_nobody() -> None:

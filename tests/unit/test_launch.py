@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.main import main, parser
 from paceline.launch.environment import allowed_cores, threads_per_worker, worker_environment
-from paceline.launch.failures import Failure, Record, describe, first_failure, read_record, shell_code, write_record
-from paceline.launch.output import LinePrefixer, prefix_of
+from paceline.launch.failures import Failure, Record, describe, first_failure, read_record, shortened, write_record
+from paceline.launch.nodes.messages import LARGEST, Stopped, encode
+from paceline.launch.output import LinePrefixer, LogFile, prefix_of
 
 
 def test_lines_come_out_whole_with_their_prefix_however_they_are_cut():
@@ -44,7 +47,6 @@ def test_a_failure_reads_with_rank_pid_and_signal():
     assert "pid 1001, killed by SIGKILL); if nobody killed it by hand, the machine ran out of memory" in describe(
         failure(1, 0.0, None, -signal.SIGKILL)
     )
-    assert (shell_code(3), shell_code(-15)) == (3, 143)
 
 
 def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
@@ -58,6 +60,31 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
     assert record is not None
     assert record.kind == "ValueError"
     assert record.text.endswith("ValueError: boom\n")
+
+
+def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):
+    try:
+        raise ValueError("x" * 3_000_000)
+    except ValueError as error:
+        write_record(str(tmp_path / "cause"), ValueError, error, error.__traceback__)
+    cause = Failure(7, 1, 1, 0.0, read_record(str(tmp_path / "cause")))
+    others = [failure(rank, time.time() + 1, "KeyError") for rank in range(1000)]
+    others = [replace(each, record=replace(each.record, text="ü" * 5000)) for each in others]
+    told = shortened([*others, cause])
+    assert cause in told
+    assert "characters, see the rank's output" in cause.record.text
+    assert len(encode(Stopped(1, 1, told))) < LARGEST
+    assert shortened(()) == ()
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path):
+    said: list[str] = []
+    (tmp_path / "stdout.log").symlink_to("/dev/full")
+    file = LogFile(tmp_path / "stdout.log", said.append)
+    file.write(b"one")
+    file.write(b"two")
+    file.close()
+    assert said == [f"{tmp_path}/stdout.log: No space left on device; what follows is not kept there, the job goes on"]
 
 
 def test_cores_are_shared_unless_the_user_has_chosen():

@@ -54,7 +54,7 @@ def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
         b'{"kind": "Finished", "generation": true}',
         b'{"kind": "Finished", "generation": 1, "more": 2}',
         b'{"kind": "Failed", "generation": 1, "failure": {"rank": 1}}',
-        b'{"kind": "Leave", "code": 1, "reason": ["x"]}',
+        b'{"kind": "Leave", "reason": ["x"]}',
         b"\xff\xfe",
     ],
 )

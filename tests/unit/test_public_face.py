@@ -42,6 +42,13 @@ def test_importing_paceline_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_what_a_worker_needs_to_meet_the_others_is_little():
+    slow = {"dataclasses", "inspect", "json", "logging", "pathlib", "re", "shutil", "tempfile", "typing", "urllib"}
+    code = f"import sys, paceline.rendezvous.methods as _; print(sorted({slow} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-S", "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", "256 workers each pay for it"
+
+
 @pytest.mark.parametrize(
     "module", sorted({getattr(paceline, name).__module__ for name in NAMES if name not in ("ReduceOp", "group")})
 )

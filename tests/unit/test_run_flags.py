@@ -172,6 +172,12 @@ def test_the_kind_of_command():
     assert kinds == [Kind.SCRIPT, Kind.MODULE, Kind.PROGRAM, Kind.PATH]
 
 
+def test_many_workers_a_core_are_forks_unless_told_otherwise():
+    many = f"--nproc-per-node={8 * allowed_cores() + 1}"
+    cases = (["--nproc-per-node=8"], [many], [many, "--start-method=spawn"], ["--start-method=forkserver"])
+    assert [job(*flags).forks for flags in cases] == [False, True, False, True]
+
+
 def test_the_time_to_end_comes_from_the_flag_then_torchruns_variable():
     assert job().shutdown_timeout_s == 30.0
     assert job(environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}).shutdown_timeout_s == 12.0

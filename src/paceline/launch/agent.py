@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.launch.environment import free_port
 from paceline.launch.events import Events
-from paceline.launch.failures import Failure, describe, first_failure, report
+from paceline.launch.failures import Failure, describe, first_failure, report, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.lifeline import MARK, Guard, adopt_orphans, kill_marked, reap_orphans
@@ -220,7 +220,7 @@ class _Agent:
         if self._stopped_by is not None:
             self._leave(self._stopped_by)
         elif failures or self._was_told_to_stop:
-            self._meeting.line.send(Stopped(number, free_port(self._meeting.address), failures))
+            self._meeting.line.send(Stopped(number, free_port(self._meeting.address), shortened(failures)))
         else:
             self._meeting.line.send(Finished(number))
 
@@ -259,12 +259,12 @@ class _Agent:
             self._generation.end(number)
 
     def _leave(self, number: signal.Signals) -> None:
-        self._meeting.line.send(Leave(128 + number, number.name))
+        self._meeting.line.send(Leave(number.name))
 
     def _conclude(self, end: End | None) -> int:
         assert end is not None
         if self._stopped_by is not None:
-            return 128 + self._stopped_by
+            return 1
         self._events.tell("end", code=end.code)
         if end.failures:
             *others, _ = report(end.failures).split("\n", len(end.failures) - 1)

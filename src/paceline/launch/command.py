@@ -21,7 +21,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str,
 def run(options: argparse.Namespace) -> int:
     """Runs what the flags describe, or says what it would be; errors are told in one line."""
     from paceline.errors import PacelineError
+    from paceline.launch.output import open_standard_streams
 
+    open_standard_streams()
     try:
         return _join(options) if getattr(options, "token", None) else _run(options)
     except (PacelineError, ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,8 @@ _CONSEQUENCE_TEXTS = re.compile(
     r"NCCL communicator was aborted|[Ww]atchdog|recvValue failed|failed to recv, got 0 bytes|Timed out waiting .* recv",
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LONGEST_TEXT = 1 << 16
+_MOST_TOLD, _LAST_WORDS = 256, 1000
 _OWN_FILES = ("paceline/launch/bootstrap.py", "paceline/launch/template.py", "<frozen runpy>", "runpy.py")
 
 
@@ -81,6 +84,19 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda each: (each.is_consequence, each.record.time_s if each.record else each.seen_s))
 
 
+def shortened(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """As much of them as a message between machines holds: the cause, and the first others with their last words."""
+    cause = first_failure(failures) if failures else None
+    kept: list[Failure] = []
+    for failure in failures:
+        if failure is cause:
+            kept.append(failure)
+        elif len(kept) < _MOST_TOLD:
+            record = failure.record and replace(failure.record, text=failure.record.text[-_LAST_WORDS:])
+            kept.append(replace(failure, record=record))
+    return tuple(kept)
+
+
 def describe(failure: Failure) -> str:
     """The failure in one line, and its traceback if it left one."""
     code = failure.exit_code
@@ -109,14 +125,20 @@ def report(failures: Sequence[Failure]) -> str:
     return "\n".join([*lines, describe(cause)])
 
 
-def shell_code(exit_code: int) -> int:
-    """The exit code as a shell tells it: 128 + n for signal n."""
-    return exit_code if exit_code >= 0 else 128 - exit_code
+def keep(failure: Failure) -> None:
+    """Leaves a failure as `error.json` with the worker's output, if that is kept."""
+    if failure.log is not None:
+        with contextlib.suppress(OSError):  # the disk is full, say; the failure is told on the console as well
+            Path(failure.log).mkdir(parents=True, exist_ok=True)
+            Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), "how": failure.how}, indent=1))
 
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Leaves an exception in the file `path`."""
     text = "".join(traceback.format_exception(kind, error, _without_own(trace)))
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters, see the rank's output ...\n{text[-half:]}"
     draft = f"{path}.{os.getpid()}"
     Path(draft).write_text(json.dumps({"time_s": time.time(), "kind": kind.__name__, "text": text}))
     os.replace(draft, path)
@@ -138,9 +160,9 @@ def record_uncaught(path: str) -> None:
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        write_record(path, kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher says that it was interrupted; a traceback a rank adds nothing
-        write_record(path, kind, error, trace)
         shown = traceback.TracebackException(kind, error, _without_own(trace))
         text = "".join(shown.format())
         if _is_consequence(kind.__name__, text):

@@ -64,8 +64,9 @@ FLAGS = (
     Flag("module", "SCRIPT is a module, as for python -m", short="-m"),
     Flag("no-python", "SCRIPT is a program, not a Python script"),
     Flag("run-path", "SCRIPT is run by runpy.run_path"),
-    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one that holds no torch", str,
-         "spawn", "METHOD", choices=("spawn", "fork", "forkserver")),
+    Flag("start-method", "spawn: a new interpreter each; fork, forkserver: forks of one that holds no torch; auto: "
+         "forks where there are many workers a core", str, "auto", "METHOD",
+         choices=("auto", "spawn", "fork", "forkserver")),
     Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
     Flag("virtual-local-rank", "each worker sees only its GPU, as number 0, and LOCAL_RANK=0"),
     # output

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from paceline.launch.environment import Place, place_variables
-from paceline.launch.failures import Failure, read_record
+from paceline.launch.failures import Failure, keep, read_record
 from paceline.launch.gpus import device_of
 from paceline.launch.job import Job
 from paceline.launch.logs import Destination, Logs
@@ -206,6 +206,7 @@ class Generation:
         memory = self._memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
         exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
         failure = Failure(worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log)
+        keep(failure)
         self.failures.append(failure)
         if len(self.failures) == 1:
             self.end(after_s=CONSEQUENCES_S)

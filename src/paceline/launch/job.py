@@ -12,11 +12,13 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.launch import values
+from paceline.launch.environment import allowed_cores
 from paceline.launch.surroundings import Surroundings, recognise
 from paceline.launch.values import Streams, StreamsOfRanks
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
+_MANY_A_CORE = 8
 _SETTINGS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "is_host"}
 _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
 
@@ -112,9 +114,10 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
     if timeout_s is None:
         timeout_s = values.seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
     meeting = _meeting(options, around)
+    workers = 1 if around is not None and around.is_one_a_rank else options.nproc_per_node
     return Job(
         command=command,
-        workers=1 if around is not None and around.is_one_a_rank else options.nproc_per_node,
+        workers=workers,
         run_id=options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4),
         meeting=meeting,
         output=_output(options),
@@ -127,10 +130,16 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         binding=None if options.no_pin else options.numa_binding or "exclusive",
         binding_is_asked_for=options.numa_binding is not None,
         events=options.event_log_handler == "console",
-        forks=options.start_method != "spawn",
+        forks=_forks(options.start_method, workers),
         slot=around.slot if around is not None else (0, 1),
         surroundings=around,
     )
+
+
+def _forks(method: str, workers: int) -> bool:
+    if method == "auto":  # so many are no training, and are to be there soon
+        return workers > _MANY_A_CORE * allowed_cores()
+    return method != "spawn"
 
 
 def _kind(options: argparse.Namespace) -> Kind:
@@ -139,9 +148,20 @@ def _kind(options: argparse.Namespace) -> Kind:
     if options.run_path:
         return Kind.PATH
     kind = Kind.MODULE if options.module else Kind.PROGRAM if options.no_python else Kind.SCRIPT
+    if kind in (Kind.SCRIPT, Kind.MODULE) and not os.path.isabs(options.script):
+        _check_directory()
     if kind is Kind.SCRIPT and not Path(options.script).is_file():
         raise OptionError(f"{options.script} is not a file; with -m it would be a module")
     return kind
+
+
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise OptionError(
+            "the current directory has been removed, so nothing can be found from it; cd to another"
+        ) from None
 
 
 def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meeting:

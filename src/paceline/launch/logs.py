@@ -6,10 +6,9 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from paceline.launch.job import Output
-from paceline.launch.output import Console, LinePrefixer, Stream, file_writer, only_with, prefix_of
+from paceline.launch.output import Console, LinePrefixer, LogFile, Stream, only_with, prefix_of
 from paceline.launch.values import Streams, streams_of
 
 _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
@@ -19,7 +18,7 @@ _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 class Destination:
     """One stream of one worker: its file without a pipe in between, or what its pipe feeds."""
 
-    file: BinaryIO | None = None
+    file: LogFile | None = None
     stream: Stream | None = None
 
 
@@ -49,20 +48,17 @@ class Logs:
         file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
         if file is not None and not is_shown and not words:
             return Destination(file)
-        console = (
-            LinePrefixer(prefix_of(rank, _is_coloured(which)), self._console.writer(which.value)) if is_shown else None
-        )
-        filtered = None
+        lines = []
+        if is_shown:
+            lines.append(LinePrefixer(prefix_of(rank, _is_coloured(which)), self._console.writer(which.value)))
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
-            filtered = LinePrefixer(prefix_of(rank, False), only_with(words, file_writer(matches)))
-        return Destination(stream=Stream(console, file, filtered))
+            lines.append(LinePrefixer(prefix_of(rank, False), only_with(words, matches.write)))
+        return Destination(stream=Stream(file, lines))
 
-    def _open(self, attempt: int, folder: str, name: str) -> BinaryIO:
+    def _open(self, attempt: int, folder: str, name: str) -> LogFile:
         assert self.directory is not None
-        path = self.directory / f"attempt_{attempt}" / folder / f"{name}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
+        return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.say)
 
 
 def _is_coloured(which: Streams) -> bool:

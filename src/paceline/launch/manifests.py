@@ -145,7 +145,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 NODES = {request.nodes}
-COMMAND = {request.run!r}
+COMMAND = [sys.executable, "-m", *{request.run!r}]
 
 
 @ray.remote(num_cpus={request.cpus}, num_gpus={request.gpus})

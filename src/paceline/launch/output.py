@@ -6,7 +6,7 @@ import os
 import re
 import select
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from pathlib import Path
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOUNDARY = re.compile(rb"[\r\n]")
@@ -46,28 +46,65 @@ class LinePrefixer:
             self.feed(b"\n")
 
 
-class Stream:
-    """One stream of one worker, to the console, to its file, and filtered to another."""
+class LogFile:
+    """A file that output is kept in. A full disk ends no job: it is said once, and no more is kept.
 
-    def __init__(self, console: LinePrefixer | None, file: BinaryIO | None, filtered: LinePrefixer | None) -> None:
-        self._console = console
+    Args:
+        path: the file; what it holds is kept, its directory is made.
+        say: tells the user a line.
+
+    Raises:
+        OSError: it cannot be made there.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        self._path = path
+        self._say = say
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise OSError(
+                f"{path.parent} cannot hold the workers' output ({error.strerror}); give --log-dir a directory that "
+                "can be written to"
+            ) from error
+
+    def fileno(self) -> int:
+        """For a worker that writes to it itself."""
+        return self._file.fileno()
+
+    def write(self, data: bytes) -> None:
+        """Writes all of `data`, unless the disk was full before."""
+        try:
+            while data and not self._file.closed:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.close()
+            self._say(f"{self._path}: {error.strerror}; what follows is not kept there, the job goes on")
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._file.close()
+
+
+class Stream:
+    """One stream of one worker, to its file, and in lines to the console and filtered to another file."""
+
+    def __init__(self, file: LogFile | None, lines: Sequence[LinePrefixer]) -> None:
         self._file = file
-        self._filtered = filtered
+        self._lines = lines
 
     def feed(self, data: bytes) -> None:
         """Takes more output, cut anywhere."""
         if self._file is not None:
             self._file.write(data)
-            self._file.flush()
-        for lines in (self._console, self._filtered):
-            if lines is not None:
-                lines.feed(data)
+        for each in self._lines:
+            each.feed(data)
 
     def close(self) -> None:
         """Passes on what is left; idempotent."""
-        for lines in (self._console, self._filtered):
-            if lines is not None:
-                lines.close()
+        for each in self._lines:
+            each.close()
         if self._file is not None:
             self._file.close()
 
@@ -115,14 +152,11 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line of the launcher's own on stderr."""
-        self.writer(2)(f"paceline: {text}\n".encode())
+        self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
 
 
-def file_writer(file: BinaryIO) -> Write:
-    """Writes to a file at once."""
-
-    def write(data: bytes) -> None:
-        file.write(data)
-        file.flush()
-
-    return write
+def open_standard_streams() -> None:
+    """Opens those of descriptors 0 to 2 that are closed; else a pipe of the launcher's would be its console."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)

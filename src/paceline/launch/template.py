@@ -1,4 +1,6 @@
-"""A process that has the slow imports behind it and becomes workers by forking: `--start-method forkserver`.
+"""A process that has the slow imports behind it and becomes workers by forking.
+
+It is used with `--start-method forkserver`, and by default where there are many workers a core.
 
     python template.py LAUNCHER_PID DESCRIPTOR
 
@@ -15,6 +17,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
@@ -28,7 +31,8 @@ def main() -> None:
     from paceline.launch import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    import_module("paceline.rendezvous.methods")  # what makes a worker slow to start, and what it needs to meet
+    with suppress(ImportError):  # of a core for another Python; workers that need it will say so
+        import_module("paceline.rendezvous.methods")  # what makes a worker slow to start, and what it needs to meet
 
     gc.freeze()
     while True:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
@@ -22,14 +21,14 @@ _HEARD = "heard"
 _LINGER_S, _LINGER_POLL_S = 5.0, 0.01
 
 
-@dataclass(frozen=True)
 class Claim:
     """One process's word on who it is."""
 
-    rank: int
-    world_size: int
-    host: str
-    pid: int
+    def __init__(self, rank: int, world_size: int, host: str, pid: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.host = host
+        self.pid = pid
 
     @classmethod
     def mine(cls, rank: int, world_size: int) -> Claim:

@@ -10,13 +10,11 @@ another. 140 bytes in all; nothing that a peer sent is used before its proof is 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import socket
 import struct
 import time
-from dataclasses import dataclass
 
 from paceline.errors import AuthenticationError
 
@@ -32,14 +30,14 @@ class HandshakeUnfinishedError(AuthenticationError):
     """The other end fell silent or closed the connection: no verdict on the secret, and worth another attempt."""
 
 
-@dataclass(frozen=True)
 class Hello:
-    """Who connects, to what."""
+    """Who connects, to what; `lane` is which of the connections between two ranks."""
 
-    channel: str
-    rank: int = 0
-    generation: int = 0
-    lane: int = 0  # which of the connections between two ranks
+    def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:
+        self.channel = channel
+        self.rank = rank
+        self.generation = generation
+        self.lane = lane
 
 
 def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float = TIMEOUT_S) -> None:
@@ -91,7 +89,7 @@ def verify(
 
 
 def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, side + b"".join(parts), hashlib.sha256)
+    return hmac.digest(key, side + b"".join(parts), "sha256")
 
 
 def _name(connection: socket.socket) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import ipaddress
 import os
 import stat
 
@@ -51,13 +49,15 @@ def derive_key(secret: bytes | None, context: str) -> bytes:
     Without a secret the key is a public constant: it keeps jobs apart by accident, not by intent, and is accepted on
     loopback only (see `require_secret`).
     """
-    extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", hashlib.sha256)
-    return hmac.digest(extracted, context.encode() + b"\x01", hashlib.sha256)
+    extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", "sha256")
+    return hmac.digest(extracted, context.encode() + b"\x01", "sha256")
 
 
 def is_loopback(address: str) -> bool:
     """Whether a numeric address can be reached from this machine only."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    from ipaddress import ip_address
+
+    return ip_address(address.split("%")[0]).is_loopback
 
 
 def require_secret(address: str, secret: bytes | None) -> None:

@@ -14,7 +14,8 @@ from paceline.errors import StoreConnectionError
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
-from paceline.store.server import CHANNEL
+
+CHANNEL = "store"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _UNFINISHED_FOR_S = 20.0  # a server may be too busy for a handshake, or closing; another program never finishes one

@@ -9,8 +9,7 @@ from paceline import _core
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
-
-CHANNEL = "store"
+from paceline.store.remote import CHANNEL
 
 
 class StoreServer:

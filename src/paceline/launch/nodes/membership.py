@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from paceline.launch.failures import Failure, first_failure, shell_code
+from paceline.launch.failures import Failure, first_failure, shortened
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 
 FIRST_PAUSE_S = 0.25
@@ -127,8 +127,8 @@ class Membership:
         if join is None:
             return []
         if join.serves or self.policy.is_static:
-            return self._end(End(leave.code, f"{join.host} was stopped ({leave.reason})"))
-        return [(node, End(leave.code)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
+            return self._end(End(1, f"{join.host} was stopped ({leave.reason})"))
+        return [(node, End(1)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
 
     def lost(self, node: str, why: str, now_s: float) -> Orders:
         """A node's connection has ended, or it fell silent."""
@@ -238,8 +238,7 @@ class Membership:
         if not self._failures or explained:
             return self._begin_gathering(now_s)
         if self.restarts >= self.policy.max_restarts:
-            code = shell_code(first_failure(self._failures).exit_code)
-            return self._end(End(code, "; ".join(self._lost), tuple(self._failures)))
+            return self._end(End(1, "; ".join(self._lost), shortened(self._failures)))
         self._in_a_row = 1 if now_s - self.started_s > STEADY_S else self._in_a_row + 1
         self.restarts += 1
         self.phase = Phase.PAUSING

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from paceline.launch.failures import Failure, Record
 
-LARGEST = 1 << 20
+LARGEST = 1 << 22
 _LENGTH = struct.Struct("<I")
 
 
@@ -53,9 +53,8 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Leave:
-    """The node was stopped by its user or scheduler, its workers have ended; `code` is for its shell."""
+    """The node was stopped by its user or scheduler, its workers have ended."""
 
-    code: int
     reason: str
 
 

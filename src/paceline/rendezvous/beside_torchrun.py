@@ -1,0 +1,44 @@
+"""Under torchrun MASTER_PORT is served by torchrun itself, in a language of its own; one machine has files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from datetime import timedelta
+from urllib.parse import quote
+
+from paceline.errors import RendezvousError
+from paceline.store.base import Store
+from paceline.store.file import FileStore
+
+
+def open_file(port: int, world_size: int, timeout: timedelta) -> Store:
+    """The store of the ranks that torchrun started on this machine.
+
+    Raises:
+        ValueError: there are several machines.
+        RendezvousError: the directory for such stores is open to others.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        raise ValueError(
+            "torchrun holds MASTER_PORT for a store of its own, so ranks on several machines cannot meet there; "
+            "give init_method='tcp://host:port' with another port"
+        )
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = quote(f"{run}-{port}-{attempt}", safe="")
+    return FileStore(os.path.join(_own_directory(), name), world_size, timeout)
+
+
+def _own_directory() -> str:
+    """A directory that no other user can put files into."""
+    path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    state = os.lstat(path)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        raise RendezvousError(
+            f"{path}, where ranks under torchrun meet, is not a directory of user {os.getuid()} alone, so others could "
+            "join the job; remove it, set TMPDIR to another place, or start with `paceline run`"
+        )
+    return path

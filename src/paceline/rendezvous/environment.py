@@ -1,0 +1,63 @@
+"""`env://`: rank, world size and the store from the environment, as `paceline run`, torchrun and others set it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from paceline.security.secret import job_secret
+from paceline.store.base import Store
+from paceline.store.remote import connect_unix
+
+
+def place(rank: int, world_size: int) -> tuple[int, int]:
+    """Rank and world size, from RANK and WORLD_SIZE where they are -1.
+
+    Raises:
+        ValueError: a variable is missing or no whole number.
+    """
+    return (
+        rank if rank >= 0 else _number("RANK", "rank"),
+        world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
+    )
+
+
+def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store of the launcher, or the one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
+
+    Raises:
+        ValueError: a variable is missing or broken.
+        StoreConnectionError: nobody serves it.
+    """
+    served = os.environ.get("PACELINE_STORE")
+    if served is not None:
+        if not served.startswith("unix:"):
+            raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH, as `paceline run` sets it")
+        return connect_unix(served.removeprefix("unix:"), job_secret(), timeout)
+    host = _variable("MASTER_ADDR")
+    port = _number("MASTER_PORT", "init_method='tcp://host:port'")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from paceline.rendezvous.beside_torchrun import open_file
+
+        return open_file(port, world_size, timeout)
+    from paceline.rendezvous.rank_zero import serve_or_connect
+
+    return serve_or_connect(host, port, rank, world_size, timeout)
+
+
+def _number(variable: str, argument: str) -> int:
+    value = _variable(variable, f", or pass {argument}= to init_process_group")
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"the environment variable {variable} is {value!r}; it must be a whole number") from None
+
+
+def _variable(name: str, otherwise: str = "") -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(
+            f"env:// needs the environment variable {name}, which is not set; start the script with `paceline run`"
+            f"{otherwise}"
+        )
+    return value

@@ -1,0 +1,113 @@
+"""`paceline run` where something is amiss: streams, directories, names, output or workers not as they should be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+from launching import ENVIRONMENT, command, processes_with, run, wait_until
+
+SPEAKS = "print('here')"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str, name: str = "script.py") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def shell(line: str, *arguments: str, cwd: str | None = None, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs `line`, in which "$@" is `paceline run` with the arguments."""
+    words = ["bash", "-c", line, "bash", *command(*arguments)]
+    return subprocess.run(words, capture_output=True, timeout=60, cwd=cwd, env={**ENVIRONMENT, **variables})
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_of_the_launcher_are_no_obstacle(script, tmp_path, closed):
+    done = shell(f'"$@" {closed}', script("open(__import__('sys').argv[1], 'w')"), str(tmp_path / "ran"))
+    assert (done.returncode, (tmp_path / "ran").exists()) == (0, True), done.stderr
+
+
+def test_a_reader_that_goes_away_ends_nothing(script):
+    done = shell('"$@" | head -n 1; exit ${PIPESTATUS[0]}', script("for n in range(20000): print('line', n)"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"[rank 0] line 0\n", b"")
+
+
+def test_any_output_and_what_a_worker_left_behind(script):
+    text = """
+import os, sys, time
+os.write(1, bytes(range(256)) + b"\\n" + b"y" * 200_000)
+sys.stdout.flush()
+if os.fork() == 0:  # a daemon, which keeps stdout open
+    os.setsid()
+    time.sleep(300)
+os.close(2)
+raise ValueError("the cause")
+"""
+    mark = f"HOSTILE={os.getpid()}.{id(script)}"
+    name, _, value = mark.partition("=")
+    done = shell('"$@"', script(text), **{name: value})
+    assert done.returncode == 1
+    assert b"y" * 60_000 in done.stdout
+    assert bytes(range(14, 256)) in done.stdout
+    assert done.stderr.endswith(b"ValueError: the cause\n"), "though the worker had closed its stderr"
+    wait_until(lambda: not processes_with(mark))
+
+
+def test_names_that_the_locale_cannot_spell(script):
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = shell('"$@"', script("raise ValueError('ü')", "skript-ü.py"), **plain)
+    assert done.returncode == 1
+    assert b"ValueError: \xc3\xbc\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--log-dir=file"], "file/j/attempt_0/0 cannot hold the workers' output (Not a directory); give --log-dir"),
+        (["missing.py"], "missing.py is not a file"),
+        (["-m", "missing"], "No module named missing"),
+        (["--no-python", "./file"], "./file cannot be executed (Permission denied)"),
+    ],
+)
+def test_what_cannot_be_run_or_kept_is_named(script, tmp_path, flags, complaint):
+    script("", "file")
+    done = run("--rdzv-id=j", *flags, script(SPEAKS), cwd=str(tmp_path))
+    assert done.returncode in (1, 2)
+    assert complaint in done.stderr
+    assert "here" not in done.stdout
+
+
+def test_a_directory_that_was_removed_is_named(script, tmp_path):
+    script(SPEAKS)
+    done = shell('mkdir gone; cd gone; rmdir ../gone; "$@"', "../script.py", cwd=str(tmp_path))
+    assert done.returncode == 2
+    assert b"the current directory has been removed" in done.stderr
+
+
+def test_a_worker_that_somebody_else_interrupts_is_a_failure_that_is_told(script):
+    done = run(script("import os, signal; os.kill(os.getpid(), signal.SIGINT)"))
+    assert done.returncode == 1
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.25, 0.35])
+def test_ctrl_c_is_heard_at_any_time(script, after_s):
+    launcher = subprocess.Popen(
+        command("--nproc-per-node=3", script("import time; time.sleep(60)")),
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        launcher.communicate(timeout=after_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+    assert launcher.wait(20) in (1, 130, -signal.SIGINT)
+    launcher.communicate()
