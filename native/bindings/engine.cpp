@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
+#include "call/endings.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
 
@@ -161,6 +162,13 @@ void register_engine(nb::module_& module) {
         .def("done", &Work::done)
         .def("wait", &wait, nb::arg("timeout_ns"))
         .def("outcome", [](const Work& work) { return report(work.outcome()); });
+
+    module.def("endings", [] { return Endings::of_process().count(); });
+    module.def("announce_ending", [] { Endings::of_process().announce(); });
+    module.def(
+        "await_ending",
+        [](std::uint32_t seen, std::int64_t timeout_ns) { Endings::of_process().await(seen, timeout_ns); },
+        nb::arg("seen"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<shm::Mesh>(module, "Mesh")
         .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("sockets"))

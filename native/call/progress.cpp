@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include "call/endings.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline {
@@ -26,6 +27,7 @@ void Work::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
     done_.store(1, std::memory_order_release);
     shm::futex_wake_all(done_);
+    Endings::of_process().announce();
 }
 
 void Progress::close() {

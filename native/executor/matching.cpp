@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 
+#include "call/endings.hpp"
 #include "executor/messenger.hpp"
 
 namespace paceline::executor {
@@ -88,6 +89,7 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
     request->outcome_ = std::move(outcome);
     request->done_.store(true, std::memory_order_release);
     changed_.notify_all();
+    Endings::of_process().announce();
 }
 
 // Writes what waits for `peer`; true when anything moved.

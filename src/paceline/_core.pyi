@@ -26,6 +26,15 @@ class Work:
     def wait(self, timeout_ns: int) -> bool: ...
     def outcome(self) -> Outcome | None: ...
 
+def endings() -> int:
+    """How many asynchronous calls of this process have ended, wrapped around at 2^32."""
+
+def announce_ending() -> None:
+    """Wakes who is in `await_ending`."""
+
+def await_ending(seen: int, timeout_ns: int) -> None:
+    """Sleeps, without the interpreter lock, while `endings` is `seen`; may return early."""
+
 class Mesh:
     def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
     def lost(self) -> int: ...

@@ -211,8 +211,20 @@ def mistakes() -> None:
         wrapped_with(lambda *_: hooks.DeferredFuture(lambda: torch.ones(3)))(x).sum().backward()
     with pytest.raises(KeyError, match="mine"):
         wrapped_with(lambda *_: hooks.DeferredFuture(lambda: {}["mine"]))(x).sum().backward()
+    several = [hooks.DeferredFuture(lambda: 1), hooks.DeferredFuture(lambda: 2).then(lambda done: done.value() * 2)]
+    with pytest.raises(TypeError, match=r"several: paceline\.parallel\.hooks\.collect_all"):
+        torch.futures.collect_all(several)
+    assert not several[0].done()
+    assert hooks.collect_all([*several, completed(3)]).then(lambda done: sum(done.value())).wait() == 8
+    assert several[0].done()
     with pytest.raises(TypeError, match=r"state is a str; it must be a paceline\.ProcessGroup, or None"):
         hooks.allreduce_hook("world", dist.GradBucket(0, True, x, []))
+
+
+def completed(value: int) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
 def test_a_hook_that_goes_wrong_is_told_apart(ranks):

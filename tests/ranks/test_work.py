@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,40 @@ def overtakes() -> None:
     if dist.get_rank() == 1:
         later = dist.all_reduce(slow, async_op=True).get_future()
     assert later.wait()[0] == 2
+
+
+def sleeps_until_the_end() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+    thread = next(thread for thread in threading.enumerate() if thread.name == "paceline-completion")
+    message = torch.zeros(3)
+    if rank == 1:
+        received = dist.irecv(message, 0).get_future()
+        slept = sleeps_of(thread)
+        time.sleep(0.3)
+        assert sleeps_of(thread) - slept <= 3
+        torch.futures.wait_all([dist.all_reduce(torch.ones(1), async_op=True).get_future()])
+        assert not received.done()
+    else:
+        time.sleep(0.5)
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.2)
+        dist.send(torch.ones(3), 1)
+    if rank == 1:
+        assert received.wait()[0].tolist() == [1, 1, 1]
+    several = dist.all_reduce_coalesced([torch.ones(3), torch.ones(4, dtype=torch.int64)], async_op=True)
+    (values,) = torch.futures.wait_all([several.get_future()])
+    assert [each[0] for each in values] == [2, 2]
+
+
+def sleeps_of(thread: threading.Thread) -> int:
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+
+def test_the_completion_thread_sleeps_until_a_call_is_over(ranks):
+    ranks(2)(sleeps_until_the_end)
 
 
 def test_a_call_that_overtakes_another_groups_completes_first(ranks):

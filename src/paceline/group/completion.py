@@ -1,8 +1,7 @@
 """Tells when asynchronous calls are over, without anybody waiting for them: a thread, started on first use.
 
-The thread waits in the core, without the interpreter lock, for the oldest call, and looks at the others in between.
-Calls of one group end in the order in which they were made, so it is at once for them; a call that overtakes one of
-another group is noticed within `_LONGEST_WAIT_NS`.
+The thread sleeps in the core, without the interpreter lock, until any call of the core's ends. A call of another engine
+is looked at now and then, since nobody else tells of its end.
 
 What is done at the end of a call may make further calls and wait for them (PowerSGD does). The thread it runs on cannot
 tell that those are over, so another one does, one level deeper; most processes never have it.
@@ -18,12 +17,16 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from paceline import _core
+
+_ANNOUNCED = (_core.Work, _core.Message)
 _SHORTEST_WAIT_NS = 200_000
 _LONGEST_WAIT_NS = 5_000_000
+_FOR_EVER_NS = 1 << 62
 
 
 class Awaitable(Protocol):
-    """What the core offers of a call in progress."""
+    """What an engine offers of a call in progress."""
 
     def done(self) -> bool:
         """Whether it is over."""
@@ -48,11 +51,13 @@ class CompletionThread:
     def add(self, call: Awaitable, when_done: Callable[[], None]) -> None:
         """Has `when_done` called, on the thread, when `call` is over."""
         self._arrivals.put((call, when_done))
+        _core.announce_ending()
 
     def close(self) -> None:
         """Ends the thread; what is not over by then is not reported any more. Idempotent."""
         self._closed = True
         self._arrivals.put(None)
+        _core.announce_ending()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -61,25 +66,44 @@ class CompletionThread:
         pending: list[_Arrival] = []
         wait_ns = _SHORTEST_WAIT_NS
         while True:
-            while not pending or not self._arrivals.empty():
-                arrival = self._arrivals.get()
-                if arrival is None:
-                    return
-                pending.append(arrival)
-            pending[0][0].wait(wait_ns)
-            over = [each for each in pending if each[0].done()]
-            pending = [each for each in pending if each not in over]
-            wait_ns = _SHORTEST_WAIT_NS if over else min(2 * wait_ns, _LONGEST_WAIT_NS)
-            while over:
-                if self._closed:
-                    return
-                self._tell(over.pop(0))  # and keep nothing of it: a group ends when nobody holds its calls
+            ends = _core.endings()  # first of all: whatever comes after it ends the sleep
+            if self._closed:
+                return
+            self._take_arrivals(pending)
+            over = _take_over(pending)
+            if over:
+                self._tell(over)
+                wait_ns = _SHORTEST_WAIT_NS
+            elif all(isinstance(call, _ANNOUNCED) for call, _ in pending):
+                _core.await_ending(ends, _FOR_EVER_NS)
+            else:
+                _core.await_ending(ends, wait_ns)
+                wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
 
-    def _tell(self, arrival: _Arrival) -> None:
-        try:
-            arrival[1]()
-        except Exception:
-            logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+    def _take_arrivals(self, pending: list[_Arrival]) -> None:
+        """Those that have come; waits for one if nothing is pending."""
+        while not pending or not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            if arrival is None:
+                return
+            pending.append(arrival)
+
+    def _tell(self, over: list[_Arrival]) -> None:
+        while over and not self._closed:
+            try:
+                over.pop(0)[1]()  # and keep nothing of it: a group ends when nobody holds its calls
+            except Exception:
+                logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
+
+
+def _take_over(pending: list[_Arrival]) -> list[_Arrival]:
+    """Takes those that are over out of `pending`, in their order."""
+    over: list[_Arrival] = []
+    left: list[_Arrival] = []
+    for each in pending:
+        (over if each[0].done() else left).append(each)
+    pending[:] = left
+    return over
 
 
 _threads: list[CompletionThread] = []

@@ -119,10 +119,7 @@ class Work:
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
-        if self._settled or self._work is None:
-            self._complete(future)
-        else:
-            when_done(self._work, lambda: self._complete(future))
+        self._when_over(lambda: self._complete(future))
         return future
 
     def yielding(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
@@ -137,6 +134,13 @@ class Work:
             if self._settled and self._error is None:
                 finish()
         return self
+
+    def _when_over(self, then: Callable[[], None]) -> None:
+        """Calls `then` at the end: at once if that has come, on the completion thread otherwise."""
+        if self._settled or self._work is None:
+            then()
+        else:
+            when_done(self._work, then)
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         error = self.exception()
@@ -178,8 +182,32 @@ class JoinedWork(Work):
         self._works = works
         super().__init__(_All(works), name, results)
 
+    def _when_over(self, then: Callable[[], None]) -> None:
+        countdown = _Countdown(len(self._works), then)
+        for work in self._works:
+            work._when_over(countdown.step)
+
     def _failure(self) -> Exception | None:
         return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+
+class _Countdown:
+    """Calls `then` at the last of `steps` steps; at once if there are none."""
+
+    def __init__(self, steps: int, then: Callable[[], None]) -> None:
+        self._left = steps
+        self._then = then
+        self._lock = threading.Lock()
+        if steps == 0:
+            then()
+
+    def step(self) -> None:
+        """One more, on any thread."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()
 
 
 class _Failed:

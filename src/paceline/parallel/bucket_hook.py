@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.group.work import Work
+from paceline.parallel.futures import AnyFuture, DeferredFuture
 from paceline.parallel.gradients import BucketGradients, Memory
 
 Reduced = torch.Tensor | Sequence[torch.Tensor]
@@ -61,13 +62,13 @@ class GradBucket:
         return list(self._params)
 
 
-Hook = Callable[[object, GradBucket], "torch.futures.Future[Reduced] | Work"]
+Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
 
 
 class HookedWork:
     """A bucket in the hands of the hook; `wait` puts what it made of it into the gradients."""
 
-    def __init__(self, future: torch.futures.Future[Reduced] | Work, bucket: GradBucket, memory: Memory) -> None:
+    def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: Memory) -> None:
         self._future = future
         self._bucket = bucket
         self._memory = memory
@@ -104,7 +105,7 @@ class CommHook:
         bucket = GradBucket(index, is_last, torch.cat(_flat_views(memory.tensors)), gradients.params)
         future = self._hook(self._state, bucket)
         # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
-        if not isinstance(future, (torch._C.Future, Work)):
+        if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
             name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
                 f"the communication hook {name} returned {type(future).__name__}; it must return a "

@@ -5,7 +5,7 @@ low rank. All divide by the number of ranks, and all leave the same bits on ever
 """
 
 from paceline.parallel.bucket_hook import GradBucket
-from paceline.parallel.futures import DeferredFuture, future_of
+from paceline.parallel.futures import DeferredFuture, collect_all, future_of
 from paceline.parallel.hooks.average import (
     allreduce_hook,
     bf16_compress_hook,
@@ -26,6 +26,7 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "collect_all",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "future_of",

@@ -11,19 +11,17 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.bucket_hook import GradBucket, Hook, Reduced
-from paceline.parallel.futures import DeferredFuture, future_of
+from paceline.parallel.futures import AnyFuture, DeferredFuture, future_of
 
-FutureHook = Callable[[object, GradBucket], "torch.futures.Future[Reduced]"]
+FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
 
 
-def average(
-    tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup
-) -> torch.futures.Future[list[torch.Tensor]]:
+def average(tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup) -> DeferredFuture[list[torch.Tensor]]:
     """The future of the tensors' average over the ranks, in place."""
     return future_of(group.all_reduce(tensors, ReduceOp.AVG, async_op=True))
 
 
-def allreduce_hook(process_group: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages the bucket: what happens without a hook, by way of a flat copy.
 
     Args:
@@ -33,12 +31,12 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> torch.futures.F
     return average(bucket.buffer(), group_of(process_group)).then(lambda done: done.value()[0])
 
 
-def fp16_compress_hook(process_group: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages the bucket in float16: half the bytes; the engine adds up in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
-def bf16_compress_hook(process_group: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages the bucket in bfloat16, which has float32's range and fewer digits than float16."""
     return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
@@ -54,7 +52,7 @@ def bf16_compress_wrapper(hook: Hook) -> FutureHook:
 
 
 def _in_type(dtype: torch.dtype, hook: Hook) -> FutureHook:
-    def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+    def compressed(state: object, bucket: GradBucket) -> AnyFuture[Reduced]:
         original = bucket.buffer()
         if original.is_floating_point():  # complex gradients stay what they are
             bucket.set_buffer(original.to(dtype))

@@ -8,7 +8,7 @@ import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.bucket_hook import GradBucket, Reduced
-from paceline.parallel.futures import future_of
+from paceline.parallel.futures import AnyFuture, DeferredFuture, future_of
 from paceline.parallel.hooks.average import allreduce_hook, group_of
 
 _LEVELS = 127
@@ -35,7 +35,7 @@ class Int8State:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
 
 
-def int8_hook(state: Int8State, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages the bucket with about a quarter of float32's bytes.
 
     Each rank sends rank r its part r of the gradients, rounded to 8 bits a block at a time; r averages what it got,
@@ -61,7 +61,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> torch.futures.Future[Redu
         async_op=True,
     )
 
-    def average_part(done: torch.futures.Future[list[torch.Tensor]]) -> Reduced:
+    def average_part(done: DeferredFuture[list[torch.Tensor]]) -> Reduced:
         done.value()
         total = sum(_restore(q, s) for q, s in zip(parts, their_scales, strict=True))
         assert isinstance(total, torch.Tensor)

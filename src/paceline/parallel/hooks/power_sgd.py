@@ -8,7 +8,7 @@ import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.bucket_hook import GradBucket, Reduced
-from paceline.parallel.futures import DeferredFuture
+from paceline.parallel.futures import AnyFuture, DeferredFuture
 from paceline.parallel.hooks.average import allreduce_hook, average, group_of
 
 
@@ -65,7 +65,7 @@ class PowerSGDState:
         return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Reduced]:
+def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors as they are.
 
     One power iteration a step: P = M Q, averaged and made orthonormal; Q = Mᵀ P, averaged. What P Qᵀ leaves out of this
