@@ -16,6 +16,7 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.gradients import shares_memory
+from paceline.parallel.join import Join, Joinable
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.shards import Shard
 
@@ -31,6 +32,7 @@ class GradientReducer:
         shard: only the owners keep a gradient; without it all ranks do.
         in_order: reduce the buckets one after the other, in the order given.
         overlap: reduce on the group's progress thread while backward goes on.
+        joinable: within `Join` all is reduced when backward ends, so that ranks without inputs can take part.
         reduced: is called with a bucket's number when the gradients of this rank are not needed any more.
     """
 
@@ -44,6 +46,7 @@ class GradientReducer:
         shard: bool,
         in_order: bool,
         overlap: bool,
+        joinable: Joinable,
         reduced: Callable[[int], None] = lambda bucket: None,
     ) -> None:
         self._params = [its_shards[0].param for its_shards in shards]
@@ -58,6 +61,10 @@ class GradientReducer:
         self._in_order = in_order
         self._overlap = overlap
         self._reduced = reduced
+        self._joinable = joinable
+        self.divide_by_initial_world_size = True  # within Join
+        self.active = [True] * group.size()  # the ranks that have made this backward
+        self._scale = 1.0
         ends.callbacks.append(self._finish)
         self._handles = []
         for index, param in enumerate(self._params):
@@ -99,6 +106,8 @@ class GradientReducer:
             )
         self._arrived.add(index)
         self._left[bucket] -= 1
+        if self._joinable._join_config.enable:
+            return
         if not self._in_order:
             if self._left[bucket] == 0:
                 self._reduce(bucket, self._buckets[bucket])
@@ -147,6 +156,8 @@ class GradientReducer:
 
     def _settle(self, members: Sequence[tuple[Shard, torch.Tensor]]) -> None:
         for shard, gradient in members:
+            if self._scale != 1:
+                gradient.mul_(self._scale)
             if not self._shard or (shard.is_whole and shard.is_mine):
                 earlier = self._earlier.pop(shard, None)
                 shard.param.grad = gradient if earlier is None else earlier.add_(gradient)
@@ -155,10 +166,23 @@ class GradientReducer:
 
     def _finish(self) -> None:
         """At the end of a backward."""
-        somewhere = torch.zeros(len(self._params), dtype=torch.uint8)
+        Join.notify_join_context(self._joinable)
+        self._finish_with(is_active=True)
+
+    def shadow(self) -> None:
+        """Takes part, without gradients, in a backward that other ranks make."""
+        self.forget()
+        self._finish_with(is_active=False)
+
+    def _finish_with(self, is_active: bool) -> None:
+        count = len(self._params)
+        somewhere = torch.zeros(count + self._group.size(), dtype=torch.uint8)
         somewhere[list(self._arrived)] = 1
+        somewhere[count + self._group.rank()] = is_active
         self._group.all_reduce(somewhere, ReduceOp.MAX)
         present: list[int] = somewhere.tolist()
+        self.active = [bool(each) for each in present[count:]]
+        self._scale = 1.0 if self.divide_by_initial_world_size else self._group.size() / sum(self.active)
         for bucket, done in enumerate(self._done):
             if not done:
                 self._reduce(bucket, [index for index in self._buckets[bucket] if present[index]])

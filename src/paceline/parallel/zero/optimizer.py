@@ -18,6 +18,7 @@ from paceline.parallel.agreement import broadcast_tensors, require_same_module
 from paceline.parallel.buckets import MIB, make_buckets
 from paceline.parallel.conditions import facts_of
 from paceline.parallel.ddp import DistributedDataParallel
+from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.members import Members
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
@@ -26,13 +27,14 @@ from paceline.parallel.zero.groups import copy_options, join_parts, part_of_grou
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
+from paceline.parallel.zero.uneven import UnevenSteps
 from paceline.parallel.zero.units import find_units
 from paceline.parallel.zero.updates import copy_from_owners
 
 Stage = Literal[1, 2, 3]
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
 
     Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that is more than a
@@ -106,7 +108,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
         self._sharded: ShardedParameters | None = None
-        super().__init__(params, {})  # calls add_param_group for each
+        self.is_scaled_alike = False  # by a GradScaler that asks all ranks for infinite gradients
+        Joinable.__init__(self)
+        Optimizer.__init__(self, params, {})  # calls add_param_group for each
         self._require_agreement(optimizer_class)
         make: Callable[..., Optimizer] = optimizer_class
         self._inner = make([self._part_of(group) for group in self.param_groups], **defaults)
@@ -119,14 +123,34 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Updates the parameters that this rank owns, and brings all ranks' together.
 
         Every rank calls it. `closure` computes the loss and its gradients, and is called once.
+
+        Raises:
+            TypeError: in stages 2 and 3, `torch.amp.GradScaler` steps it.
         """
-        assert self._inner is not None
+        if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
+            raise TypeError(
+                f"rank {self.process_group.ranks[self._rank]}: torch.amp.GradScaler sees only this rank's part of the "
+                f"gradients in stage {self.stage}, so ranks would skip different steps; use paceline.GradScaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._reducer is None:
+            Join.notify_join_context(self)
+        self._update()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Has torch's GradScaler call `step` with what it found, so that `step` can refuse it."""
+        return self.stage > 1 and not self.is_scaled_alike
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        assert self._inner is not None
         self._consolidated = None
-        self._shards.take_gradients(free=self.stage > 1)
+        self.own_part()
         copy_options(self.param_groups, self._inner.param_groups)
         if self._sharded is None:
             self._shards.follow()
@@ -139,8 +163,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         if self.stage == 1:
             self._shards.forget_run_gradients()
         if self._averages and self._module is not None:
-            broadcast_tensors(list(self._module.buffers()), self.process_group)
-        return loss
+            root = 0 if self._reducer is None else self._reducer.active.index(True)
+            broadcast_tensors(list(self._module.buffers()), self.process_group, root)
+
+    def own_part(self) -> Optimizer:
+        """The optimizer inside, with this rank's part of the parameters and of the gradients."""
+        assert self._inner is not None
+        self._shards.take_gradients(free=self.stage > 1)
+        return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, and a backward that failed."""
@@ -183,6 +213,29 @@ class ZeroRedundancyOptimizer(Optimizer):
         for gradient in gradients:
             gradient.detach().mul_(scale)
         return total.float()
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """What this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
+
+        Raises:
+            ValueError: in stage 3, whose parameters are gathered in forwards that a rank without inputs does not make.
+        """
+        if self.stage == 3:
+            raise ValueError(
+                f"rank {self.process_group.ranks[self._rank]}: Join got a ZeroRedundancyOptimizer with stage=3, whose "
+                "parameters are gathered in forward, which a rank without inputs does not make; use stage=2"
+            )
+        return UnevenSteps(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._params()[0].device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.process_group
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Within it every rank holds all parameters, to save or load the module in stage 3; every rank enters it."""
@@ -269,6 +322,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             shard=self.stage > 1,
             in_order=self.stage < 3,
             overlap=self._overlap,
+            joinable=self,
             reduced=lambda bucket: self._sharded.free(bucket) if self._sharded is not None else None,
         )
         if self.stage == 3:
