@@ -24,8 +24,19 @@ STEPS = 20
 MODELS = ["transformer", "wide MLP"]
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(param.data.untyped_storage().nbytes() for param in model.parameters())
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    """The parameters, and the runs of parameters that the optimizer updates instead of whole ones."""
+    runs = [] if optimizer is None else list(optimizer.state)
+    return list({id(each): each for each in (*model.parameters(), *runs)}.values())
+
+
+def parameter_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    storages = [each.untyped_storage() for each in tensors(model, optimizer)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    return sum(each.grad.nbytes for each in tensors(model, optimizer) if each.grad is not None)
 
 
 def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
@@ -59,7 +70,7 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
                 optimizer.zero_grad()
                 loss = trained(x).square().mean()
                 loss.backward()
-                gradients = sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
+                gradients = gradient_bytes(model, optimizer)
                 optimizer.step()
                 losses.append(loss.item())
             elapsed = time.perf_counter() - started
@@ -67,7 +78,9 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
             if stage == 0:
                 unsharded = losses
             apart = max(abs(mine - other) for mine, other in zip(losses, unsharded, strict=True))
-            most = torch.tensor([state, gradients, parameter_bytes(model), peak, apart, elapsed], dtype=torch.float64)
+            most = torch.tensor(
+                [state, gradients, parameter_bytes(model, optimizer), peak, apart, elapsed], dtype=torch.float64
+            )
             dist.all_reduce(most, dist.ReduceOp.MAX)
             if stage == 0:
                 whole = most[0].item()

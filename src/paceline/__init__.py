@@ -89,6 +89,7 @@ _PUBLIC = {
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "paceline.parallel.sharded.loader": ("ShardLoader",),
     "paceline.parallel.sharded.logical": ("LogicalShards",),
+    "paceline.parallel.zero.grad_scaler": ("GradScaler",),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # launcher
     "paceline.launch.spawn": ("notebook_launch", "spawn"),

@@ -94,6 +94,7 @@ from paceline.parallel.sharded.loader import ShardLoader as ShardLoader
 from paceline.parallel.sharded.logical import LogicalShards as LogicalShards
 from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+from paceline.parallel.zero.grad_scaler import GradScaler as GradScaler
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore

@@ -114,6 +114,39 @@ def test_no_sync_and_communication_hooks_work_in_it(ranks):
     ranks(2)(accumulating_with_a_hook)
 
 
+def sharded_optimizers() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, joined: list[dist.Joinable], divide: bool) -> None:
+        with dist.Join(joined, divide_by_initial_world_size=divide):
+            for step in range(1 + 2 * rank):
+                optimizer.zero_grad()
+                model(batches(4, 8, step=step)[rank]).square().sum(1).mean().backward()
+                optimizer.step()
+
+    for divide in (True, False):
+        reference = dist.DistributedDataParallel(normalised())
+        train(reference, torch.optim.AdamW(reference.parameters(), 0.01), [reference], divide)
+        for stage, wrap in ((1, True), (1, False), (2, True), (2, False)):
+            model = dist.DistributedDataParallel(normalised()) if wrap else normalised()
+            optimizer = dist.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=stage, lr=0.01)
+            train(model, optimizer, [model, optimizer] if wrap else [optimizer], divide)
+            plain = model.module if wrap else model
+            for mine, expected in zip(plain.parameters(), reference.module.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+            require_equal_on_all_ranks(plain.buffers())
+    optimizer.zero_grad()
+    model(batches(4, 8)[rank]).sum().backward()  # the context is left
+    sharded = dist.ZeroRedundancyOptimizer(normalised(), torch.optim.AdamW, stage=3, lr=0.01)
+    with pytest.raises(ValueError, match="stage=3, whose parameters are gathered in forward.* use stage=2"):
+        dist.Join([sharded])
+
+
+def test_a_sharded_optimizer_steps_with_the_others_when_its_rank_has_run_out(ranks):
+    ranks(3)(sharded_optimizers)
+
+
 class Counter(dist.Joinable):
     """Adds up how many ranks made each step."""
 

@@ -185,6 +185,44 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks):
     ranks(2)(in_turn, clip, [(1,), (2,), (3,)])
 
 
+def scaled(stage: int) -> None:
+    """Half of the losses' gradients overflow in the second step, in a parameter that one rank owns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+    reference = dist.DistributedDataParallel(copy.deepcopy(model))
+    sharded = dist.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=stage, lr=0.01)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    mine, theirs = (each("cpu", init_scale=8.0, growth_interval=2) for each in (dist.GradScaler, torch.amp.GradScaler))
+    overflows = iter([False, False, True, True, False, False, False, False, False, False])
+    for layer in (model[2], reference.module[2]):
+        layer.weight.register_hook(lambda g: g * (torch.inf if next(overflows) and dist.get_rank() else 1))
+    for step, x in enumerate(inputs(4, 8)[dist.get_rank()] * scale for scale in range(1, 6)):
+        for each, its_optimizer, scaler in ((model, sharded, mine), (reference, optimizer, theirs)):
+            its_optimizer.zero_grad()
+            scaler.scale(each(x).square().sum()).backward()
+            if step % 2:
+                scaler.unscale_(its_optimizer)
+                if its_optimizer is sharded:
+                    norm = sharded.clip_grad_norm_(0.5)
+                else:
+                    torch.testing.assert_close(nn.utils.clip_grad_norm_(each.parameters(), 0.5), norm)
+            scaler.step(its_optimizer)
+            scaler.update()
+        assert mine.get_scale() == theirs.get_scale()
+    assert mine.get_scale() == 8.0  # 4 after the overflow, doubled after two steps more
+    require_same_parameters(sharded, model, reference.module)
+
+    if stage > 1:
+        plain = torch.amp.GradScaler("cpu")
+        plain.scale(torch.ones(()))
+        with pytest.raises(TypeError, match=rf"rank \d: .* in stage {stage}, .*use paceline.GradScaler"):
+            plain.step(dist.ZeroRedundancyOptimizer(mlp(), SGD, stage=stage, lr=0.1))
+
+
+def test_losses_are_scaled_and_steps_skipped_on_all_ranks_alike(ranks):
+    ranks(2)(in_turn, scaled, [(1,), (2,), (3,)])
+
+
 def closures(stage: int) -> None:
     model, reference = mlp(), mlp()
     sharded = dist.ZeroRedundancyOptimizer(model, SGD, stage=stage, lr=0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
@@ -56,22 +55,31 @@ def require_unsharded_steps(model: nn.Module, stage: int, overlap: bool) -> None
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def run(kind: str, overlap: bool) -> None:
+def run(kind: str) -> None:
     dist.init_process_group()
     for stage in (1, 2, 3):
-        torch.manual_seed(0)
-        linear = nn.Linear(64, 64)
-        model = nn.Sequential(linear, nn.Linear(64, 64), Plus()) if kind == "plus" else Mixed()
-        require_unsharded_steps(model, stage, overlap)
+        for overlap in (False, True):
+            torch.manual_seed(0)
+            if kind == "plus":
+                model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), Plus())
+            elif kind == "wide convolution":
+                layers = [nn.Unflatten(2, (8, 8)), nn.Conv2d(16, 40, 3), nn.Conv2d(40, 2, 3)]
+                model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+            else:
+                model = Mixed()
+            require_unsharded_steps(model, stage, overlap)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_gradient_still_on_its_way_to_other_layers_is_not_averaged_under_them(ranks, overlap):
-    ranks(2)(run, "plus", overlap)
+def test_a_gradient_still_on_its_way_to_other_layers_is_not_averaged_under_them(ranks):
+    ranks(2)(run, "plus")
 
 
 def test_parameters_of_several_types_and_frozen_ones_are_shared(ranks):
-    ranks(2)(run, "mixed", False)
+    ranks(2)(run, "mixed")
+
+
+def test_a_parameter_is_cut_as_it_lies_in_memory(ranks):
+    ranks(2)(run, "wide convolution")
 
 
 def keep_a_view() -> None:

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.parallel.zero.partition import assign_owners
+from paceline.parallel.zero.partition import ALIGNMENT_BYTES, divide, is_elementwise
 from paceline.parallel.zero.units import find_units
 
 
-@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
-def test_no_rank_has_more_than_an_even_part_and_one_parameter(sizes, ranks):
+@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40), st.integers(1, 9))
+def test_parameters_are_given_completely_and_no_rank_has_more_than_an_even_part_and_what_cannot_be_cut(params, ranks):
+    sizes, may_cut = [size for size, _ in params], [cut for _, cut in params]
     loads = [0] * ranks
-    owners = assign_owners(sizes, loads)
-    assert loads == [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(ranks)]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
+    parts = divide(sizes, may_cut, loads)
+    for size, cut, its_parts in zip(sizes, may_cut, parts, strict=True):
+        assert [part.start for part in its_parts] == [0, *(part.stop for part in its_parts[:-1])]
+        assert its_parts[-1].stop == size
+        assert len(its_parts) == len({part.owner for part in its_parts})
+        assert cut or len(its_parts) == 1
+        assert all(part.start % ALIGNMENT_BYTES == 0 for part in its_parts)
+    flat = [part for its_parts in parts for part in its_parts]
+    assert loads == [sum(part.stop - part.start for part in flat if part.owner == rank) for rank in range(ranks)]
+    largest_whole = max((size for size, cut in params if not cut), default=0)
+    assert max(loads) <= 1.02 * (sum(sizes) / ranks + 1) + max(ALIGNMENT_BYTES * ranks, largest_whole)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.lists(st.integers(1, 50)))
 def test_parameters_that_join_later_are_given_to_those_with_least(first, later):
     loads = [0, 0, 0]
-    assign_owners(first, loads)
+    divide(first, [False] * len(first), loads)
     before = list(loads)
-    owners = assign_owners(later, loads)
-    assert not later or before[owners[later.index(max(later))]] == min(before)
+    parts = divide(later, [False] * len(later), loads)
+    assert not later or before[parts[later.index(max(later))][0].owner] == min(before)
+
+
+def test_only_optimizers_that_are_known_to_treat_each_element_by_itself_get_parts_of_parameters():
+    class Derived(torch.optim.SGD):
+        pass
+
+    assert is_elementwise(torch.optim.AdamW)
+    assert not is_elementwise(Derived)
+    assert not is_elementwise(torch.optim.LBFGS)
 
 
 def units_of(module: nn.Module) -> dict[str, int]:

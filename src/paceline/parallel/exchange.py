@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -162,16 +162,18 @@ class Exchange:
         param = self.params[at]
         return empty_gradient(param) if at in self._all_sparse else torch.zeros_like(param)
 
-    def with_zeros(self, reduce: Callable[[], None], leave_out: bool) -> None:
-        """Calls `reduce` with a zero, or with `leave_out` nothing, in the place of every gradient."""
-        kept = [param.grad for param in self.params]
-        for at, param in enumerate(self.params):
-            param.grad = None if leave_out else self._zero(at)
-        try:
-            reduce()
-        finally:
-            for param, gradient in zip(self.params, kept, strict=True):
-                param.grad = gradient
+    def gradients(self) -> list[torch.Tensor | None]:
+        """The parameters' gradients."""
+        return [param.grad for param in self.params]
+
+    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Puts others in their place."""
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
+
+    def zeros(self) -> list[torch.Tensor]:
+        """A zero gradient for each parameter."""
+        return [self._zero(at) for at in range(len(self.params))]
 
     def _restricted(self, kept: Sequence[int]) -> tuple[list[BucketGradients | None], list[int]]:
         restricted: list[BucketGradients | None] = []

@@ -250,8 +250,10 @@ class Reducer:
             self._full[at] = sum(self._expected[index] > 0 for index in bucket.params if everybodys[index])
 
     def shadow(self) -> None:
-        """Takes part, with zeros, in the reduction of a backward that other ranks make."""
+        """Takes part, with zeros, in the reduction of a backward that other ranks make; leaves their average."""
         self._armed = False
         self._counts = [1] * len(self._params)
         self.exchange.same_batches.look_away()
-        self.exchange.with_zeros(self._complete, leave_out=self._find_unused)
+        nothing = [None] * len(self._params)
+        self.exchange.set_gradients(nothing if self._find_unused else self.exchange.zeros())
+        self._complete()

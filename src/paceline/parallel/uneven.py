@@ -20,24 +20,31 @@ class UnevenInputs(JoinHook):
 
     def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         self._model = model
+        self._own_gradients: list[torch.Tensor | None] | None = None
         model._divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
-        """Takes part in a step with zeros."""
+        """Takes part in a step with zeros; an optimizer that steps after it gets the others' average."""
         active, syncs, senders = _exchange(self._model.process_group, active=False, syncs=False, sends_buffers=False)
         if not any(syncs):
             return
         if any(senders):
             self._model._watched.send_buffers(senders.index(True))
         _set_scale(self._model, sum(active))
-        self._model._reducer.shadow()
+        reducer = self._model._reducer
+        if self._own_gradients is None:
+            self._own_gradients = reducer.exchange.gradients()
+        reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model of a rank that trained longest to all."""
+        """Copies the model of a rank that trained longest to all; puts back this rank's own gradients."""
         group = self._model.process_group
         last, _, _ = _exchange(group, active=is_last_joiner, syncs=False, sends_buffers=False)
         broadcast_tensors(find_members(self._model.module).tensors(), group, last.index(True))
-        self._model._reducer.exchange.scale = 1.0
+        exchange = self._model._reducer.exchange
+        exchange.scale = 1.0
+        if self._own_gradients is not None:
+            exchange.set_gradients(self._own_gradients)
 
 
 def announce_step(model: DistributedDataParallel) -> int:

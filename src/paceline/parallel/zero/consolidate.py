@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> State | None:
-    """The states of all ranks, by the parameter's index; None on other ranks than `to` (a group rank).
+    """The states of all ranks' shards, by number; None on other ranks than `to` (a group rank).
 
     Raises:
         TypeError: a state has something that is neither a tensor nor a number, a string or None; on every rank.

@@ -1,4 +1,4 @@
-"""Averages each gradient into its owner's while backward computes others, and frees the other ranks' (ZeRO stage 2).
+"""Averages each gradient into its owners' while backward computes others, and frees the other ranks' (ZeRO stage 2).
 
 A bucket goes when its last gradient has come. With `in_order` it also waits for the buckets before it, so that ranks
 agree on the order whatever autograd does. What is left when backward ends, because no rank or only some ranks had a
@@ -16,27 +16,29 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.gradients import shares_memory
+from paceline.parallel.join import Join, Joinable
 from paceline.parallel.zero.backward import BackwardEnd
+from paceline.parallel.zero.shards import Shard
 
 
 class GradientReducer:
     """Averages the gradients of `params` over the ranks of `group`.
 
     Args:
-        params, owners: the parameters that require a gradient, and the group rank that owns each.
-        buckets: indices of `params`, each in one bucket; the same on every rank.
+        shards: of each parameter that requires a gradient.
+        buckets: indices of `shards`, each in one bucket; the same on every rank.
         group: the ranks.
         ends: tells when a backward ends.
-        shard: only the owner keeps the gradient; without it all do.
+        shard: only the owners keep a gradient; without it all ranks do.
         in_order: reduce the buckets one after the other, in the order given.
         overlap: reduce on the group's progress thread while backward goes on.
+        joinable: within `Join` all is reduced when backward ends, so that ranks without inputs can take part.
         reduced: is called with a bucket's number when the gradients of this rank are not needed any more.
     """
 
     def __init__(
         self,
-        params: Sequence[torch.Tensor],
-        owners: Sequence[int],
+        shards: Sequence[Sequence[Shard]],
         buckets: Sequence[Sequence[int]],
         group: ProcessGroup,
         ends: BackwardEnd,
@@ -44,11 +46,13 @@ class GradientReducer:
         shard: bool,
         in_order: bool,
         overlap: bool,
+        joinable: Joinable,
         reduced: Callable[[int], None] = lambda bucket: None,
     ) -> None:
-        self._params = list(params)
-        self._shapes = [param.shape for param in params]
-        self._owners = list(owners)
+        self._params = [its_shards[0].param for its_shards in shards]
+        self._shards = [list(its_shards) for its_shards in shards]
+        # Of those that come whole, whether this rank keeps the gradient.
+        self._keeps = [not shard or (each[0].is_whole and each[0].is_mine) for each in shards]
         self._buckets = [list(bucket) for bucket in buckets]
         self._bucket_of = {index: at for at, bucket in enumerate(buckets) for index in bucket}
         self._group = group
@@ -57,10 +61,14 @@ class GradientReducer:
         self._in_order = in_order
         self._overlap = overlap
         self._reduced = reduced
+        self._joinable = joinable
+        self.divide_by_initial_world_size = True  # within Join
+        self.active = [True] * group.size()  # the ranks that have made this backward
+        self._scale = 1.0
         ends.callbacks.append(self._finish)
         self._handles = []
         for index, param in enumerate(self._params):
-            if shard and owners[index] == group.rank():
+            if shard and self._keeps[index]:
                 self._handles.append(param.register_hook(partial(self._set_aside, index)))
             self._handles.append(param.register_post_accumulate_grad_hook(partial(self._arrive, index)))
         self.forget()
@@ -78,14 +86,14 @@ class GradientReducer:
         self._arrived: set[int] = set()
         self._done = [False] * len(self._buckets)
         self._left = [len(bucket) for bucket in self._buckets]
-        self._earlier: dict[int, torch.Tensor] = {}
-        self._flying: list[tuple[Work, list[int], list[torch.Tensor]]] = []
+        self._earlier: dict[Shard, torch.Tensor] = {}
+        self._flying: list[tuple[Work, list[tuple[Shard, torch.Tensor]]]] = []
 
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
         """Before autograd adds to a gradient that was averaged in an earlier backward: the new one comes apart."""
         param = self._params[index]
         if param.grad is not None:
-            self._earlier[index] = param.grad
+            self._earlier[self._shards[index][0]] = param.grad
             param.grad = None
 
     def _arrive(self, index: int, _: torch.Tensor) -> None:
@@ -98,6 +106,8 @@ class GradientReducer:
             )
         self._arrived.add(index)
         self._left[bucket] -= 1
+        if self._joinable._join_config.enable:
+            return
         if not self._in_order:
             if self._left[bucket] == 0:
                 self._reduce(bucket, self._buckets[bucket])
@@ -107,55 +117,77 @@ class GradientReducer:
             bucket += 1
 
     def _reduce(self, bucket: int, indices: Sequence[int]) -> None:
-        alike: dict[tuple[int, torch.dtype], list[int]] = {}
+        alike: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
         for index in indices:
-            owner = self._owners[index] if self._shard else -1
-            alike.setdefault((owner, self._params[index].dtype), []).append(index)
+            for shard, gradient in self._take(index):
+                owner = shard.owner if self._shard else -1
+                alike.setdefault((owner, gradient.dtype), []).append((shard, gradient))
         for (owner, _), members in alike.items():
-            gradients = [self._take(index, owner) for index in members]
+            gradients = [gradient for _, gradient in members]
             if owner >= 0:
                 work = self._group.reduce(gradients, owner, ReduceOp.AVG, async_op=self._overlap)
             else:
                 work = self._group.all_reduce(gradients, ReduceOp.AVG, async_op=self._overlap)
             if work is None:
-                self._settle(members, gradients)
+                self._settle(members)
             else:
-                self._flying.append((work, members, gradients))
+                self._flying.append((work, members))
         self._done[bucket] = True
         self._reduced(bucket)
 
-    def _take(self, index: int, owner: int) -> torch.Tensor:
-        """This rank's gradient, which is the owner's memory to be written to."""
-        param = self._params[index]
+    def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
+        """This rank's gradient, in the parts that go to different owners, whose memory is written to."""
+        param, shards = self._params[index], self._shards[index]
         gradient = param.grad
         if index not in self._arrived:
-            if gradient is not None and owner == self._group.rank():
-                self._earlier[index] = gradient
-            if gradient is None or owner >= 0:
-                gradient = torch.zeros(self._shapes[index], dtype=param.dtype)
+            if gradient is not None and self._shard and self._keeps[index]:
+                self._earlier[shards[0]] = gradient
+            if gradient is None or self._shard:
+                gradient = shards[0].zeros()
         assert gradient is not None
-        if (self._overlap or owner in (-1, self._group.rank())) and shares_memory(gradient):
+        is_written = self._overlap or not self._shard or any(shard.is_mine for shard in shards)
+        if is_written and shares_memory(gradient):
             gradient = gradient.clone()  # other layers still wait for what is in that memory, or write to it
         param.grad = None
-        return gradient.detach()
+        gradient = gradient.detach()
+        if not self._shard:
+            return [(shards[0], gradient)]
+        return [(shard, shard.run_of_any(gradient)) for shard in shards]
 
-    def _settle(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        for index, gradient in zip(indices, gradients, strict=True):
-            if not self._shard or self._owners[index] == self._group.rank():
-                earlier = self._earlier.pop(index, None)
-                self._params[index].grad = gradient if earlier is None else earlier.add_(gradient)
+    def _settle(self, members: Sequence[tuple[Shard, torch.Tensor]]) -> None:
+        for shard, gradient in members:
+            if self._scale != 1:
+                gradient.mul_(self._scale)
+            if not self._shard or (shard.is_whole and shard.is_mine):
+                earlier = self._earlier.pop(shard, None)
+                shard.param.grad = gradient if earlier is None else earlier.add_(gradient)
+            elif shard.is_mine:
+                shard.add_gradient(gradient)
 
     def _finish(self) -> None:
         """At the end of a backward."""
-        somewhere = torch.zeros(len(self._params), dtype=torch.uint8)
+        Join.notify_join_context(self._joinable)
+        self._finish_with(is_active=True)
+
+    def shadow(self) -> None:
+        """Takes part, without gradients, in a backward that other ranks make."""
+        self.forget()
+        self._finish_with(is_active=False)
+
+    def _finish_with(self, is_active: bool) -> None:
+        count = len(self._params)
+        somewhere = torch.zeros(count + self._group.size(), dtype=torch.uint8)
         somewhere[list(self._arrived)] = 1
+        somewhere[count + self._group.rank()] = is_active
         self._group.all_reduce(somewhere, ReduceOp.MAX)
         present: list[int] = somewhere.tolist()
+        self.active = [bool(each) for each in present[count:]]
+        self._scale = 1.0 if self.divide_by_initial_world_size else self._group.size() / sum(self.active)
         for bucket, done in enumerate(self._done):
             if not done:
                 self._reduce(bucket, [index for index in self._buckets[bucket] if present[index]])
         flying, self._flying = self._flying, []
-        for work, indices, gradients in flying:
+        for work, members in flying:
             work.wait()
-            self._settle(indices, gradients)
+            self._settle(members)
         self.forget()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline.parallel.zero.consolidate import State
+from paceline.parallel.zero.shards import Shard
 
 Group = dict[str, Any]
 
@@ -39,12 +40,12 @@ def to_state_dict(groups: Sequence[Group], state: State) -> dict[str, Any]:
 
 
 def part_of_state_dict(
-    state_dict: Mapping[str, Any], groups: Sequence[Group], owners: Sequence[int], rank: int
+    state_dict: Mapping[str, Any], groups: Sequence[Group], shards: Sequence[Sequence[Shard]]
 ) -> dict[str, Any]:
-    """What the optimizer of one rank loads, from the `state_dict` of an unsharded one.
+    """What the optimizer of this rank loads, from the `state_dict` of an unsharded one.
 
     Args:
-        owners: of the parameters of all groups, one after the other.
+        shards: of the parameters of all groups, one after the other.
 
     Raises:
         ValueError: the groups do not fit.
@@ -58,20 +59,55 @@ def part_of_state_dict(
         )
     state: State = {}
     packed: list[Group] = []
-    place = first = 0
+    place = number = 0
     for group in saved:
-        owned: list[int] = []
+        first = number
         for key in group["params"]:
-            if owners[place] == rank:
-                if key in state_dict["state"]:
-                    values = state_dict["state"][key].items()
-                    # A copy, since the optimizer will write to it: the other one goes on with its own.
-                    state[first + len(owned)] = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in values}
-                owned.append(first + len(owned))
+            for shard in shards[place]:
+                if shard.is_mine:
+                    if key in state_dict["state"]:
+                        state[number] = {name: _part(v, shard) for name, v in state_dict["state"][key].items()}
+                    number += 1
             place += 1
-        first += len(owned)
-        packed.append({**_options(group), "params": owned})
+        packed.append({**_options(group), "params": list(range(first, number))})
     return {"state": state, "param_groups": packed}
+
+
+def join_parts(state: State, shards: Sequence[Sequence[Shard]]) -> State:
+    """The states of parameters, from those of their shards by number.
+
+    Args:
+        shards: of each parameter.
+    """
+    joined: State = {}
+    number = 0
+    for place, parts in enumerate(shards):
+        found = [state[at] for at in range(number, number + len(parts)) if at in state]
+        number += len(parts)
+        if found:
+            joined[place] = {
+                name: _whole([each[name] for each in found], parts) if len(parts) > 1 else found[0][name]
+                for name in found[0]
+            }
+    return joined
+
+
+def _part(value: object, shard: Shard) -> object:
+    """A copy, since the optimizer will write to it: the other one goes on with its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (shard.run_of_any(value) if value.shape == shard.shape else value).clone()
+
+
+def _whole(values: Sequence[object], shards: Sequence[Shard]) -> object:
+    whole = None
+    for value, shard in zip(values, shards, strict=True):
+        if not isinstance(value, torch.Tensor) or value.shape != shard.run_shape:
+            return value  # such as the number of steps, of which each shard has the same
+        if whole is None:
+            whole = torch.empty_strided(shard.shape, shard.strides, dtype=value.dtype)
+        shard.run(whole).copy_(value)
+    return whole
 
 
 def _options(group: Group) -> Group:

@@ -18,24 +18,28 @@ from paceline.parallel.agreement import broadcast_tensors, require_same_module
 from paceline.parallel.buckets import MIB, make_buckets
 from paceline.parallel.conditions import facts_of
 from paceline.parallel.ddp import DistributedDataParallel
+from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.members import Members
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer
-from paceline.parallel.zero.groups import copy_options, part_of_group, part_of_state_dict, to_state_dict
+from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
 from paceline.parallel.zero.parameters import ShardedParameters
-from paceline.parallel.zero.partition import assign_owners
+from paceline.parallel.zero.partition import is_elementwise
+from paceline.parallel.zero.shards import Shards
+from paceline.parallel.zero.uneven import UnevenSteps
 from paceline.parallel.zero.units import find_units
-from paceline.parallel.zero.updates import copy_from_owner
+from paceline.parallel.zero.updates import copy_from_owners
 
 Stage = Literal[1, 2, 3]
 
 
-class ZeroRedundancyOptimizer(Optimizer):
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
 
-    Every parameter has one owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020). Stage 1 shards the
-    optimizer's state; stage 2 the gradients as well, which are averaged into their owner's and freed elsewhere; stage 3
+    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that is more than a
+    rank's even share is cut, if the optimizer is one of torch's that treat each element by itself. Stage 1 shards the
+    optimizer's state; stage 2 the gradients as well, which are averaged into their owners' and freed elsewhere; stage 3
     the parameters too, which the other ranks have only while a layer needs them.
 
     Args:
@@ -98,18 +102,18 @@ class ZeroRedundancyOptimizer(Optimizer):
             module = module.module
         self._module = module
         self._rank = self.process_group.rank()
-        self._loads = [0] * self.process_group.size()
-        self._owners: list[int] = []
+        self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
         self._inner: Optimizer | None = None
         self._consolidated: State | None = None
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
         self._sharded: ShardedParameters | None = None
-        super().__init__(params, {})  # calls add_param_group for each
+        self.is_scaled_alike = False  # by a GradScaler that asks all ranks for infinite gradients
+        Joinable.__init__(self)
+        Optimizer.__init__(self, params, {})  # calls add_param_group for each
         self._require_agreement(optimizer_class)
         make: Callable[..., Optimizer] = optimizer_class
-        owned = [part_of_group(group, self._owned(at)) for at, group in enumerate(self.param_groups)]
-        self._inner = make(owned, **defaults)
+        self._inner = make([self._part_of(group) for group in self.param_groups], **defaults)
         self.defaults = self._inner.defaults
         self.state = self._inner.state
         copy_options(self._inner.param_groups, self.param_groups)
@@ -119,31 +123,59 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Updates the parameters that this rank owns, and brings all ranks' together.
 
         Every rank calls it. `closure` computes the loss and its gradients, and is called once.
+
+        Raises:
+            TypeError: in stages 2 and 3, `torch.amp.GradScaler` steps it.
         """
-        assert self._inner is not None
+        if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
+            raise TypeError(
+                f"rank {self.process_group.ranks[self._rank]}: torch.amp.GradScaler sees only this rank's part of the "
+                f"gradients in stage {self.stage}, so ranks would skip different steps; use paceline.GradScaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._reducer is None:
+            Join.notify_join_context(self)
+        self._update()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Has torch's GradScaler call `step` with what it found, so that `step` can refuse it."""
+        return self.stage > 1 and not self.is_scaled_alike
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        assert self._inner is not None
         self._consolidated = None
-        if self.stage > 1:
-            for param, owner in zip(self._params(), self._owners, strict=True):
-                if owner != self._rank:
-                    param.grad = None
+        self.own_part()
         copy_options(self.param_groups, self._inner.param_groups)
+        if self._sharded is None:
+            self._shards.follow()
         self._inner.step()
         copy_options(self._inner.param_groups, self.param_groups)
-        if self.stage < 3:
-            for owner in range(self.process_group.size()):
-                theirs = [p.data for p, by in zip(self._params(), self._owners, strict=True) if by == owner]
-                copy_from_owner(theirs, owner, self.process_group)
+        if self._sharded is None:
+            copy_from_owners(self._shards.all(), self.process_group)
+        else:
+            self._sharded.refresh()
+        if self.stage == 1:
+            self._shards.forget_run_gradients()
         if self._averages and self._module is not None:
-            broadcast_tensors(list(self._module.buffers()), self.process_group)
-        return loss
+            root = 0 if self._reducer is None else self._reducer.active.index(True)
+            broadcast_tensors(list(self._module.buffers()), self.process_group, root)
+
+    def own_part(self) -> Optimizer:
+        """The optimizer inside, with this rank's part of the parameters and of the gradients."""
+        assert self._inner is not None
+        self._shards.take_gradients(free=self.stage > 1)
+        return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, and a backward that failed."""
         super().zero_grad(set_to_none)
+        self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
         if self._reducer is not None:
             self._reducer.forget()
@@ -152,9 +184,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Adds parameters, the same on every rank; those there keep their owners."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self._owners += assign_owners([param.numel() for param in group["params"]], self._loads)
+        self._shards.add(group["params"])
         if self._inner is not None:
-            self._inner.add_param_group(part_of_group(group, self._owned(len(self.param_groups) - 1)))
+            self._inner.add_param_group(self._part_of(group))
             copy_options(self._inner.param_groups, self.param_groups)
             self._stop()
             self._start()
@@ -164,8 +196,9 @@ class ZeroRedundancyOptimizer(Optimizer):
 
         `torch.nn.utils.clip_grad_norm_` would see only this rank's gradients in stages 2 and 3.
         """
-        gradients = [p.grad for p, by in zip(self._params(), self._owners, strict=True) if by == self._rank]
-        norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients if each is not None]
+        self._shards.take_gradients(free=self.stage > 1)
+        gradients = self._shards.gradients()
+        norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
         mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         if norm_type == float("inf"):
             total = mine.max()
@@ -175,10 +208,34 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.process_group.all_reduce(total)
             total = total.pow(1 / norm_type)
         scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
-        for param in self._params():
-            if param.grad is not None:
-                param.grad.detach().mul_(scale)
+        if self.stage == 1:
+            gradients = [param.grad for param in self._params() if param.grad is not None]
+        for gradient in gradients:
+            gradient.detach().mul_(scale)
         return total.float()
+
+    def join_hook(self, **kwargs: object) -> JoinHook:
+        """What this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
+
+        Raises:
+            ValueError: in stage 3, whose parameters are gathered in forwards that a rank without inputs does not make.
+        """
+        if self.stage == 3:
+            raise ValueError(
+                f"rank {self.process_group.ranks[self._rank]}: Join got a ZeroRedundancyOptimizer with stage=3, whose "
+                "parameters are gathered in forward, which a rank without inputs does not make; use stage=2"
+            )
+        return UnevenSteps(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._params()[0].device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.process_group
 
     def full_parameters(self) -> AbstractContextManager[None]:
         """Within it every rank holds all parameters, to save or load the module in stage 3; every rank enters it."""
@@ -187,9 +244,11 @@ class ZeroRedundancyOptimizer(Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings the whole state to rank `to` of the group, for `state_dict` there; every rank calls it."""
         assert self._inner is not None
-        place_of = {id(param): place for place, param in enumerate(self._params())}
-        mine = {place_of[id(param)]: values for param, values in self._inner.state.items()}
-        self._consolidated = gather_state(mine, self.process_group, to)
+        shards = self._shards
+        number_of = {id(shard.updated): number for number, shard in enumerate(shards.all()) if shard.is_mine}
+        mine = {number_of[id(updated)]: values for updated, values in self._inner.state.items()}
+        gathered = gather_state(mine, self.process_group, to)
+        self._consolidated = None if gathered is None else join_parts(gathered, shards.by_param)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that the unsharded optimizer would have, which it can load; on one rank only.
@@ -211,7 +270,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             ValueError: the state has other parameter groups.
         """
         assert self._inner is not None
-        self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._owners, self._rank))
+        self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
         self.state = self._inner.state
         self._consolidated = None
         copy_options(self._inner.param_groups, self.param_groups)
@@ -219,12 +278,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _owned(self, at: int) -> list[torch.Tensor]:
-        """This rank's parameters in a group."""
-        params = self.param_groups[at]["params"]
-        first = sum(len(group["params"]) for group in self.param_groups[:at])
-        owners = self._owners[first : first + len(params)]
-        return [param for param, owner in zip(params, owners, strict=True) if owner == self._rank]
+    def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter group with what this rank updates of it."""
+        return part_of_group(group, self._shards.mine_of(group["params"]))
 
     def _require_agreement(self, optimizer_class: type[Optimizer]) -> None:
         """Every rank has the same parameters, and from now on rank 0's values of them and of the module's others."""
@@ -248,9 +304,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     def _start(self) -> None:
         if not self._averages:
             return
-        params, owners = self._params(), self._owners
-        places = [place for place, param in enumerate(params) if param.requires_grad]
-        trained = [params[place] for place in places]
+        params, by_param = self._params(), self._shards.by_param
+        trained_shards = [shards for shards in by_param if shards[0].param.requires_grad]
+        trained = [shards[0].param for shards in trained_shards]
         units = find_units(self._module, params) if self.stage == 3 and self._module is not None else []
         if self.stage == 3:
             place_of = {id(param): at for at, param in enumerate(trained)}
@@ -259,19 +315,19 @@ class ZeroRedundancyOptimizer(Optimizer):
             sizes = [param.nbytes for param in trained]
             buckets = [list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._cap_bytes)]
         self._reducer = GradientReducer(
-            trained,
-            [owners[place] for place in places],
+            trained_shards,
             buckets,
             self.process_group,
             self._ends,
             shard=self.stage > 1,
             in_order=self.stage < 3,
             overlap=self._overlap,
+            joinable=self,
             reduced=lambda bucket: self._sharded.free(bucket) if self._sharded is not None else None,
         )
         if self.stage == 3:
-            owner_of = {id(param): owner for param, owner in zip(params, owners, strict=True)}
-            self._sharded = ShardedParameters(units, owner_of, self.process_group, self._ends)
+            shards_of = {id(shards[0].param): shards for shards in by_param}
+            self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends)
 
     def _stop(self) -> None:
         if self._reducer is not None:

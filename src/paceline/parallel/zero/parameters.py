@@ -1,4 +1,4 @@
-"""Parameters that only their owner holds; the others have them while a layer needs them (ZeRO stage 3).
+"""Parameters that only their owners hold; the others have them while a layer needs them (ZeRO stage 3).
 
 A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
 each. What autograd saved for backward are views of the parameters' storage, so it is the storage that is freed and
@@ -8,7 +8,7 @@ gets an error and not freed memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,6 +20,7 @@ from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.zero.backward import BackwardEnd, in_backward
+from paceline.parallel.zero.shards import Shard
 from paceline.parallel.zero.units import Unit
 
 
@@ -28,18 +29,21 @@ class ShardedParameters:
 
     Args:
         units: what is gathered together; the same on every rank.
-        owners: by `id` of the parameter, the group rank that keeps it.
+        shards: of each of their parameters, by its `id`.
         group: the ranks.
         ends: tells when a backward ends.
     """
 
-    def __init__(self, units: Sequence[Unit], owners: dict[int, int], group: ProcessGroup, ends: BackwardEnd) -> None:
+    def __init__(
+        self, units: Sequence[Unit], shards: Mapping[int, Sequence[Shard]], group: ProcessGroup, ends: BackwardEnd
+    ) -> None:
         self._units = list(units)
-        self._owners = owners
+        self._shards = shards
         self._group = group
         self._ends = ends
         self._present = [True] * len(units)
         self._wholes = [[_own_storage(param) for param in unit.params] for unit in units]
+        self._keep_runs()
         self._pinned = False
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
@@ -52,6 +56,8 @@ class ShardedParameters:
         """Gives every rank all parameters back, for good; idempotent."""
         for number in range(len(self._units)):
             self._gather(number)
+        for _, _, shard in self._runs():
+            shard.follow()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -68,7 +74,15 @@ class ShardedParameters:
             yield
         finally:
             self._pinned = False
+            self._keep_runs()
             self.free_all()
+
+    def refresh(self) -> None:
+        """After a step: where all parameters are present, they are the new ones."""
+        if self._pinned:
+            for number in range(len(self._units)):
+                self._present[number] = False
+                self._gather(number)
 
     def free(self, number: int) -> None:
         """Frees a unit's parameters, but for those that this rank owns."""
@@ -76,7 +90,7 @@ class ShardedParameters:
             return
         self._present[number] = False
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
-            if self._owners[id(param)] != self._group.rank():
+            if not self._stays(param):
                 whole.untyped_storage().resize_(0)
                 param.data = whole.new_empty(0)
 
@@ -91,11 +105,14 @@ class ShardedParameters:
         self._present[number] = True
         parts: dict[int, list[torch.Tensor]] = {}
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
-            owner = self._owners[id(param)]
-            if owner != self._group.rank():
+            if not self._stays(param):
                 whole.untyped_storage().resize_(_nbytes(whole))
                 param.data = whole
-            parts.setdefault(owner, []).append(_bytes_of(whole))
+            for shard in self._shards[id(param)]:
+                if shard.is_mine and not shard.is_whole and shard.updated is not None:
+                    shard.run(whole).copy_(shard.updated.detach())
+                start, stop, owner = shard.part
+                parts.setdefault(owner, []).append(_bytes_of(whole)[start:stop])
         told = {owner: torch.tensor([number]) for owner in sorted(parts)}
         for owner, layer in told.items():
             self._group.broadcast([layer.view(torch.uint8), *parts[owner]], owner)
@@ -133,6 +150,24 @@ class ShardedParameters:
 
     def _after_backward(self, number: int, _: torch.Tensor) -> None:
         self.free(number)
+
+    def _stays(self, param: torch.Tensor) -> bool:
+        """Whether this rank owns the whole parameter."""
+        first = self._shards[id(param)][0]
+        return first.is_whole and first.is_mine
+
+    def _runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Shard]]:
+        """Of what this rank owns a run of: the whole parameter's data, the run as it is updated, and its shard."""
+        for unit, wholes in zip(self._units, self._wholes, strict=True):
+            for param, whole in zip(unit.params, wholes, strict=True):
+                for shard in self._shards[id(param)]:
+                    if shard.is_mine and not shard.is_whole and shard.updated is not None:
+                        yield whole, shard.updated, shard
+
+    def _keep_runs(self) -> None:
+        """Copies what this rank owns out of parameters that will be freed."""
+        for whole, updated, shard in self._runs():
+            updated.data = shard.run(whole).clone()
 
     def _is_trained(self, number: int) -> bool:
         return any(param.requires_grad for param in self._units[number].params)

@@ -1,0 +1,60 @@
+"""Loss scaling for gradients that each rank holds a part of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.group.reduce_op import ReduceOp
+from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` that also takes a `ZeroRedundancyOptimizer` of stage 2 or 3.
+
+    A rank then unscales what it owns of the gradients, and all ranks agree on whether any of them is infinite or NaN:
+    they skip a step together and keep one scale.
+
+    Args:
+        device: where the scale is; "cpu" by default.
+        init_scale: the first scale; 65536 by default.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps without infinities.
+        backoff_factor: what it is multiplied by after a step with one.
+        growth_interval: steps.
+        enabled: False leaves losses and gradients alone.
+
+    Example::
+
+        scaler = paceline.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales the gradients, if `unscale_` has not, and steps unless one is infinite or NaN on any rank."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.is_scaled_alike = True
+        return super().step(optimizer, *args, **kwargs)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer) or optimizer.stage == 1:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = super()._unscale_grads_(optimizer.own_part(), inv_scale, found_inf, allow_fp16)
+        anywhere = torch.stack([found_inf, *found.values()]).max()
+        optimizer.process_group.all_reduce(anywhere, ReduceOp.MAX)
+        return {found_inf.device: anywhere}

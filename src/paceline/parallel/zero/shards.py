@@ -1,0 +1,163 @@
+"""Parameters, and runs of their elements, as ranks update them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from paceline.parallel.zero.partition import Part, divide
+
+
+class Shard:
+    """What one rank updates of `param`: all of it, or a run of elements in the order in which they lie in memory.
+
+    `updated` is what the optimizer inside gets: the parameter itself, or on the owner a tensor of one dimension for
+    the run, which shares the parameter's memory; None on other ranks.
+    """
+
+    def __init__(self, param: torch.Tensor, part: Part, rank: int) -> None:
+        self.param = param
+        self.part = part
+        self.owner = part.owner
+        self.is_mine = part.owner == rank
+        self.is_whole = part.stop - part.start == param.nbytes
+        self.shape, self.strides = param.shape, param.stride()  # also while the parameter is freed
+        self._first, self._stop = part.start // param.element_size(), part.stop // param.element_size()
+        self.updated: torch.Tensor | None = None
+        if self.is_whole:
+            self.updated = param
+        elif self.is_mine:
+            self.updated = nn.Parameter(self.run(param.data), param.requires_grad)
+
+    @property
+    def run_shape(self) -> torch.Size:
+        """The shape of `updated`."""
+        return self.shape if self.is_whole else torch.Size([self._stop - self._first])
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This shard's elements of a tensor that lies in memory as the parameter does; they share its memory."""
+        return tensor if self.is_whole else _flat(tensor)[self._first : self._stop]
+
+    def run_of_any(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same of a tensor of the parameter's shape; copied if it lies otherwise, or is sparse."""
+        if self.is_whole:
+            return tensor
+        if tensor.layout is not torch.strided or tensor.stride() != self.strides or tensor.is_conj() or tensor.is_neg():
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor.to_dense())
+        return self.run(tensor.detach())
+
+    def zeros(self) -> torch.Tensor:
+        """A tensor that lies as the parameter does."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype).zero_()
+
+    def follow(self) -> None:
+        """Updates the memory that the parameter has now.
+
+        Raises:
+            RuntimeError: it lies otherwise than when the optimizer was made.
+        """
+        if self.is_mine and not self.is_whole:
+            if self.param.shape != self.shape or self.param.stride() != self.strides:
+                raise RuntimeError(
+                    f"a parameter of shape {list(self.shape)} and strides {list(self.strides)} has become one of "
+                    f"{list(self.param.shape)} and {list(self.param.stride())}. Change the module first, with "
+                    "module.to(), then make the ZeroRedundancyOptimizer"
+                )
+            assert self.updated is not None
+            self.updated.data = self.run(self.param.data)
+
+    def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Adds to the gradient of a run, in memory of its own."""
+        assert self.updated is not None
+        if self.updated.grad is None:
+            self.updated.grad = gradient.detach().clone()
+        else:
+            self.updated.grad.add_(gradient)
+
+
+class Shards:
+    """The shards of an optimizer's parameters, the same on every rank but for which of them are its own.
+
+    Args:
+        rank, size: of the group.
+        cuts: parameters may be cut.
+    """
+
+    def __init__(self, rank: int, size: int, cuts: bool) -> None:
+        self._rank = rank
+        self._cuts = cuts
+        # Those without a state are shared apart, so that states are shared evenly.
+        self._loads = {True: [0] * size, False: [0] * size}
+        self.by_param: list[list[Shard]] = []
+
+    def add(self, params: Sequence[torch.Tensor]) -> None:
+        """Adds the parameters of a group; those there keep their owners."""
+        parts: dict[int, list[Part]] = {}
+        for trained, loads in self._loads.items():
+            chosen = [param for param in params if param.requires_grad == trained]
+            divided = divide([p.nbytes for p in chosen], [self._cuts and _is_dense(p) for p in chosen], loads)
+            parts.update((id(param), its_parts) for param, its_parts in zip(chosen, divided, strict=True))
+        self.by_param += [[Shard(param, part, self._rank) for part in parts[id(param)]] for param in params]
+
+    def all(self) -> list[Shard]:
+        """All shards; a shard's place here is its number."""
+        return [shard for shards in self.by_param for shard in shards]
+
+    def mine(self) -> list[Shard]:
+        """Those that this rank updates."""
+        return [shard for shard in self.all() if shard.is_mine]
+
+    def mine_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank updates of these parameters."""
+        wanted = {id(param) for param in params}
+        return [s.updated for s in self.mine() if s.updated is not None and id(s.param) in wanted]
+
+    def follow(self) -> None:
+        """Has runs share their parameters' memory, wherever that is now."""
+        for shard in self.mine():
+            shard.follow()
+
+    def take_gradients(self, free: bool) -> None:
+        """Brings the parameters' gradients to the runs of them that this rank updates.
+
+        Args:
+            free: what this rank does not update is freed; else runs share the memory of the parameters' gradients.
+        """
+        for shards in self.by_param:
+            param = shards[0].param
+            if param.grad is None or (shards[0].is_whole and (shards[0].is_mine or not free)):
+                continue
+            for shard in shards:
+                if shard.is_mine and not shard.is_whole and shard.updated is not None:
+                    run = shard.run_of_any(param.grad)
+                    if free:
+                        shard.add_gradient(run)
+                    else:
+                        shard.updated.grad = run
+            if free:
+                param.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of what this rank updates."""
+        return [s.updated.grad for s in self.mine() if s.updated is not None and s.updated.grad is not None]
+
+    def forget_run_gradients(self, set_to_none: bool = True) -> None:
+        """Leaves the gradients of parameters as they are."""
+        for shard in self.mine():
+            if not shard.is_whole and shard.updated is not None and shard.updated.grad is not None:
+                if set_to_none:
+                    shard.updated.grad = None
+                else:
+                    shard.updated.grad.zero_()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_dense(param: torch.Tensor) -> bool:
+    """Whether the elements lie one after the other, in some order."""
+    return torch.empty_like(param, device="meta").stride() == param.stride()
