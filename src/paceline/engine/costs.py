@@ -13,7 +13,7 @@ import torch
 
 from paceline import _core
 from paceline.engine.bootstrap import Topology
-from paceline.engine.channel import Messages, Pieces
+from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.errors import RendezvousError
 from paceline.schedule.cost import CostModel, LinkCost
@@ -96,7 +96,7 @@ def _answer(links: Messages) -> None:
         _pass(links.send, 0, torch.empty(0, dtype=torch.uint8))
 
 
-def _pass(call: Callable[[int, int, int, Pieces, int, bool], _core.Message], peer: int, tensor: torch.Tensor) -> None:
+def _pass(call: Callable[[int, int, int, Pieces, int, bool], Message], peer: int, tensor: torch.Tensor) -> None:
     pieces = [tensor.data_ptr(), tensor.nbytes]
     message = call(peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
     message.wait(_TIMEOUT_NS)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from paceline import _core
 from paceline.engine.bootstrap import join
 from paceline.engine.channel import Channel
 from paceline.engine.connections import connect
 from paceline.engine.costs import UNMEASURED, agree_on_costs
+from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.interface import own_address
 from paceline.engine.scheduled import ALGORITHM_NAMES, ScheduledChannel
@@ -27,12 +29,11 @@ ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
-_AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
 
 
 @dataclass(frozen=True)
-class OpenGroup:
+class NativeGroup:
     """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
 
     channel: Channel
@@ -78,8 +79,7 @@ class NativeEngine:
         self._streams = _streams()
         self._peer = peer
         self._interface = interface
-        self._groups: list[OpenGroup] = []
-        self._opened = 0
+        self._groups: list[NativeGroup] = []
         self._costs: CostModel | None = None
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
         self._topology, self._mesh = join(store, rank, world_size, settings, timeout_s)
@@ -89,35 +89,22 @@ class NativeEngine:
         """The ranks of the default group."""
         return self._topology.members
 
-    def skip_group(self) -> None:
-        """Counts a group that this rank is not in, so that all ranks number their groups alike."""
-        self._opened += 1
-
     def open_group(
         self,
         ranks: Sequence[int],
         timeout_s: float,
+        identity: int = 0,
         algorithm: str | None = None,
-        agreed_identity: int | None = None,
-    ) -> OpenGroup:
-        """Connects the group of `ranks`; every member calls this, and the same number of times before.
-
-        Args:
-            agreed_identity: below 2^62; what the members have agreed to call the group, if not all ranks call this.
-                No other group is called so, and the call does not count.
+        device: torch.device | None = None,
+    ) -> NativeGroup:
+        """See `engine.Engine`.
 
         Raises:
-            RendezvousTimeoutError: a member did not.
+            RendezvousTimeoutError: a member did not come.
             RendezvousError, AuthenticationError: see `connect`.
         """
         deadline = time.monotonic() + timeout_s
         algorithm = _known(algorithm) or self._algorithm
-        if agreed_identity is None:
-            self._opened += 1
-            number = self._opened
-            identity = number << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
-        else:
-            number = identity = _AGREED | agreed_identity
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
         hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
@@ -127,7 +114,7 @@ class NativeEngine:
         sockets: list[list[int]] = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            sockets = connect(self._store, topology, ranks, number, address, self._streams, timeout_s)
+            sockets = connect(self._store, topology, ranks, identity, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
         links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
@@ -145,7 +132,7 @@ class NativeEngine:
             if channel is None:
                 raise self._not_opened(ranks, timeout_s)
             undo.pop_all()
-        group = OpenGroup(channel, links)
+        group = NativeGroup(channel, links)
         self._groups.append(group)
         return group
 
@@ -162,6 +149,23 @@ class NativeEngine:
             f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
             "with the same arguments and in the same order"
         )
+
+
+def missing_piece() -> None:
+    """Nothing: it comes with Paceline."""
+
+
+def start(meeting: Meeting) -> NativeEngine:
+    """Connects this rank with the others of its host, and learns of all."""
+    return NativeEngine(
+        meeting.store,
+        meeting.rank,
+        meeting.world_size,
+        meeting.timeout_s,
+        peer=meeting.peer,
+        interface=meeting.interface,
+        algorithm=meeting.algorithm,
+    )
 
 
 def _known(algorithm: str | None) -> str | None:
