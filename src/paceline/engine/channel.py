@@ -1,23 +1,123 @@
-"""What an engine gives a group: something that runs its collectives, and links for messages between two ranks."""
+"""What an engine gives a group: something that runs its collectives, and messages between two of its ranks.
+
+Tensors cross as addresses and numbers of bytes (`Pieces`), on whatever device the group was opened for; types,
+operations and reductions as the numbers of `codes.py`. What comes back is how a call ended, never an exception: a call
+that runs on another thread has nobody to raise to. `failures.to_error` makes an exception of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline import _core
-
 # Addresses and numbers of bytes, in turns.
 Pieces = Sequence[int]
 
+HeaderFields = tuple[int, int, int, int, int, int]
+
+
+class Outcome(Protocol):
+    """Why a call failed. Ranks are group ranks; lists may be empty and numbers -1 where an engine cannot know."""
+
+    @property
+    def code(self) -> int:
+        """Of `failures.Code`."""
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Who did not come."""
+
+    @property
+    def gone(self) -> Sequence[int]:
+        """Who died or left."""
+
+    @property
+    def left(self) -> Sequence[int]:
+        """Who of those left in order."""
+
+    @property
+    def reporter(self) -> int:
+        """Who saw it first and ended the group for all."""
+
+    @property
+    def waited_ns(self) -> int:
+        """For how long."""
+
+    @property
+    def step(self) -> int:
+        """Of the schedule, which does not fit the call."""
+
+    @property
+    def split_from(self) -> int:
+        """Whose part does not fit what another expects."""
+
+    @property
+    def split_to(self) -> int:
+        """Whom that part is for."""
+
+    @property
+    def split_sent(self) -> int:
+        """Its bytes at the sender."""
+
+    @property
+    def split_expected(self) -> int:
+        """Its bytes at the receiver."""
+
+    @property
+    def calls(self) -> Sequence[HeaderFields]:
+        """Each rank's latest call: sequence, operation, dtype, reduce op, root, count."""
+
+    @property
+    def algorithms(self) -> Sequence[int]:
+        """By which algorithm each made it, 0 for none."""
+
+
+class Pending(Protocol):
+    """A call in progress. It may be asked from several threads at once."""
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits without the interpreter lock until the tensors may be used; False when the time was over first.
+
+        On a device with streams that is when the calling thread's current stream has been made to wait.
+        """
+
+    def outcome(self) -> Outcome | None:
+        """Why it failed; None when it went well. For calls that `wait` has returned True for."""
+
+
+class Message(Pending, Protocol):
+    """A send or a receive in progress."""
+
+    def source(self) -> int:
+        """Of a receive that is over: the sender's group rank."""
+        ...
+
 
 class Channel(Protocol):
-    """Runs the collectives of one group, in the order in which they are called."""
+    """Runs the collectives of one group, in the order in which they are called, from any thread.
 
-    def all_reduce(
-        self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
-    ) -> _core.Outcome | None:
-        """Of one dense tensor, in place; None when all went well."""
+    What `inputs` and `outputs` hold follows from the operation; n is the number of ranks:
+
+    | operation | inputs | outputs |
+    | --- | --- | --- |
+    | all_reduce, broadcast | | 1, in place |
+    | reduce | | 1, in place; only read on all ranks but the root |
+    | all_gather | 1 | n |
+    | gather | 1 | n on the root, else none |
+    | scatter | n on the root, else none | 1 |
+    | reduce_scatter | n | 1 |
+    | all_to_all | n, each of its own size | n, each of its own size |
+    | barrier | | |
+
+    `count` is the number of elements of one (0 for all_to_all), `root` is -1 where there is none. Each is a list of
+    pieces that stand for one tensor. PREMUL_SUM comes with what has been multiplied, and is a sum.
+    """
+
+    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
+        """Of one dense tensor, in place; None when all went well. The shortest way, for small tensors."""
 
     def run(
         self,
@@ -30,7 +130,7 @@ class Channel(Protocol):
         inputs: Sequence[Pieces],
         outputs: Sequence[Pieces],
         /,
-    ) -> _core.Outcome | None:
+    ) -> Outcome | None:
         """Any call, to its end; None when all went well."""
 
     def submit(
@@ -44,25 +144,21 @@ class Channel(Protocol):
         inputs: Sequence[Pieces],
         outputs: Sequence[Pieces],
         /,
-    ) -> _core.Work:
+    ) -> Pending:
         """Any call, behind those made before."""
         ...
 
     def close(self) -> None:
-        """Ends it; idempotent."""
+        """Ends it; calls that are under way fail soon. Idempotent."""
 
 
 class Messages(Protocol):
-    """Sends to and receives from single ranks of the group."""
+    """Sends to and receives from single ranks of the group. None of them waits for the other end to return."""
 
-    def send(
-        self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
-    ) -> _core.Message:
+    def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> Message:
         """To a group rank; goes on by itself if it is to run in the background."""
         ...
 
-    def receive(
-        self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
-    ) -> _core.Message:
+    def receive(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> Message:
         """From a group rank, or with -1 from any."""
         ...

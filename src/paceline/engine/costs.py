@@ -13,7 +13,7 @@ import torch
 
 from paceline import _core
 from paceline.engine.bootstrap import Topology
-from paceline.engine.channel import Messages, Pieces
+from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
 from paceline.errors import RendezvousError, RendezvousTimeoutError
@@ -83,7 +83,7 @@ class _Way:
         """Into `tensor`."""
         self._pass(self._links.receive, tensor)
 
-    def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], _core.Message], tensor: torch.Tensor) -> None:
+    def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], Message], tensor: torch.Tensor) -> None:
         pieces = [tensor.data_ptr(), tensor.nbytes]
         message = call(self._peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
         message.wait(_TIMEOUT_NS)

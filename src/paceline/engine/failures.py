@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from paceline._core import Outcome
+from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import Operation, ReduceCode, dtype_name
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from paceline.schedule.registry import ALGORITHMS
@@ -21,6 +21,31 @@ class Code(IntEnum):
     PEER_LOST = 3
     INTERRUPTED = 4
     UNFIT = 5
+    REFUSED = 6  # by the library that an engine rests on
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The outcome of a call of an engine that is written in Python; see `channel.Outcome`.
+
+    Args:
+        said: what the library said about it, in its words.
+    """
+
+    code: Code
+    said: str = ""
+    missing: Sequence[int] = ()
+    gone: Sequence[int] = ()
+    left: Sequence[int] = ()
+    reporter: int = -1
+    waited_ns: int = 0
+    step: int = -1
+    split_from: int = -1
+    split_to: int = -1
+    split_sent: int = -1
+    split_expected: int = -1
+    calls: Sequence[HeaderFields] = ()
+    algorithms: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -36,8 +61,6 @@ class Member:
 
 
 _BROKEN = "This group can no longer be used: destroy it and start again"
-
-HeaderFields = tuple[int, int, int, int, int, int]
 
 
 def describe_call(header: HeaderFields) -> str:
@@ -68,6 +91,8 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
             "do not have, or is another rank's. The other ranks wait in the call until their time-out. If the "
             "algorithm is yours, prove it with paceline.schedule.symbolic.verify; otherwise this is a bug of Paceline"
         )
+    if isinstance(outcome, Failure) and outcome.code == Code.REFUSED:
+        return CollectiveError(f"{me}: {call} failed: {outcome.said}. {_BROKEN}")
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     if outcome.code == Code.TIMED_OUT:
@@ -75,13 +100,19 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
         absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in known)
         return CollectiveTimeoutError(
             f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
-            f"{'' if reporter is me else f' by {reporter}'}; {_names(missing)} did not come ({absent}). "
+            f"{'' if reporter is me else f' by {reporter}'}; {_absence(missing, absent)}. "
             "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
             f"(look where it waits). {_BROKEN}"
         )
     where = "" if reporter is me else f" on {reporter}"
     waiting = f" while {_names(missing)} had not come" if missing else ""
     return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {_BROKEN}")
+
+
+def _absence(missing: Sequence[Member], calls: str) -> str:
+    if not missing:
+        return "the engine cannot tell who did not come"
+    return f"{_names(missing)} did not come" + (f" ({calls})" if calls else "")
 
 
 def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:

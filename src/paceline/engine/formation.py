@@ -30,18 +30,24 @@ class Formation:
     Args:
         store: what the ranks share; they have met there.
         rank, world_size: this rank, and how many there are.
-        number: of the group, the same on its members and new for each group; None for the default group, whose store
-            may end with this rank.
+        what: forms: the group's number, the same on its members and new for each group; None for the default group,
+            whose store may end with this rank.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, number: int | None = None) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, what: int | str | None = None) -> None:
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self._me = Member(rank, socket.gethostname(), os.getpid())
-        self._topic = _INIT if number is None else f"group/{number}"
+        self._topic = _INIT if what is None else f"group/{what}"
+        self._open = False
         self._heard = False
         self._gone: Callable[[], Member | None] = lambda: None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the context is entered and not yet left."""
+        return self._open
 
     def watch(self, gone: Callable[[], Member | None]) -> None:
         """`gone` is asked now and then for a rank that has died or left."""
@@ -84,6 +90,7 @@ class Formation:
             raise self._without(lost)
 
     def __enter__(self) -> Formation:
+        self._open = True
         if self._topic == _INIT:
             try:
                 self.store.set_last_will(f"{_INIT}/gave_up", f"{self._me} ended while the group formed; {_ADVICE}")
@@ -94,6 +101,7 @@ class Formation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._open = False
         if isinstance(error, StoreConnectionError):
             # Whoever served it may have left because of another.
             lost = self._gone()

@@ -5,35 +5,36 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from paceline import _core
 from paceline.engine.bootstrap import join
 from paceline.engine.channel import Channel
 from paceline.engine.connections import connect
 from paceline.engine.costs import UNMEASURED, agree_on_costs
+from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
 from paceline.engine.interface import own_address
-from paceline.engine.scheduled import ALGORITHM_NAMES, ScheduledChannel
+from paceline.engine.scheduled import ALGORITHM_VARIABLE, ScheduledChannel, known_algorithm
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
 
 # Four slots of this many bytes a rank and group: a part of a tensor passes through the second-level cache.
 SLOT_BYTES = 128 << 10
-ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _NEWS_COMES_S = 0.5  # of a rank that is gone
 _MOST_STREAMS = 64
-_AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
+_START = "native"  # of the engine, if it is not there from the start of the job
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
 
 
 @dataclass(frozen=True)
-class OpenGroup:
+class NativeGroup:
     """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
 
     channel: Channel
@@ -71,13 +72,13 @@ class NativeEngine:
         interface: str | None = None,
         algorithm: str | None = None,
     ) -> None:
+        self._formation = formation
         self._store = formation.store
-        self._algorithm = _known(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
+        self._algorithm = known_algorithm(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
         self._streams = _streams()
         self._peer = peer
         self._interface = interface
-        self._groups: list[OpenGroup] = []
-        self._opened = 0
+        self._groups: list[NativeGroup] = []
         self._costs: CostModel | None = None
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
         self._topology, self._mesh = join(formation, settings, timeout_s)
@@ -88,51 +89,30 @@ class NativeEngine:
         """The ranks of the default group."""
         return self._topology.members
 
-    def skip_group(self) -> None:
-        """Counts a group that this rank is not in, so that all ranks number their groups alike."""
-        self._opened += 1
-
     def open_group(
         self,
         ranks: Sequence[int],
         timeout_s: float,
+        identity: int = 0,
         algorithm: str | None = None,
-        agreed_identity: int | None = None,
-        formation: Formation | None = None,
-    ) -> OpenGroup:
-        """Connects the group of `ranks`; every member calls this, and the same number of times before.
-
-        Args:
-            agreed_identity: below 2^62; what the members have agreed to call the group, if not all ranks call this.
-                No other group is called so, and the call does not count.
-            formation: the default group's, if it is this one.
+        device: torch.device | None = None,
+    ) -> NativeGroup:
+        """See `engine.Engine`.
 
         Raises:
-            RendezvousTimeoutError: a member did not.
+            RendezvousTimeoutError: a member did not come.
             RendezvousError, AuthenticationError: see `connect`.
         """
-        algorithm = _known(algorithm) or self._algorithm
-        if agreed_identity is None:
-            self._opened += 1
-            number = self._opened
-            identity = number << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
-        else:
-            number = identity = _AGREED | agreed_identity
-        if formation is not None:
-            return self._open(formation, ranks, timeout_s, algorithm, number, identity)
-        with Formation(self._store, self._topology.rank, len(ranks), number) as formation:
+        algorithm = known_algorithm(algorithm) or self._algorithm
+        if self._formation.is_open:
+            return self._open(self._formation, ranks, timeout_s, algorithm, identity)
+        with Formation(self._store, self._topology.rank, len(ranks), identity) as formation:
             formation.watch(self._gone)
-            return self._open(formation, ranks, timeout_s, algorithm, number, identity)
+            return self._open(formation, ranks, timeout_s, algorithm, identity)
 
     def _open(
-        self,
-        formation: Formation,
-        ranks: Sequence[int],
-        timeout_s: float,
-        algorithm: str | None,
-        number: int,
-        identity: int,
-    ) -> OpenGroup:
+        self, formation: Formation, ranks: Sequence[int], timeout_s: float, algorithm: str | None, identity: int
+    ) -> NativeGroup:
         deadline = time.monotonic() + timeout_s
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
@@ -143,7 +123,7 @@ class NativeEngine:
         sockets: list[list[int]] = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            sockets = connect(formation, topology, ranks, number, address, self._streams, timeout_s)
+            sockets = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
         links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
@@ -161,7 +141,7 @@ class NativeEngine:
             if channel is None:
                 raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()
-        group = OpenGroup(channel, links)
+        group = NativeGroup(channel, links)
         self._groups.append(group)
         return group
 
@@ -188,13 +168,20 @@ class NativeEngine:
         )
 
 
-def _known(algorithm: str | None) -> str | None:
-    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
-        raise ValueError(
-            f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
-            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
+def missing_piece() -> None:
+    """Nothing: it comes with Paceline."""
+
+
+def start(meeting: Meeting) -> NativeEngine:
+    """Connects this rank with the others of its host, and learns of all."""
+    with meeting.forming(_START) as formation:
+        return NativeEngine(
+            formation,
+            meeting.timeout_s,
+            peer=meeting.peer,
+            interface=meeting.interface,
+            algorithm=meeting.algorithm,
         )
-    return algorithm
 
 
 def _streams() -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from paceline.engine.registry import missing_piece
+
 
 def is_nccl_available() -> bool:
-    """Whether Paceline can use NCCL: False, this version has no engine for CUDA tensors."""
-    return False
+    """Whether backend="nccl" can be used here."""
+    return missing_piece("nccl") is None
 
 
 def is_mpi_available() -> bool:
-    """Whether Paceline can use an MPI library: False, this version has no engine for one."""
-    return False
+    """Whether backend="mpi" can be used here."""
+    return missing_piece("mpi") is None
 
 
 def is_gloo_available() -> bool:
-    """Whether Paceline can use torch's gloo: False; with CPU tensors the `paceline` engine does all that gloo does."""
-    return False
+    """Whether backend="gloo" can be used here."""
+    return missing_piece("gloo") is None

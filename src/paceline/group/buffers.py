@@ -1,4 +1,4 @@
-"""From tensors to the addresses that the core reads and writes."""
+"""From tensors to the addresses that an engine reads and writes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,12 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
     """The code of the tensors' one type.
 
     Raises:
-        TypeError: they are not dense CPU tensors of one supported type.
+        TypeError: they are not dense tensors of one supported type.
     """
     first = tensors[0].dtype if tensors else torch.uint8
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise TypeError(f"{call} got a tensor of layout {tensor.layout}; use tensor.to_dense()")
-        if not tensor.is_cpu:
-            raise TypeError(
-                f"{call} got a tensor on {tensor.device}; the paceline engine takes CPU tensors: tensor.cpu()"
-            )
         if tensor.dtype != first:
             raise TypeError(f"{call} got tensors of {first} and {tensor.dtype}; one call takes one type")
     code = DTYPE_CODES.get(first)

@@ -15,9 +15,9 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from paceline import _core
+from paceline.engine.channel import Pending
 
 _ANNOUNCED = (_core.Work, _core.Message)
 _SHORTEST_WAIT_NS = 200_000
@@ -25,17 +25,7 @@ _LONGEST_WAIT_NS = 5_000_000
 _FOR_EVER_NS = 1 << 62
 
 
-class Awaitable(Protocol):
-    """What an engine offers of a call in progress."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self, timeout_ns: int) -> bool:
-        """Waits for it without the interpreter lock; False when the time was over first."""
-
-
-_Arrival = tuple[Awaitable, Callable[[], None]]
+_Arrival = tuple[Pending, Callable[[], None]]
 
 
 class CompletionThread:
@@ -48,7 +38,7 @@ class CompletionThread:
         self._thread = threading.Thread(target=self._run, name="paceline-completion", daemon=True)
         self._thread.start()
 
-    def add(self, call: Awaitable, when_done: Callable[[], None]) -> None:
+    def add(self, call: Pending, when_done: Callable[[], None]) -> None:
         """Has `when_done` called, on the thread, when `call` is over."""
         self._arrivals.put((call, when_done))
         _core.announce_ending()
@@ -111,7 +101,7 @@ _starting = threading.Lock()
 _here = threading.local()
 
 
-def when_done(call: Awaitable, then: Callable[[], None]) -> None:
+def when_done(call: Pending, then: Callable[[], None]) -> None:
     """Has `then` called on another thread when `call` is over."""
     level = getattr(_here, "level", -1) + 1
     with _starting:

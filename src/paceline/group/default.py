@@ -12,10 +12,12 @@ from multiprocessing import util
 import torch
 
 from paceline.durations import to_seconds
+from paceline.engine.engine import Meeting
 from paceline.engine.formation import Formation
-from paceline.engine.native import NativeEngine
+from paceline.engine.registry import Backend, choose, meeting
+from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
-from paceline.rendezvous.methods import rendezvous
+from paceline.rendezvous.methods import Joined, rendezvous
 from paceline.store.base import Store
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -48,11 +50,11 @@ class _World:
     """The default group with all it owns."""
 
     def __init__(
-        self, store: Store, owns_store: bool, engine: NativeEngine, group: ProcessGroup, timeout: timedelta
+        self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
     ) -> None:
         self.store = store
         self.owns_store = owns_store
-        self.engine = engine
+        self.engines = engines
         self.group = group
         self.timeout = timeout
         self.subgroups: list[ProcessGroup] = []
@@ -79,13 +81,16 @@ def init_process_group(
     """Makes the default process group; every rank calls this once, and it returns when all have come.
 
     Args:
-        backend: "paceline" or None; "cpu:paceline" is the same.
-        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`.
+        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
+            "cpu:gloo,cuda:nccl"; by default the best that is there for each. CPU tensors go by "paceline" if no other
+            is named for them.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. With "mpi" the ranks
+            that mpirun started need none.
         timeout: how long to wait for the other ranks, here and in every later call; 30 minutes by default.
         world_size, rank: the number of ranks and this one's; from the environment with env://.
         store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
         group_name: for messages.
-        device_id: accepted when it is a CPU device.
+        device_id: of a CUDA device: this rank's, which is made the current one.
         interface: where this host is reached by others: an interface's name or one of its addresses; by default
             PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
         algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical" for every collective that it has; by
@@ -100,23 +105,30 @@ def init_process_group(
     global _world
     if _world is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
-    require_known_backend(backend)
-    if device_id is not None and torch.device(device_id).type != "cpu":
-        raise ValueError(f"device_id is {device_id}; the paceline engine works on CPU tensors, leave it out")
+    chosen = choose(backend)
+    _make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     timeout_s = to_seconds(timeout)
-    joined = rendezvous(init_method, store, world_size, rank, timeout_s)
+    joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
         with Formation(joined.store, joined.rank, joined.world_size) as formation:
-            engine = NativeEngine(formation, timeout_s, peer=joined.address, interface=interface, algorithm=algorithm)
-            undo.callback(engine.close)
-            opened = engine.open_group(range(joined.world_size), timeout_s, formation=formation)
-            world = ProcessGroup(opened, engine.members, joined.rank, timeout, group_name)
+            start = Meeting(
+                joined.store,
+                joined.rank,
+                joined.world_size,
+                timeout_s,
+                formation,
+                peer=joined.address,
+                interface=interface,
+                algorithm=algorithm,
+            )
+            engines = undo.enter_context(contextlib.closing(Engines(start, chosen)))
+            world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
             world.barrier()  # nobody leaves before all have read what they need from the store
         undo.pop_all()
-    _world = _World(joined.store, store is None, engine, world, timeout)
+    _world = _World(joined.store, store is None, engines, world, timeout)
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -136,7 +148,7 @@ def destroy_process_group(group: Group = None) -> None:
     world.leaving.cancel()
     for each in (*world.subgroups, world.group):
         each.close()
-    world.engine.close()
+    world.engines.close()
     if world.owns_store:
         world.store.close()
 
@@ -153,7 +165,7 @@ def new_group(
     Args:
         ranks: ranks of the default group, in the order of their group ranks; None for all.
         timeout: for calls on the group; the default group's if None.
-        backend: "paceline" or None.
+        backend: as for `init_process_group`; by default the default group's.
         algorithm: as for `init_process_group`; by default the default group's.
 
     Returns:
@@ -164,44 +176,74 @@ def new_group(
         RendezvousTimeoutError: a member did not call it.
     """
     world = _require_world()
-    require_known_backend(backend)
     chosen = list(range(world.group.size())) if ranks is None else list(ranks)
     for rank in chosen:
         if not 0 <= rank < world.group.size():
             raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
+    identity = world.engines.count_group(chosen, algorithm)
     if world.group.rank() not in chosen:
-        world.engine.skip_group()
+        if backend is not None:
+            world.engines.start(choose(backend))
         return GroupMember.NON_GROUP_MEMBER
-    return open_group(chosen, timeout, f"group of ranks {chosen}", algorithm)
+    return open_group(chosen, timeout, f"group of ranks {chosen}", identity, backend, algorithm)
 
 
 def open_group(
     ranks: Sequence[int],
     timeout: timedelta | None,
     name: str,
+    identity: int,
+    backend: str | None = None,
     algorithm: str | None = None,
-    agreed_identity: int | None = None,
 ) -> ProcessGroup:
-    """The group of `ranks` of the default group, of which this is one; the rest as for the engine's `open_group`."""
+    """The group of `ranks` of the default group, of which this is one; `identity` as for `Engine.open_group`."""
     world = _require_world()
+    chosen = world.engines.backend if backend is None else choose(backend)
     timeout = world.timeout if timeout is None else timeout
-    opened = world.engine.open_group(ranks, to_seconds(timeout), algorithm, agreed_identity)
-    members = [world.engine.members[rank] for rank in ranks]
-    group = ProcessGroup(opened, members, list(ranks).index(world.group.rank()), timeout, name)
+    group = _open(world.engines, chosen, ranks, timeout, name, algorithm, identity)
     world.subgroups.append(group)
     return group
 
 
-def require_known_backend(backend: str | None) -> None:
-    """Refuses a `backend` that there is no engine for.
+def _open(
+    engines: Engines,
+    backend: Backend,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    name: str,
+    algorithm: str | None,
+    identity: int | None = None,
+) -> ProcessGroup:
+    engines.start(backend)
+    if identity is None:
+        identity = engines.count_group(ranks, algorithm)
+    openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
+    members = [engines.members[rank] for rank in ranks]
+    opened = openers["cpu"](torch.device("cpu"))
+    return ProcessGroup(opened, members, list(ranks).index(engines.rank), timeout, name, backend.text, openers)
 
-    Raises:
-        ValueError: there is none.
-    """
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(f"backend {backend!r} is not known; this version has 'paceline', for CPU tensors")
+
+def _meet(
+    backend: Backend, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
+) -> Joined:
+    """Ranks that are told nothing are asked of the engine's launcher, if it has one."""
+    told = init_method is not None or store is not None or "RANK" in os.environ
+    meet = None if told else meeting(backend, rank)
+    return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
+
+
+def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:
+    if device_id is None:
+        return
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type not in backend.engines:
+        raise ValueError(
+            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def default_group() -> ProcessGroup:
@@ -249,10 +291,11 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_backend(group: Group = None) -> str:
-    """The name of the group's engine: "paceline"."""
-    if resolve(group) is None:
+    """What the group's `backend` was: the name of its engine, or "cpu:paceline,cuda:nccl" where there are several."""
+    resolved = resolve(group)
+    if resolved is None:
         raise ValueError("get_backend: this rank is not in the group")
-    return NativeEngine.name
+    return resolved.backend
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 
 from paceline import _core
 from paceline.durations import to_nanoseconds
+from paceline.engine.channel import Outcome
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
+from paceline.engine.engine import OpenGroup
 from paceline.engine.failures import Member, describe_call, to_error
-from paceline.engine.native import ALGORITHM_VARIABLE, OpenGroup
-from paceline.engine.scheduled import ScheduledChannel
+from paceline.engine.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
+from paceline.group.devices import Devices, Opener
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
@@ -39,14 +41,27 @@ class ProcessGroup:
     """The ranks that take part in a collective. Made by `init_process_group` and `new_group`.
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is the rank in the default group.
+
+    Args:
+        opened: the group on CPU tensors.
+        backend: what `get_backend` says of it.
+        openers: what opens it on other devices, by the device's type.
     """
 
     def __init__(
-        self, opened: OpenGroup, members: Sequence[Member], group_rank: int, timeout: timedelta, name: str
+        self,
+        opened: OpenGroup,
+        members: Sequence[Member],
+        group_rank: int,
+        timeout: timedelta,
+        name: str,
+        backend: str = "paceline",
+        openers: Mapping[str, Opener] | None = None,
     ) -> None:
         self.ranks = [member.rank for member in members]
         self.name = name
-        self._opened = opened
+        self.backend = backend
+        self._devices = Devices(opened, openers or {}, backend)
         self._channel = opened.channel
         self._members = list(members)
         self._rank = group_rank
@@ -81,7 +96,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Ends the group for this rank; idempotent."""
         self._closed = True
-        self._opened.close()
+        self._devices.close()
 
     def all_reduce(
         self,
@@ -278,7 +293,11 @@ class ProcessGroup:
         listed = as_list(tensors, "send")
         buffers = Buffers()
         pieces = buffers.read(listed)
-        return self._pass(self._opened.links.send, "send", listed, pieces, dst, tag, buffers, async_op, timeout)
+        work = self._pass("send", listed, pieces, dst, tag, buffers, async_op, timeout)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def recv(
         self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
@@ -290,43 +309,41 @@ class ProcessGroup:
         listed = as_list(tensors, "recv")
         buffers = Buffers()
         pieces = buffers.write(listed)
-        work = self._pass(self._opened.links.receive, "recv", listed, pieces, src, tag, buffers, True, timeout)
-        assert work is not None
+        work = self._pass("recv", listed, pieces, src, tag, buffers, async_op, timeout)
         if not async_op:
             work.wait()
         return work
 
     def _pass(
         self,
-        start: Callable[[int, int, int, Sequence[int], int, bool], _core.Message],
-        name: str,
+        name: Literal["send", "recv"],
         tensors: list[torch.Tensor],
         pieces: list[int],
         peer: int,
         tag: int,
         buffers: Buffers,
-        async_op: bool,
+        background: bool,
         timeout: timedelta | None,
-    ) -> Work | None:
+    ) -> Work:
         if self._closed:
             raise self._closed_error()
         code = dtype_code(tensors, name)
-        message = start(peer, tag, code, pieces, self._limit_ns(timeout), async_op)
+        links = self._devices.of(tensors, name).links
+        start = links.send if name == "send" else links.receive
+        message = start(peer, tag, code, pieces, self._limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {other_end}, tag {tag})"
 
-        work = Work(
+        return Work(
             message, name, buffers.kept, buffers.finish, lambda outcome: self._failed(outcome, call), results=tensors
         )
-        if async_op:
-            return work
-        work.wait()
-        return None
 
     def explain(self, operation: OperationName, nbytes: int) -> str:
         """Which algorithm the group takes for a call of that size, and why."""
         if isinstance(self._channel, ScheduledChannel):
             return explain_text(self._channel.choose(operation, nbytes))
+        if not self.backend.endswith("paceline"):
+            return f"{operation} of {nbytes:,} bytes on {self.size()} ranks: the library of {self.backend!r} chooses\n"
         return (
             f"{operation} of {nbytes:,} bytes on {self.size()} ranks, 1 host\n\n"
             "-> direct: every rank reads the others' parts out of shared memory, so nothing is passed on.\n\n"
@@ -380,8 +397,9 @@ class ProcessGroup:
             raise self._closed_error()
         timeout_ns = self._limit_ns(timeout)
         header = (0, operation, dtype, reduce_op, root, count)
+        channel = self._devices.of(buffers.kept, operation.name.lower()).channel
         if async_op:
-            submitted = self._channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+            submitted = channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
             name = operation.name.lower()
             return Work(
                 submitted,
@@ -391,7 +409,7 @@ class ProcessGroup:
                 lambda outcome: self._error(outcome, header),
                 buffers.written,
             )
-        outcome = self._channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        outcome = channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
         if outcome is not None:
             raise self._error(outcome, header)
         if buffers.finish is not None:
@@ -401,10 +419,10 @@ class ProcessGroup:
     def _limit_ns(self, timeout: timedelta | None) -> int:
         return self._timeout_ns if timeout is None else to_nanoseconds(timeout)
 
-    def _error(self, outcome: _core.Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
+    def _error(self, outcome: Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
 
-    def _failed(self, outcome: _core.Outcome, call: str) -> CollectiveError:
+    def _failed(self, outcome: Outcome, call: str) -> CollectiveError:
         error = to_error(outcome, self._members, self._rank, call)
         if isinstance(error, CollectiveTimeoutError):
             error.missing = tuple(self.ranks[at] for at in outcome.missing)

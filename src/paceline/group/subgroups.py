@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 
+from paceline.engine.registry import choose
 from paceline.errors import CollectiveMismatchError
 from paceline.group.default import (
     Group,
@@ -21,9 +22,9 @@ from paceline.group.default import (
     NonMember,
     default_group,
     open_group,
-    require_known_backend,
     resolve,
 )
+from paceline.group.engines import agreed_identity
 from paceline.group.process_group import ProcessGroup
 
 Subgroups = tuple[ProcessGroup | NonMember, list[ProcessGroup | NonMember]]
@@ -42,7 +43,7 @@ def new_subgroups(
     Args:
         group_size: the number of ranks in each; None for those of a machine (LOCAL_WORLD_SIZE, or counted).
         timeout: for calls on the new groups; the default group's if None.
-        backend: "paceline" or None.
+        backend: as for `new_group`.
         pg_options: is for engines that have options; None.
         group_desc: the new groups' name, in messages.
 
@@ -130,7 +131,8 @@ def _split(
     pg_options: None,
     group_desc: str | None,
 ) -> Subgroups:
-    require_known_backend(backend)
+    if backend is not None:
+        choose(backend)
     if pg_options is not None:
         raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
     divided = [list(ranks) for ranks in lists]
@@ -143,7 +145,7 @@ def _split(
         if parent.rank() in ranks:
             world_ranks = [parent.ranks[rank] for rank in ranks]
             name = f"group of ranks {world_ranks}" if group_desc is None else group_desc
-            mine = groups[-1] = open_group(world_ranks, timeout, name, agreed_identity=identity)
+            mine = groups[-1] = open_group(world_ranks, timeout, name, agreed_identity(identity), backend)
     return mine, groups
 
 

@@ -6,23 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
-from paceline import _core
 from paceline.durations import to_nanoseconds
+from paceline.engine.channel import Message, Outcome, Pending
 from paceline.errors import CollectiveTimeoutError
-from paceline.group.completion import Awaitable, when_done
+from paceline.group.completion import when_done
 
 _FOR_EVER_NS = 1 << 62
-
-
-class Pending(Awaitable, Protocol):
-    """A call in progress, as the core shows it."""
-
-    def outcome(self) -> _core.Outcome | None:
-        """Why it failed; None when it went well. For calls that are over."""
 
 
 class Work:
@@ -37,7 +30,7 @@ class Work:
         name: str,
         tensors: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
-        to_error: Callable[[_core.Outcome], Exception] | None = None,
+        to_error: Callable[[Outcome], Exception] | None = None,
         results: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._work = work
@@ -155,7 +148,7 @@ class Work:
     def source_rank(self) -> int:
         """Of a receive that is over: the sender's group rank."""
         self.wait()
-        return self._work.source() if isinstance(self._work, _core.Message) else -1
+        return cast(Message, self._work).source() if hasattr(self._work, "source") else -1
 
     def _settle(self) -> None:
         with self._lock:

@@ -39,7 +39,7 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
     with Formation(store, rank, size) as formation, _secret_of_group(store, rank):
         engine = NativeEngine(formation, timeout_s, peer=os.environ.get("MASTER_ADDR"))
         try:
-            opened = engine.open_group(range(size), timeout_s, formation=formation)
+            opened = engine.open_group(range(size), timeout_s)
         except BaseException:
             engine.close()
             raise

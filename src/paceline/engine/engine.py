@@ -1,0 +1,135 @@
+"""The Engine interface: what connects the ranks, and moves and reduces their tensors.
+
+An engine serves one type of device. It must
+
+- open groups of the ranks (`Engine.open_group`), each with a channel for collectives and links for messages, and close
+  them (`channel.py` has both);
+- give every wait an end, and tell how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST and MISMATCH where it can
+  know, REFUSED with the library's words otherwise (`failures.Failure`);
+- run the calls of a group in the order in which they are made, synchronous or not.
+
+It may leave to others
+
+- all that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
+- PREMUL_SUM's factors, the lists of objects, coalesced and multi-GPU forms: they come as calls of a channel;
+- the order of calls and a thread for those that run asynchronously, operations, types and reductions that its library
+  lacks: `turns.TurnChannel` has the former, `over_messages.run_schedule` runs a schedule over bare sends and receives.
+
+A module of an engine has two functions, `EngineModule`, and a line in `registry.py`; `tests/engines` says whether it is
+an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.engine.channel import Channel, Messages
+from paceline.engine.failures import Member
+from paceline.engine.formation import Formation
+from paceline.store.base import Store
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What an engine starts from.
+
+    Args:
+        store: what the ranks share; for as long as the engine lives.
+        rank, world_size: this rank, and how many there are.
+        timeout_s: how long to wait for the others.
+        formation: of the default group, with which the first engines start.
+        members: the ranks; empty for the engine that is to find out (the native one does while it connects them).
+        peer: the host at which the ranks met, if it is known.
+        interface: the interface or address that other hosts connect to; see `interface.own_address`.
+        algorithm: for every collective that it has, by schedule.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout_s: float
+    formation: Formation | None = None
+    members: tuple[Member, ...] = ()
+    peer: str | None = None
+    interface: str | None = None
+    algorithm: str | None = None
+
+    def forming(self, what: str) -> contextlib.AbstractContextManager[Formation]:
+        """The default group's formation, or once that is over one of `what` the ranks start later."""
+        if self.formation is not None and self.formation.is_open:
+            return contextlib.nullcontext(self.formation)
+        return Formation(self.store, self.rank, self.world_size, what)
+
+
+class OpenGroup(Protocol):
+    """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
+
+    @property
+    def channel(self) -> Channel:
+        """Runs its collectives."""
+        ...
+
+    @property
+    def links(self) -> Messages:
+        """Sends and receives."""
+        ...
+
+    def close(self) -> None:
+        """Ends both; idempotent."""
+
+
+class Engine(Protocol):
+    """Connects the ranks of the default group and of all others; closed by `close`."""
+
+    @property
+    def name(self) -> str:
+        """What `backend=` calls it."""
+        ...
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks of the default group."""
+        ...
+
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        identity: int = 0,
+        algorithm: str | None = None,
+        device: torch.device | None = None,
+    ) -> OpenGroup:
+        """Connects the group of `ranks`; every member calls this, and nobody else has to.
+
+        Args:
+            ranks: of the default group, in the order of their group ranks; this one is among them.
+            timeout_s: how long to wait for the others.
+            identity: below 2^63; the same on all members, and no other group of this engine has it but the same group
+                on another device.
+            algorithm: the engine's own if None.
+            device: the tensors'; the addresses in all calls are on it. A CPU if None.
+
+        Raises:
+            ValueError: the engine does not have `algorithm`.
+            RendezvousTimeoutError: a member did not come.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends every group and takes leave of the other ranks; idempotent."""
+
+
+class EngineModule(Protocol):
+    """What the module of an engine has; it is imported when the engine is asked for."""
+
+    def missing_piece(self) -> str | None:
+        """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
+
+    def start(self, meeting: Meeting) -> Engine:
+        """The engine, on every rank."""
+        ...

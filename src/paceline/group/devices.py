@@ -1,0 +1,66 @@
+"""A group on each device that its tensors lie on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from paceline.engine.engine import OpenGroup
+from paceline.engine.registry import engines_for
+
+Opener = Callable[[torch.device], OpenGroup]
+
+
+class Devices:
+    """Finds the open group for a call's tensors; on all devices but the CPU it is opened by the first call.
+
+    Args:
+        on_cpu: the group on CPU tensors.
+        openers: what opens it on other devices, by the device's type.
+        backend: for messages.
+    """
+
+    def __init__(self, on_cpu: OpenGroup, openers: Mapping[str, Opener], backend: str) -> None:
+        self._on_cpu = on_cpu
+        self._openers = openers
+        self._backend = backend
+        self._open: dict[torch.device, OpenGroup] = {}
+        self._opening = threading.Lock()
+
+    def of(self, tensors: Sequence[torch.Tensor], call: str) -> OpenGroup:
+        """The group on the device of `tensors`; without any, on the CPU.
+
+        Raises:
+            TypeError: there is no engine for the device, or they are on two.
+        """
+        if all(tensor.is_cpu for tensor in tensors):
+            return self._on_cpu
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device:
+                raise TypeError(f"{call} got tensors on {device} and {tensor.device}; one call takes one device")
+        with self._opening:
+            if device not in self._open:
+                self._open[device] = self._opener(device, call)(device)
+            return self._open[device]
+
+    def close(self) -> None:
+        """Ends the group on all devices; idempotent."""
+        self._on_cpu.close()
+        for opened in self._open.values():
+            opened.close()
+
+    def _opener(self, device: torch.device, call: str) -> Opener:
+        opener = self._openers.get(device.type)
+        if opener is None:
+            fitting = engines_for(device.type)
+            advice = (
+                f"choose one with backend='cpu:paceline,{device.type}:{fitting[0]}', or pass " if fitting else "pass "
+            )
+            raise TypeError(
+                f"{call} got a tensor on {device}; the group's backend {self._backend!r} has no engine for it: "
+                f"{advice}tensor.cpu()"
+            )
+        return opener

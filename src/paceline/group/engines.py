@@ -1,0 +1,98 @@
+"""The engines that the groups of a process use, each started when the first group asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from paceline.engine import registry
+from paceline.engine.engine import Engine, Meeting, OpenGroup
+from paceline.engine.failures import Member
+from paceline.engine.membership import exchange_members
+from paceline.engine.registry import Backend
+from paceline.group.devices import Opener
+
+_AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
+_FINDS_MEMBERS = "paceline"
+
+
+class Engines:
+    """Starts engines and opens groups with them; ended by `close`.
+
+    Args:
+        meeting: what engines start from, without members.
+        backend: of the default group.
+    """
+
+    def __init__(self, meeting: Meeting, backend: Backend) -> None:
+        self.backend = backend
+        self._meeting = meeting
+        self._started: dict[str, Engine] = {}
+        self._counted = 0
+        if _FINDS_MEMBERS not in backend.engines.values():
+            members = exchange_members(meeting)
+            self._meeting = dataclasses.replace(meeting, members=members)
+        try:
+            self.start(backend)
+        except BaseException:
+            self.close()
+            raise
+        if not self.members:
+            self._meeting = dataclasses.replace(self._meeting, members=self._started[_FINDS_MEMBERS].members)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._meeting.rank
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks of the default group."""
+        return self._meeting.members
+
+    def start(self, backend: Backend) -> None:
+        """Starts those for CPU tensors; all ranks do. Others wait for the first tensor on their device.
+
+        Raises:
+            ValueError: an engine lacks something; also one that waits.
+        """
+        for device_type, name in backend.engines.items():
+            if device_type == "cpu":
+                self._engine(name)
+            else:
+                registry.require(name, self._meeting.rank)
+
+    def count_group(self, ranks: Sequence[int], algorithm: str | None) -> int:
+        """The identity of the next group of those that all ranks count, members or not."""
+        self._counted += 1
+        return self._counted << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
+
+    def openers(
+        self, backend: Backend, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None = None
+    ) -> dict[str, Opener]:
+        """What opens the group of `ranks` on a device, by the device's type."""
+
+        def open_on(name: str, device: torch.device) -> OpenGroup:
+            return self._engine(name).open_group(ranks, timeout_s, identity, algorithm, device)
+
+        return {device_type: partial(open_on, name) for device_type, name in backend.engines.items()}
+
+    def close(self) -> None:
+        """Ends all of them; idempotent."""
+        for engine in self._started.values():
+            engine.close()
+        self._started.clear()
+
+    def _engine(self, name: str) -> Engine:
+        if name not in self._started:
+            self._started[name] = registry.start(name, self._meeting)
+        return self._started[name]
+
+
+def agreed_identity(number: int) -> int:
+    """The identity of a group of which only the members know; `number`, below 2^61, is what they agreed on."""
+    return _AGREED | number
