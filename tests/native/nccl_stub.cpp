@@ -1,0 +1,590 @@
+// A library with NCCL's functions and the CPU for its GPU: what tests of the nccl engine load where there is no GPU.
+//
+// Streams are threads that run what they are given in order, so calls return before they are over, as NCCL's do. A
+// communicator is a file that its processes map, with a ring of bytes from each rank to each other. Every call is
+// checked, and written to the file STUB_NCCL_LOG. These variables, read at each call, make it behave otherwise:
+//   STUB_NCCL_FOLDER       where communicators' files are
+//   STUB_NCCL_VERSION      what ncclGetVersion says (22105)
+//   STUB_NCCL_IN_PROGRESS  how often ncclCommGetAsyncError answers ncclInProgress after a call (0)
+//   STUB_NCCL_ASYNC_ERROR  the error that ncclCommGetAsyncError answers once a call is in a stream (none)
+//   STUB_NCCL_LOSES        the function whose work never ends (none)
+//   STUB_NCCL_REFUSES      the function that answers ncclInvalidArgument (none)
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
+enum Op { SUM, PROD, MAX, MIN, AVG };
+
+constexpr size_t RING_BYTES = 1 << 16;
+constexpr int MOST_RANKS = 8;
+constexpr unsigned MAGIC = 0xcafebeef;
+constexpr size_t ITEM_SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+
+thread_local std::string last_error;
+
+int refuse(int result, const std::string& why) {
+    last_error = why;
+    return result;
+}
+
+const char* setting(const char* name, const char* otherwise) {
+    const char* value = std::getenv(name);
+    return value != nullptr && *value != 0 ? value : otherwise;
+}
+
+void record(const std::string& line) {
+    static std::mutex mutex;
+    const std::lock_guard lock(mutex);
+    if (const char* path = std::getenv("STUB_NCCL_LOG")) {
+        std::ofstream(path, std::ios::app) << line << "\n";
+    }
+}
+
+// --- streams
+
+class Stream {
+  public:
+    Stream() : thread_([this] { run(); }) { thread_.detach(); }
+
+    int64_t give(std::function<void()> job) {
+        const std::lock_guard lock(mutex_);
+        jobs_.push_back(std::move(job));
+        changed_.notify_all();
+        return ++given_;
+    }
+
+    int64_t given() {
+        const std::lock_guard lock(mutex_);
+        return given_;
+    }
+
+    bool passed(int64_t place) {
+        const std::lock_guard lock(mutex_);
+        return passed_ >= place;
+    }
+
+    void wait(int64_t place) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return passed_ >= place; });
+    }
+
+  private:
+    void run() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            changed_.wait(lock, [&] { return !jobs_.empty(); });
+            const auto job = std::move(jobs_.front());
+            jobs_.pop_front();
+            lock.unlock();
+            job();
+            lock.lock();
+            ++passed_;
+            changed_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> jobs_;
+    int64_t given_ = 0, passed_ = 0;
+    std::thread thread_;
+};
+
+// --- communicators
+
+struct Ring {
+    std::atomic<uint64_t> written, read;
+    char bytes[RING_BYTES];
+};
+
+struct Region {
+    std::atomic<int> arrived;
+    Ring rings[1];  // from rank r to rank s: r * size + s
+};
+
+struct Communicator {
+    Region* region = nullptr;
+    int rank = 0, size = 0;
+    std::atomic<int> polls{0};
+    std::atomic<bool> ready{false}, aborted{false}, failed{false}, finalized{false};
+
+    Ring& ring(int from, int to) const { return region->rings[from * size + to]; }
+};
+
+struct Transfer {
+    bool sends;
+    int peer;
+    char* memory;
+    size_t left;
+};
+
+struct Job {
+    std::vector<Transfer> transfers;
+    std::vector<std::function<void()>> finish;
+    std::vector<std::shared_ptr<std::vector<char>>> kept;
+    bool is_lost = false;
+
+    char* keep(const void* source, size_t nbytes) {
+        kept.push_back(std::make_shared<std::vector<char>>(nbytes));
+        if (source != nullptr && nbytes > 0) {
+            std::memcpy(kept.back()->data(), source, nbytes);
+        }
+        return kept.back()->data();
+    }
+};
+
+size_t advance(const Communicator& comm, Transfer& transfer) {
+    Ring& ring = transfer.sends ? comm.ring(comm.rank, transfer.peer) : comm.ring(transfer.peer, comm.rank);
+    const uint64_t written = ring.written.load(std::memory_order_acquire);  // of the sender below
+    const uint64_t read = ring.read.load(std::memory_order_acquire);        // of the receiver below
+    const uint64_t at = transfer.sends ? written : read;
+    const size_t possible = transfer.sends ? RING_BYTES - (written - read) : written - read;
+    const size_t nbytes = std::min({transfer.left, possible, RING_BYTES - at % RING_BYTES});
+    char* there = ring.bytes + at % RING_BYTES;
+    std::memcpy(transfer.sends ? there : transfer.memory, transfer.sends ? transfer.memory : there, nbytes);
+    transfer.memory += nbytes;
+    transfer.left -= nbytes;
+    (transfer.sends ? ring.written : ring.read).store(at + nbytes, std::memory_order_release);
+    return nbytes;
+}
+
+void run(const Communicator& comm, Job& job) {
+    for (;;) {
+        if (comm.aborted) {
+            return;
+        }
+        bool over = !job.is_lost;
+        size_t moved = 0;
+        bool busy[2][MOST_RANKS] = {};
+        for (Transfer& transfer : job.transfers) {
+            if (transfer.left == 0 || busy[transfer.sends][transfer.peer]) {
+                over = over && transfer.left == 0;
+                continue;
+            }
+            moved += advance(comm, transfer);
+            busy[transfer.sends][transfer.peer] = transfer.left > 0;
+            over = over && transfer.left == 0;
+        }
+        if (over) {
+            break;
+        }
+        if (moved == 0) {
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+    }
+    for (const auto& each : job.finish) {
+        each();
+    }
+}
+
+// --- reductions, in the order of the ranks
+
+template <typename T>
+struct Plain {
+    using Wide = T;
+    static Wide load(T value) { return value; }
+    static T store(Wide value) { return value; }
+};
+
+struct Half {
+    using Wide = float;
+    static float load(_Float16 value) { return static_cast<float>(value); }
+    static _Float16 store(float value) { return static_cast<_Float16>(value); }
+};
+
+struct Bfloat16 {
+    using Wide = float;
+    static float load(uint16_t value) {
+        const uint32_t bits = static_cast<uint32_t>(value) << 16;
+        float wide = 0;
+        std::memcpy(&wide, &bits, sizeof wide);
+        return wide;
+    }
+    static uint16_t store(float value) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, &value, sizeof bits);
+        return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+};
+
+template <typename T, typename As>
+void reduce_as(const std::vector<const char*>& inputs, char* output, size_t count, int op) {
+    for (size_t i = 0; i < count; ++i) {
+        const auto item = [&](size_t rank) { return As::load(reinterpret_cast<const T*>(inputs[rank])[i]); };
+        typename As::Wide total = item(0);
+        for (size_t rank = 1; rank < inputs.size(); ++rank) {
+            const auto other = item(rank);
+            switch (op) {
+                case PROD:
+                    total = total * other;
+                    break;
+                case MAX:
+                    total = std::max(total, other);
+                    break;
+                case MIN:
+                    total = std::min(total, other);
+                    break;
+                default:
+                    total = total + other;
+            }
+        }
+        if (op == AVG) {
+            total = static_cast<typename As::Wide>(total / static_cast<typename As::Wide>(inputs.size()));
+        }
+        reinterpret_cast<T*>(output)[i] = As::store(total);
+    }
+}
+
+void reduce(const std::vector<const char*>& inputs, char* output, size_t count, int type, int op) {
+    switch (type) {
+        case 0:
+            return reduce_as<int8_t, Plain<int8_t>>(inputs, output, count, op);
+        case 1:
+            return reduce_as<uint8_t, Plain<uint8_t>>(inputs, output, count, op);
+        case 2:
+            return reduce_as<int32_t, Plain<int32_t>>(inputs, output, count, op);
+        case 3:
+            return reduce_as<uint32_t, Plain<uint32_t>>(inputs, output, count, op);
+        case 4:
+            return reduce_as<int64_t, Plain<int64_t>>(inputs, output, count, op);
+        case 5:
+            return reduce_as<uint64_t, Plain<uint64_t>>(inputs, output, count, op);
+        case 6:
+            return reduce_as<_Float16, Half>(inputs, output, count, op);
+        case 7:
+            return reduce_as<float, Plain<float>>(inputs, output, count, op);
+        case 8:
+            return reduce_as<double, Plain<double>>(inputs, output, count, op);
+        default:
+            return reduce_as<uint16_t, Bfloat16>(inputs, output, count, op);
+    }
+}
+
+// --- groups
+
+struct Pending {
+    Communicator* comm;
+    Stream* stream;
+    std::function<void(Job&)> add;
+    bool is_lost;
+};
+
+thread_local int depth = 0;
+thread_local std::vector<Pending> pending;
+
+int launch() {
+    std::vector<Pending> calls;
+    calls.swap(pending);
+    if (calls.empty()) {
+        return SUCCESS;
+    }
+    // A group is one piece of work in its stream; these tests have one stream a group.
+    auto job = std::make_shared<Job>();
+    Communicator* comm = calls.front().comm;
+    Stream* stream = calls.front().stream;
+    for (const Pending& call : calls) {
+        if (call.comm != comm || call.stream != stream) {
+            return refuse(INVALID_USAGE, "the stub takes one communicator and one stream a group");
+        }
+        job->is_lost = job->is_lost || call.is_lost;
+    }
+    stream->give([job, comm, calls] {
+        for (const Pending& call : calls) {
+            call.add(*job);
+        }
+        run(*comm, *job);
+    });
+    comm->failed = std::getenv("STUB_NCCL_ASYNC_ERROR") != nullptr;
+    comm->polls = std::atoi(setting("STUB_NCCL_IN_PROGRESS", "0"));
+    return comm->polls > 0 ? IN_PROGRESS : SUCCESS;
+}
+
+struct Arguments {
+    size_t count;
+    int type;
+    int op;
+    int peer;
+};
+
+int take(const char* name, Communicator* comm, Stream* stream, const Arguments& of, std::function<void(Job&)> add) {
+    std::ostringstream line;
+    line << name << " count=" << of.count << " type=" << of.type << " op=" << of.op << " peer=" << of.peer
+         << " depth=" << depth << " stream=" << stream;
+    record(line.str());
+    if (setting("STUB_NCCL_REFUSES", "") == std::string(name)) {
+        return refuse(INVALID_ARGUMENT, std::string(name) + " was told to refuse");
+    }
+    if (comm == nullptr || comm->aborted || comm->finalized || !comm->ready || comm->polls > 0) {
+        return refuse(INVALID_USAGE, std::string(name) + ": the communicator is not ready");
+    }
+    if (stream == nullptr || of.count == 0 || of.type < 0 || of.type > 9 || of.op < SUM || of.op > AVG ||
+        of.peer >= comm->size || (of.op == AVG && of.type < 6)) {
+        return refuse(INVALID_ARGUMENT, std::string(name) + ": " + line.str());
+    }
+    pending.push_back({comm, stream, std::move(add), setting("STUB_NCCL_LOSES", "") == std::string(name)});
+    return depth > 0 ? SUCCESS : launch();
+}
+
+void exchange(Job& job, const Communicator& comm, const std::function<char*(int)>& sent,
+              const std::function<char*(int)>& received, size_t nbytes) {
+    for (int peer = 0; peer < comm.size; ++peer) {
+        if (peer == comm.rank) {
+            continue;
+        }
+        if (char* memory = sent(peer)) {
+            job.transfers.push_back({true, peer, memory, nbytes});
+        }
+        if (char* memory = received(peer)) {
+            job.transfers.push_back({false, peer, memory, nbytes});
+        }
+    }
+}
+
+char* nowhere(int) {
+    return nullptr;
+}
+
+// Everybody's (or with `reads` false nobody's) inputs come to this rank, which reduces them.
+void gather_and_reduce(Job& job, const Communicator& comm, const std::function<char*(int)>& sent, const char* mine,
+                       char* target, const Arguments& of, bool reads) {
+    const size_t nbytes = of.count * ITEM_SIZES[of.type];
+    std::vector<const char*> inputs(static_cast<size_t>(comm.size));
+    for (int rank = 0; rank < comm.size; ++rank) {
+        inputs[static_cast<size_t>(rank)] = job.keep(rank == comm.rank ? mine : nullptr, nbytes);
+    }
+    const auto received = [&](int peer) {
+        return reads ? const_cast<char*>(inputs[static_cast<size_t>(peer)]) : nullptr;
+    };
+    exchange(job, comm, sent, received, nbytes);
+    if (reads) {
+        job.finish.push_back([inputs, target, of] { reduce(inputs, target, of.count, of.type, of.op); });
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+struct UniqueId {
+    char internal[128];
+};
+
+struct Config {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+};
+
+int ncclGetVersion(int* version) {
+    *version = std::atoi(setting("STUB_NCCL_VERSION", "22105"));
+    return SUCCESS;
+}
+
+int ncclGetUniqueId(UniqueId* id) {
+    std::memset(id, 0, sizeof *id);
+    std::random_device random;
+    std::snprintf(id->internal, sizeof id->internal, "%08x%08x", random(), random());
+    record("ncclGetUniqueId");
+    return SUCCESS;
+}
+
+const char* ncclGetErrorString(int result) {
+    return result == INVALID_ARGUMENT ? "invalid argument" : "an error";
+}
+
+const char* ncclGetLastError(Communicator*) {
+    return last_error.c_str();
+}
+
+int ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank, const Config* config) {
+    record("ncclCommInitRankConfig size=" + std::to_string(size) + " rank=" + std::to_string(rank));
+    if (config->magic != MAGIC || config->blocking != 0 || config->version < 21400 || config->size < sizeof(Config)) {
+        return refuse(INVALID_ARGUMENT, "the configuration is not initialised, or blocks");
+    }
+    if (rank < 0 || rank >= size || size > MOST_RANKS) {
+        return refuse(INVALID_ARGUMENT, "rank or size");
+    }
+    const std::string path = std::string(setting("STUB_NCCL_FOLDER", "/tmp")) + "/" + id.internal;
+    const size_t nbytes = sizeof(Region) + sizeof(Ring) * static_cast<size_t>(size * size);
+    const int file = open(path.c_str(), O_RDWR | O_CREAT, 0600);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(nbytes)) != 0) {
+        return refuse(SYSTEM_ERROR, path);
+    }
+    auto comm = std::make_unique<Communicator>();
+    comm->region = static_cast<Region*>(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+    close(file);
+    comm->rank = rank;
+    comm->size = size;
+    comm->polls = std::atoi(setting("STUB_NCCL_IN_PROGRESS", "0"));
+    comm->region->arrived.fetch_add(1);
+    *made = comm.release();  // a handle that was given away is never reused: a late use of it is seen
+    return IN_PROGRESS;
+}
+
+int ncclCommGetAsyncError(Communicator* comm, int* state) {
+    if (!comm->ready) {
+        comm->ready = comm->region->arrived.load() == comm->size;
+        *state = comm->ready && comm->polls <= 0 ? SUCCESS : IN_PROGRESS;
+    } else {
+        *state = comm->polls > 0 ? IN_PROGRESS : SUCCESS;
+    }
+    if (*state == IN_PROGRESS) {
+        comm->polls -= 1;
+    } else if (comm->failed) {
+        *state = std::atoi(setting("STUB_NCCL_ASYNC_ERROR", "0"));
+    }
+    return SUCCESS;
+}
+
+int ncclCommCount(Communicator* comm, int* count) {
+    *count = comm->size;
+    return SUCCESS;
+}
+
+int ncclCommUserRank(Communicator* comm, int* rank) {
+    *rank = comm->rank;
+    return SUCCESS;
+}
+
+int ncclCommFinalize(Communicator* comm) {
+    record("ncclCommFinalize");
+    comm->finalized = true;
+    return SUCCESS;
+}
+
+int ncclCommDestroy(Communicator* comm) {
+    record("ncclCommDestroy");
+    return comm->finalized ? SUCCESS : refuse(INVALID_USAGE, "destroyed before it was finalized");
+}
+
+int ncclCommAbort(Communicator* comm) {
+    record("ncclCommAbort");
+    comm->aborted = true;
+    return SUCCESS;
+}
+
+int ncclGroupStart() {
+    ++depth;
+    return SUCCESS;
+}
+
+int ncclGroupEnd() {
+    if (depth == 0) {
+        return refuse(INVALID_USAGE, "ncclGroupEnd without ncclGroupStart");
+    }
+    return --depth > 0 ? SUCCESS : launch();
+}
+
+int ncclAllReduce(const void* source, void* target, size_t count, int type, int op, Communicator* comm,
+                  Stream* stream) {
+    const Arguments of{count, type, op, -1};
+    return take("ncclAllReduce", comm, stream, of, [=](Job& job) {
+        char* mine = job.keep(source, count * ITEM_SIZES[type]);
+        gather_and_reduce(job, *comm, [=](int) { return mine; }, mine, static_cast<char*>(target), of, true);
+    });
+}
+
+int ncclReduce(const void* source, void* target, size_t count, int type, int op, int root, Communicator* comm,
+               Stream* stream) {
+    const Arguments of{count, type, op, root};
+    return take("ncclReduce", comm, stream, of, [=](Job& job) {
+        char* mine = job.keep(source, count * ITEM_SIZES[type]);
+        const auto sent = [=](int peer) { return peer == root ? mine : nullptr; };
+        gather_and_reduce(job, *comm, sent, mine, static_cast<char*>(target), of, comm->rank == root);
+    });
+}
+
+int ncclReduceScatter(const void* source, void* target, size_t count, int type, int op, Communicator* comm,
+                      Stream* stream) {
+    const Arguments of{count, type, op, -1};
+    return take("ncclReduceScatter", comm, stream, of, [=](Job& job) {
+        const size_t nbytes = count * ITEM_SIZES[type];
+        char* all = job.keep(source, nbytes * static_cast<size_t>(comm->size));
+        const auto part = [=](int rank) { return all + nbytes * static_cast<size_t>(rank); };
+        gather_and_reduce(job, *comm, part, part(comm->rank), static_cast<char*>(target), of, true);
+    });
+}
+
+int ncclBroadcast(const void* source, void* target, size_t count, int type, int root, Communicator* comm,
+                  Stream* stream) {
+    return take("ncclBroadcast", comm, stream, {count, type, SUM, root}, [=](Job& job) {
+        const size_t nbytes = count * ITEM_SIZES[type];
+        if (comm->rank == root) {
+            char* mine = job.keep(source, nbytes);
+            exchange(job, *comm, [=](int) { return mine; }, nowhere, nbytes);
+            job.finish.push_back([=] { std::memmove(target, mine, nbytes); });
+        } else {
+            exchange(
+                job, *comm, nowhere, [=](int peer) { return peer == root ? static_cast<char*>(target) : nullptr; },
+                nbytes);
+        }
+    });
+}
+
+int ncclAllGather(const void* source, void* target, size_t count, int type, Communicator* comm, Stream* stream) {
+    return take("ncclAllGather", comm, stream, {count, type, SUM, -1}, [=](Job& job) {
+        const size_t nbytes = count * ITEM_SIZES[type];
+        char* mine = job.keep(source, nbytes);
+        const auto part = [=](int rank) { return static_cast<char*>(target) + nbytes * static_cast<size_t>(rank); };
+        exchange(job, *comm, [=](int) { return mine; }, part, nbytes);
+        job.finish.push_back([=] { std::memcpy(part(comm->rank), mine, nbytes); });
+    });
+}
+
+int ncclSend(const void* source, size_t count, int type, int peer, Communicator* comm, Stream* stream) {
+    return take("ncclSend", comm, stream, {count, type, SUM, peer}, [=](Job& job) {
+        const size_t nbytes = count * ITEM_SIZES[type];
+        job.transfers.push_back({true, peer, job.keep(source, nbytes), nbytes});
+    });
+}
+
+int ncclRecv(void* target, size_t count, int type, int peer, Communicator* comm, Stream* stream) {
+    return take("ncclRecv", comm, stream, {count, type, SUM, peer}, [=](Job& job) {
+        job.transfers.push_back({false, peer, static_cast<char*>(target), count * ITEM_SIZES[type]});
+    });
+}
+
+// What stands for CUDA: streams, places in them, copies.
+
+Stream* stubOpenStream() {
+    return new Stream;
+}
+
+int64_t stubMark(Stream* stream) {
+    return stream->given();
+}
+
+int stubPassed(Stream* stream, int64_t place) {
+    return stream->passed(place) ? 1 : 0;
+}
+
+void stubWait(Stream* stream, int64_t place) {
+    stream->wait(place);
+}
+
+void stubCopy(Stream* stream, const void* source, void* target, size_t nbytes) {
+    record("stubCopy nbytes=" + std::to_string(nbytes));
+    stream->give([=] { std::memmove(target, source, nbytes); });
+}
+}
