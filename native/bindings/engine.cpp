@@ -139,6 +139,17 @@ nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nb
     return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {nbytes}, capsule);
 }
 
+// `count` elements at each of the addresses in `sources` into those at `out`, which may be one of them.
+void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std::size_t count, int dtype, int reduce_op,
+            int divisor) {
+    const ReduceFn kernel = find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op));
+    if (kernel == nullptr) throw nb::value_error("this reduction is not defined for the type");
+    std::vector<const void*> from;
+    for (const std::uintptr_t source : sources) from.push_back(reinterpret_cast<const void*>(source));
+    const nb::gil_scoped_release release;
+    kernel(reinterpret_cast<void*>(out), from.data(), static_cast<int>(from.size()), count, divisor);
+}
+
 }  // namespace
 
 void register_engine(nb::module_& module) {
@@ -176,6 +187,8 @@ void register_engine(nb::module_& module) {
 
     module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));
     module.def("simd_level", &simd_level);
+    module.def("reduce", &reduce, nb::arg("out"), nb::arg("sources"), nb::arg("count"), nb::arg("dtype"),
+               nb::arg("reduce_op"), nb::arg("divisor"));
     module.def("reduces", [](int dtype, int reduce_op) {
         return find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op)) != nullptr;
     });

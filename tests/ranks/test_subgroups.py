@@ -107,8 +107,8 @@ def refuse() -> None:
         dist.new_subgroups_by_enumeration([[0, 3]])
     with pytest.raises(ValueError, match=r"rank 1 is in \[0, 1\] and in \[1, 2\]"):
         dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
-    with pytest.raises(ValueError, match="backend 'ncccl' is not known"):
-        dist.split_group(None, [[0]], backend="ncccl")
+    with pytest.raises(ValueError, match="backend 'telepathy' is not known"):
+        dist.split_group(None, [[0]], backend="telepathy")
     with pytest.raises(ValueError, match="pg_options is for engines"):
         dist.split_group(None, [[0]], pg_options=1)
     with pytest.raises(

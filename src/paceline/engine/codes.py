@@ -66,6 +66,7 @@ _DTYPE_NAMES = (
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)
 }
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for name in _DTYPE_NAMES]
 
 

@@ -18,14 +18,13 @@ from paceline.engine.costs import UNMEASURED, agree_on_costs
 from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.interface import own_address
-from paceline.engine.scheduled import ALGORITHM_NAMES, ScheduledChannel
+from paceline.engine.scheduled import ALGORITHM_VARIABLE, ScheduledChannel, known_algorithm
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
 from paceline.store.base import Store
 
 # Four slots of this many bytes a rank and group: a part of a tensor passes through the second-level cache.
 SLOT_BYTES = 128 << 10
-ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
@@ -75,7 +74,7 @@ class NativeEngine:
         algorithm: str | None = None,
     ) -> None:
         self._store = store
-        self._algorithm = _known(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
+        self._algorithm = known_algorithm(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
         self._streams = _streams()
         self._peer = peer
         self._interface = interface
@@ -104,7 +103,7 @@ class NativeEngine:
             RendezvousError, AuthenticationError: see `connect`.
         """
         deadline = time.monotonic() + timeout_s
-        algorithm = _known(algorithm) or self._algorithm
+        algorithm = known_algorithm(algorithm) or self._algorithm
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
         hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
@@ -166,15 +165,6 @@ def start(meeting: Meeting) -> NativeEngine:
         interface=meeting.interface,
         algorithm=meeting.algorithm,
     )
-
-
-def _known(algorithm: str | None) -> str | None:
-    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
-        raise ValueError(
-            f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
-            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
-        )
-    return algorithm
 
 
 def _streams() -> int:

@@ -20,6 +20,7 @@ class _Entry(NamedTuple):
 # A new engine is a module (`engine.EngineModule`) and a line here.
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.engine.native"),
+    "gloo": _Entry("cpu", "paceline.engine.gloo"),
     "nccl": _Entry("cuda", "paceline.engine.nccl"),
 }
 _FOR_CPU = "paceline"

@@ -14,8 +14,7 @@ from paceline.engine.channel import Outcome
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.engine import OpenGroup
 from paceline.engine.failures import Member, describe_call, to_error
-from paceline.engine.native import ALGORITHM_VARIABLE
-from paceline.engine.scheduled import ScheduledChannel
+from paceline.engine.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
 from paceline.group.devices import Devices, Opener
@@ -293,7 +292,11 @@ class ProcessGroup:
         listed = as_list(tensors, "send")
         buffers = Buffers()
         pieces = buffers.read(listed)
-        return self._pass("send", listed, pieces, dst, tag, buffers, async_op, timeout)
+        work = self._pass("send", listed, pieces, dst, tag, buffers, async_op, timeout)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def recv(
         self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
@@ -305,8 +308,7 @@ class ProcessGroup:
         listed = as_list(tensors, "recv")
         buffers = Buffers()
         pieces = buffers.write(listed)
-        work = self._pass("recv", listed, pieces, src, tag, buffers, True, timeout)
-        assert work is not None
+        work = self._pass("recv", listed, pieces, src, tag, buffers, async_op, timeout)
         if not async_op:
             work.wait()
         return work
@@ -319,25 +321,21 @@ class ProcessGroup:
         peer: int,
         tag: int,
         buffers: Buffers,
-        async_op: bool,
+        background: bool,
         timeout: timedelta | None,
-    ) -> Work | None:
+    ) -> Work:
         if self._closed:
             raise self._closed_error()
         code = dtype_code(tensors, name)
         links = self._devices.of(tensors, name).links
         start = links.send if name == "send" else links.receive
-        message = start(peer, tag, code, pieces, self._limit_ns(timeout), async_op)
+        message = start(peer, tag, code, pieces, self._limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {other_end}, tag {tag})"
 
-        work = Work(
+        return Work(
             message, name, buffers.kept, buffers.finish, lambda outcome: self._failed(outcome, call), results=tensors
         )
-        if async_op:
-            return work
-        work.wait()
-        return None
 
     def explain(self, operation: OperationName, nbytes: int) -> str:
         """Which algorithm the group takes for a call of that size, and why."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 
+from paceline.engine.registry import choose
 from paceline.errors import CollectiveMismatchError
 from paceline.group.default import (
     Group,
@@ -130,6 +131,8 @@ def _split(
     pg_options: None,
     group_desc: str | None,
 ) -> Subgroups:
+    if backend is not None:
+        choose(backend)
     if pg_options is not None:
         raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
     divided = [list(ranks) for ranks in lists]

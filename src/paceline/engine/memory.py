@@ -1,0 +1,65 @@
+"""CPU memory by its address: as a tensor, and tensors in several pieces as one stretch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+
+from paceline.engine.channel import Pieces
+
+
+def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The memory as a flat tensor, without a copy; the caller keeps it alive."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+
+
+class Stretch:
+    """Pieces as one stretch of memory: where they do not lie one behind the other, a copy.
+
+    The copy is filled by `load` and written back by `store`, which do nothing where there is none.
+    """
+
+    def __init__(self, pieces: Iterable[Pieces]) -> None:
+        self._pieces = _joined(pieces)
+        self.nbytes = sum(nbytes for _, nbytes in self._pieces)
+        self._copy: torch.Tensor | None = None
+        if len(self._pieces) > 1:
+            self._copy = torch.empty(self.nbytes, dtype=torch.uint8)
+            self.address = self._copy.data_ptr()
+        else:
+            self.address = self._pieces[0][0] if self._pieces else 0
+
+    def load(self) -> Stretch:
+        """Fills it from the pieces; itself."""
+        at = self.address
+        for address, nbytes in self._pieces if self._copy is not None else ():
+            ctypes.memmove(at, address, nbytes)
+            at += nbytes
+        return self
+
+    def store(self) -> None:
+        """Writes it to the pieces."""
+        at = self.address
+        for address, nbytes in self._pieces if self._copy is not None else ():
+            ctypes.memmove(address, at, nbytes)
+            at += nbytes
+
+    def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The stretch as a flat tensor."""
+        return tensor_at(self.address, self.nbytes, dtype)
+
+
+def _joined(pieces: Iterable[Pieces]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for each in pieces:
+        for at in range(0, len(each), 2):
+            address, nbytes = each[at], each[at + 1]
+            if nbytes and joined and sum(joined[-1]) == address:
+                joined[-1] = joined[-1][0], joined[-1][1] + nbytes
+            elif nbytes:
+                joined.append((address, nbytes))
+    return joined
