@@ -226,7 +226,7 @@ def construction() -> None:
         dist.DistributedDataParallel(nn.Linear(2, 2), static_graph=odd)
     with pytest.raises(ValueError, match="'weight' has no shape yet; call the module once, then wrap it"):
         dist.DistributedDataParallel(nn.LazyLinear(2))
-    with pytest.raises(ValueError, match="GPU"):
+    with pytest.raises(ValueError, match=r"'weight' is on cpu, and device_ids begins with cuda:0: module\.to"):
         dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
     with pytest.raises(ValueError, match="bucket_cap_mb is 0"):
         dist.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)

@@ -152,9 +152,24 @@ def use_groups(rank: int, size: int) -> None:
         dist.new_group(algorithm="ring")
 
 
+def train(rank: int, size: int) -> None:
+    torch.manual_seed(rank)
+    model = dist.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)), overlap=True
+    )
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    inputs = torch.randn(size, 3)
+    reference(inputs).sum().backward()
+    model(inputs[rank : rank + 1]).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad * size, theirs.grad)
+
+
 def do_everything(library: Path, folder: Path) -> None:
     rank, size = start(library, folder)
-    for check in (reduce_everything, move_everything, coalesce, run_beside, pass_messages, use_groups):
+    for check in (reduce_everything, move_everything, coalesce, run_beside, pass_messages, use_groups, train):
         check(rank, size)
     dist.destroy_process_group()
 

@@ -84,6 +84,11 @@ class ProcessGroup:
         return tuple(self._members)
 
     @property
+    def device_types(self) -> frozenset[str]:
+        """The types of device whose tensors the group's calls take, such as "cpu" and "cuda"."""
+        return self._devices.types
+
+    @property
     def timeout(self) -> timedelta:
         """How long a call waits for the other ranks."""
         return timedelta(microseconds=self._timeout_ns / 1000)

@@ -22,10 +22,15 @@ _MOST_BYTES = 1 << 16  # of each tensor
 
 
 class SameBatches:
-    """Compares the ranks' batches in the first steps; `is_over` then."""
+    """Compares the ranks' batches in the first steps; `is_over` then.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.is_over = group.size() == 1
+    Args:
+        group: the ranks.
+        on_cpu: the gradients are; to read digests out of others would hold up the device.
+    """
+
+    def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
+        self.is_over = group.size() == 1 or not on_cpu
         self._group = group
         self._mine: int | None = None
         self._sent: torch.Tensor | None = None

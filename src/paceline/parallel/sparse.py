@@ -10,8 +10,8 @@ from paceline.group.process_group import ProcessGroup
 
 def empty_gradient(param: nn.Parameter) -> torch.Tensor:
     """A sparse gradient without rows."""
-    indices = torch.empty(1, 0, dtype=torch.int64)
-    values = torch.empty(0, *param.shape[1:], dtype=param.dtype)
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
 
 

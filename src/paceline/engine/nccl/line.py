@@ -19,6 +19,7 @@ from paceline.engine.nccl.peers import Peers
 from paceline.engine.nccl.plan import Plan, Room
 from paceline.engine.nccl.progress import Progress
 from paceline.engine.nccl.types import Reduction
+from paceline.errors import StoreError
 from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
 
@@ -106,6 +107,8 @@ class Line:
             except (NcclError, SharedGpuError) as error:
                 said = f"{error}. {_ADVICE}" if isinstance(error, NcclError) else str(error)
                 return self._break(Failure(Code.REFUSED, said=said))
+            except StoreError as error:
+                return self._break(Failure(Code.REFUSED, said=f"the ranks could not meet: {error}"))
             self._flights.append(flight)
         return flight
 
@@ -135,8 +138,12 @@ class Line:
         """Lets go of calls that are over, and ends the line if one never will be; whether to look again soon."""
         if self.failure is not None:
             return False
-        while self._flights and self._flights[0].mark.done():
-            self._flights.popleft()
+        try:
+            while self._flights and self._flights[0].mark.done():
+                self._flights.popleft()
+        except RuntimeError as error:  # of CUDA; the program meets it as well
+            self.failure = Failure(Code.REFUSED, said=str(error))
+            return False
         self._progress.tell()
         if not self._flights:
             return not self._progress.is_told

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 
 from paceline.engine.bootstrap import host_id
 from paceline.engine.failures import Member
+from paceline.errors import StoreError
 from paceline.store.base import Store
 
 SHARED_GPU_VARIABLE = "PACELINE_NCCL_SHARED_GPU"
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+_PARTING_S = 2.0
 
 
 class AbsentError(Exception):
@@ -79,9 +83,19 @@ def meet(
     _await(store, ["id", *keys], deadline, stopped)
     unique_id, *answers = store.multi_get(["id", *keys])
     presences = tuple(Presence(**json.loads(answer)) for answer in answers)
-    if not os.environ.get(SHARED_GPU_VARIABLE):
-        _require_own_gpus(members, presences)
+    shared = _say_shared(members, presences)
+    if shared is not None and not os.environ.get(SHARED_GPU_VARIABLE):
+        _let_all_read(store, len(members))
+        raise SharedGpuError(shared)
     return Met(presences, unique_id)
+
+
+def _let_all_read(store: Store, size: int) -> None:
+    """Before this rank gives up, and perhaps takes the store along: the others shall see why."""
+    if store.add("read", 1) == size:
+        store.set("all_read", b"")
+    with contextlib.suppress(StoreError):
+        store.wait(["all_read"], timedelta(seconds=_PARTING_S))
 
 
 def _await(store: Store, keys: Sequence[str], deadline: float, stopped: Callable[[], bool]) -> None:
@@ -93,14 +107,16 @@ def _await(store: Store, keys: Sequence[str], deadline: float, stopped: Callable
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _require_own_gpus(members: Sequence[Member], presences: Sequence[Presence]) -> None:
+def _say_shared(members: Sequence[Member], presences: Sequence[Presence]) -> str | None:
+    """Who has one GPU with another, and the fix."""
     first: dict[str, int] = {}
     for place, presence in enumerate(presences):
         other = first.setdefault(presence.gpu, place)
         if other != place:
-            raise SharedGpuError(
+            return (
                 f"{members[other]} and {members[place]} both use one GPU ({presences[other].device} of the one and "
                 f"{presence.device} of the other are {presence.gpu}), and NCCL takes one rank a GPU. Call "
                 "torch.cuda.set_device(LOCAL_RANK) before anything else uses a GPU, make tensors on device 'cuda' and "
                 "not on 'cuda:0', and start no more ranks than there are GPUs"
             )
+    return None

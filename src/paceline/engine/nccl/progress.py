@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
 from paceline.engine.channel import HeaderFields
+from paceline.errors import StoreError
 from paceline.store.base import Store
 
 _EVERY_S = 0.5
@@ -37,7 +39,8 @@ class Progress:
         now = time.monotonic()
         if not self.is_told and (at_once or now - self._told_at > _EVERY_S):
             self._told, self._told_at = self._latest, now
-            self._store.set(str(self._at), json.dumps(self._told))
+            with contextlib.suppress(StoreError):  # without a store nobody is there to read it
+                self._store.set(str(self._at), json.dumps(self._told))
 
     def missing(self, call: HeaderFields) -> list[int]:
         """The places of those that did not come to `call`; gives those that have just come the time to tell."""
@@ -47,10 +50,11 @@ class Progress:
 
     def latest(self) -> list[HeaderFields]:
         """Everybody's latest call, as far as it was told."""
-        calls = []
-        for place in range(self._size):
-            known = self._store.check([str(place)])
-            calls.append(_parse(self._store.get(str(place))) if known else _NO_CALL)
+        calls = [_NO_CALL] * self._size
+        with contextlib.suppress(StoreError):
+            for place in range(self._size):
+                if self._store.check([str(place)]):
+                    calls[place] = _parse(self._store.get(str(place)))
         return calls
 
 

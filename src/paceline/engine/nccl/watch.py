@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from paceline.engine.nccl.line import Line
-from paceline.errors import StoreError
 
 _EVERY_S = 0.05
 
@@ -46,12 +44,5 @@ class Watch:
                 return
             self._called.clear()
             for line in self._lines:
-                if self._look(line):
+                if line.look():
                     self._called.set()
-
-    def _look(self, line: Line) -> bool:
-        try:
-            return line.look()
-        except StoreError:
-            logging.getLogger(__name__).debug("the store is gone; time-outs can name nobody any more", exc_info=True)
-            return False
