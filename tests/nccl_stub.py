@@ -107,7 +107,7 @@ class StubStream:
         return StubMark(self._cuda, self.handle, self._cuda.stubMark(self.handle))
 
     def room(self, nbytes: int) -> tuple[int, object]:
-        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._rooms.append(tensor)  # a CPU's allocator knows no streams
         return tensor.data_ptr(), tensor
 

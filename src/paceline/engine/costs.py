@@ -66,10 +66,10 @@ def _measure(links: Messages, peer: int) -> LinkCost:
         best = float("inf")
         for _ in range(most):
             before = time.monotonic()
-            _pass(links.send, peer, torch.tensor([nbytes]))
+            _pass(links.send, peer, torch.tensor([nbytes], device="cpu"))
             if nbytes > _ALONE:
-                _pass(links.send, peer, torch.zeros(nbytes, dtype=torch.uint8))
-            _pass(links.receive, peer, torch.empty(0, dtype=torch.uint8))
+                _pass(links.send, peer, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            _pass(links.receive, peer, torch.empty(0, dtype=torch.uint8, device="cpu"))
             best = min(best, time.monotonic() - before)
             if time.monotonic() - started > _BUDGET_S:
                 break
@@ -80,20 +80,20 @@ def _measure(links: Messages, peer: int) -> LinkCost:
     if alpha_s < _BUDGET_S / 8:
         # A large message asks before it comes, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
-    _pass(links.send, peer, torch.tensor([0]))
+    _pass(links.send, peer, torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 
 def _answer(links: Messages) -> None:
     """The other end of `_measure`."""
-    nbytes = torch.empty(1, dtype=torch.int64)
+    nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         _pass(links.receive, 0, nbytes)
         if int(nbytes) == 0:
             return
         if int(nbytes) > _ALONE:
-            _pass(links.receive, 0, torch.empty(int(nbytes), dtype=torch.uint8))
-        _pass(links.send, 0, torch.empty(0, dtype=torch.uint8))
+            _pass(links.receive, 0, torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
+        _pass(links.send, 0, torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 def _pass(call: Callable[[int, int, int, Pieces, int, bool], Message], peer: int, tensor: torch.Tensor) -> None:

@@ -356,8 +356,8 @@ class ProcessGroup:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank; of any lengths."""
-        lengths = torch.empty(self.size(), dtype=torch.int64)
-        self.all_gather(list(lengths.split(1)), torch.tensor([len(data)]))
+        lengths = torch.empty(self.size(), dtype=torch.int64, device="cpu")
+        self.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device="cpu"))
         rooms = [room_for([length]) for length in lengths.tolist()]
         all_gather_pieces(self, [as_tensor(data)], rooms, None)
         return [bytes(as_memory(room)) for (room,) in rooms]

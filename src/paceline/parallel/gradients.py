@@ -29,7 +29,7 @@ def _references(tensor: torch.Tensor) -> int:
     return _storage_use_count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _references(torch.empty(1)) if _storage_use_count is not None else 0
+_ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not None else 0
 
 
 def shares_memory(gradient: torch.Tensor) -> bool:

@@ -48,7 +48,7 @@ class SameBatches:
         """Has the digest travel with gradients of that type; does nothing if they are not exact enough."""
         if self.is_over or dtype not in (torch.float32, torch.float64):
             return
-        self._sent = torch.zeros(self._group.size(), dtype=dtype)
+        self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
         # Without a digest, a number that is no other rank's.
         self._sent[self._group.rank()] = -1 - self._group.rank() if self._mine is None else self._mine
         memory.pieces += (self._sent.data_ptr(), self._sent.nbytes)

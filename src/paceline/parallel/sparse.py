@@ -22,7 +22,7 @@ def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float
     one call for the numbers of rows, and one for each parameter.
     """
     gradients = [_coalesced(param) for param in params]
-    counts = torch.tensor([gradient._nnz() for gradient in gradients])
+    counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
     everyones = [torch.empty_like(counts) for _ in range(group.size())]
     group.all_gather(everyones, counts)
     by_param = torch.stack(everyones, 1).tolist()
