@@ -22,7 +22,8 @@ from paceline.engine.codes import DTYPES, Operation, ReduceCode
 from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.inquiry import Inquiry
-from paceline.engine.interface import own_address
+from paceline.engine.interface import VARIABLE, own_address
+from paceline.engine.membership import await_members, by_host
 from paceline.engine.memory import Stretch, tensor_at
 from paceline.engine.over_messages import OverMessages, Transfer
 from paceline.engine.scheduled import known_algorithm
@@ -128,18 +129,16 @@ class GlooEngine:
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address(meeting))]
         options._threads = _THREADS
-        options._timeout = timedelta(seconds=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        await_members(meeting.store, f"gloo/{identity}", members, group_rank, timeout_s)
+        options._timeout = max(_SHORTEST, timedelta(seconds=deadline - time.monotonic()))
         store = _TorchStore(meeting.store, f"gloo/{identity}/")
-        store.set(f"here/{group_rank}", b"")
         try:
-            store.wait([f"here/{rank}" for rank in range(len(ranks))], timedelta(seconds=timeout_s))
             group = c10d.ProcessGroupGloo(store, group_rank, len(ranks), options)
-        except (RuntimeError, TimeoutError) as error:
-            absent = [str(member) for at, member in enumerate(members) if not store.check([f"here/{at}"])]
+        except RuntimeError as error:
             raise RendezvousTimeoutError(
-                f"{members[group_rank]}: {', '.join(absent) or 'a rank'} did not open this group over gloo within "
-                f"{timeout_s:.0f} s ({error}). All ranks, members or not, call new_group with the same arguments and "
-                "in the same order"
+                f"{members[group_rank]}: gloo did not connect the ranks {list(ranks)} within {timeout_s:.0f} s "
+                f"({error}); check the route and the firewall between the hosts, or choose an interface with {VARIABLE}"
             ) from error
         inquiry = Inquiry(meeting.store, identity, members, group_rank)
         hosts = by_host(members)
@@ -368,11 +367,3 @@ def _is_loopback(peer: str | None) -> bool:
         return True
     address = socket.getaddrinfo(peer, None, type=socket.SOCK_STREAM)[0][4][0]
     return ipaddress.ip_address(str(address)).is_loopback
-
-
-def by_host(members: Sequence[Member]) -> list[list[int]]:
-    """Group ranks by host."""
-    hosts: dict[str, list[int]] = {}
-    for group_rank, member in enumerate(members):
-        hosts.setdefault(member.host, []).append(group_rank)
-    return list(hosts.values())

@@ -50,6 +50,8 @@ class Stretch:
 
     def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """The stretch as a flat tensor."""
+        if self._copy is not None:
+            return self._copy.view(dtype)
         return tensor_at(self.address, self.nbytes, dtype)
 
 

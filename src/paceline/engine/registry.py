@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
 
 from paceline.engine.engine import Engine, EngineModule, Meeting
+from paceline.rendezvous.methods import Joined
 
 
 class _Entry(NamedTuple):
     device_type: str
     module: str
+    meeting: str = ""  # the module with `meet`, for an engine whose launcher tells the ranks of each other
 
 
 # A new engine is a module (`engine.EngineModule`) and a line here.
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.engine.native"),
     "gloo": _Entry("cpu", "paceline.engine.gloo"),
+    "mpi": _Entry("cpu", "paceline.engine.mpi", "paceline.engine.mpi.meeting"),
     "nccl": _Entry("cuda", "paceline.engine.nccl"),
 }
 _FOR_CPU = "paceline"
@@ -91,6 +94,19 @@ def start(name: str, meeting: Meeting) -> Engine:
     """
     require(name, meeting.rank)
     return _module(name).start(meeting)
+
+
+def meeting(backend: Backend, rank: int) -> Callable[[float], Joined] | None:
+    """What lets the ranks meet, where the launcher of an engine has made them known to each other; takes a time-out.
+
+    Raises:
+        ValueError: as for `require`.
+    """
+    for name in backend.engines.values():
+        if _ENGINES[name].meeting:
+            require(name, rank)
+            return cast("Callable[[float], Joined]", importlib.import_module(_ENGINES[name].meeting).meet)
+    return None
 
 
 def _is_there(device_type: str, name: str) -> bool:

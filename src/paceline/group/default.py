@@ -12,10 +12,10 @@ from multiprocessing import util
 import torch
 
 from paceline.engine.engine import Meeting
-from paceline.engine.registry import Backend, choose
+from paceline.engine.registry import Backend, choose, meeting
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
-from paceline.rendezvous.methods import rendezvous
+from paceline.rendezvous.methods import Joined, rendezvous
 from paceline.store.base import Store
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -82,7 +82,8 @@ def init_process_group(
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
             "cpu:gloo,cuda:nccl"; by default the best that is there for each. CPU tensors go by "paceline" if no other
             is named for them.
-        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. With "mpi" the ranks
+            that mpirun started need none.
         timeout: how long to wait for the other ranks, here and in every later call; 30 minutes by default.
         world_size, rank: the number of ranks and this one's; from the environment with env://.
         store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
@@ -106,11 +107,11 @@ def init_process_group(
     _make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     timeout_s = timeout.total_seconds()
-    joined = rendezvous(init_method, store, world_size, rank, timeout_s)
+    joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
-        meeting = Meeting(
+        start = Meeting(
             joined.store,
             joined.rank,
             joined.world_size,
@@ -119,7 +120,7 @@ def init_process_group(
             interface=interface,
             algorithm=algorithm,
         )
-        engines = undo.enter_context(contextlib.closing(Engines(meeting, chosen)))
+        engines = undo.enter_context(contextlib.closing(Engines(start, chosen)))
         world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
         world.barrier()  # nobody leaves before all have read what they need from the store
         undo.pop_all()
@@ -218,6 +219,15 @@ def _open(
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
     return ProcessGroup(opened, members, list(ranks).index(engines.rank), timeout, name, backend.text, openers)
+
+
+def _meet(
+    backend: Backend, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
+) -> Joined:
+    """Ranks that are told nothing are asked of the engine's launcher, if it has one."""
+    told = init_method is not None or store is not None or "RANK" in os.environ
+    meet = None if told else meeting(backend, rank)
+    return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
 
 
 def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:

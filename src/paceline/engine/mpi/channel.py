@@ -1,0 +1,222 @@
+"""A group's collectives over MPI, straight from the tensors' memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline import _core
+from paceline.engine.channel import Pieces
+from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
+from paceline.engine.inquiry import Inquiry
+from paceline.engine.memory import Stretch
+from paceline.engine.mpi.requests import complete
+from paceline.engine.mpi.types import datatype, reduction
+from paceline.engine.mpi.world import library
+from paceline.engine.over_messages import OverMessages, Transfer
+from paceline.engine.turns import Call, TurnChannel
+
+# What is longer is cut: MPI counts in 32 bits before its version 4.
+MOST_BYTES = 1 << 30
+_MOST_ELEMENTS = 1 << 26
+
+
+class MpiChannel(TurnChannel):
+    """Runs calls as MPI's non-blocking collectives.
+
+    Args:
+        comm: the group's communicator.
+        lock: held in every call of MPI.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        lock: threading.Lock,
+        inquiry: Inquiry,
+        hosts: Sequence[Sequence[int]],
+        algorithm: str | None,
+    ) -> None:
+        super().__init__(inquiry)
+        self._mpi = library()
+        self._comm = comm
+        self._lock = lock
+        self._rank: int = comm.Get_rank()
+        self._size: int = comm.Get_size()
+        self._schedules = OverMessages(_MpiWire(comm, lock), self._rank, hosts, algorithm)
+        self._by_schedule = algorithm is not None
+
+    def perform(self, call: Call) -> None:
+        """Runs a call to its end."""
+        deadline_ns = time.monotonic_ns() + call.timeout_ns
+        operation = Operation(call.operation)
+        if operation is not Operation.BARRIER and (self._by_schedule or self._is_too_long(call)):
+            self._schedules.run(call, deadline_ns)
+        else:
+            _CALLS[operation](self, call, deadline_ns)
+
+    def _is_too_long(self, call: Call) -> bool:
+        """Whether it has a part that one call of MPI cannot take, and that cannot be cut either."""
+        if call.operation in _CUT:
+            return False
+        return sum(sum(each[1::2]) for each in (*call.inputs, *call.outputs)) > MOST_BYTES
+
+    def _barrier(self, _: Call, deadline_ns: int) -> None:
+        self._run(deadline_ns, self._comm.Ibarrier)
+
+    def _broadcast(self, call: Call, deadline_ns: int) -> None:
+        tensor = Stretch(call.outputs).load()
+        for at in range(0, tensor.nbytes, MOST_BYTES):
+            nbytes = min(MOST_BYTES, tensor.nbytes - at)
+            self._run(deadline_ns, self._comm.Ibcast, self._bytes(tensor.address + at, nbytes), call.root)
+        tensor.store()
+
+    def _all_reduce(self, call: Call, deadline_ns: int) -> None:
+        tensor = Stretch(call.outputs).load()
+        op = reduction(call.dtype, call.reduce_op)
+        for part in self._parts(tensor.address, call):
+            self._run(deadline_ns, self._comm.Iallreduce, self._mpi.IN_PLACE, part, op)
+        self._divide(tensor.address, call)
+        tensor.store()
+
+    def _reduce(self, call: Call, deadline_ns: int) -> None:
+        tensor = Stretch(call.outputs).load()
+        op = reduction(call.dtype, call.reduce_op)
+        is_root = self._rank == call.root
+        for part in self._parts(tensor.address, call):
+            ends = (self._mpi.IN_PLACE, part) if is_root else (part, None)
+            self._run(deadline_ns, self._comm.Ireduce, *ends, op, call.root)
+        if is_root:
+            self._divide(tensor.address, call)
+            tensor.store()
+
+    def _all_gather(self, call: Call, deadline_ns: int) -> None:
+        outputs = Stretch(call.outputs)
+        source = _apart(call.inputs, outputs)
+        ends = self._bytes(source.address, source.nbytes), self._bytes(outputs.address, source.nbytes)
+        self._run(deadline_ns, self._comm.Iallgather, *ends)
+        outputs.store()
+
+    def _gather(self, call: Call, deadline_ns: int) -> None:
+        outputs = Stretch(call.outputs)
+        source = _apart(call.inputs, outputs)
+        target = self._bytes(outputs.address, source.nbytes) if call.outputs else None
+        ends = self._bytes(source.address, source.nbytes), target
+        self._run(deadline_ns, self._comm.Igather, *ends, call.root)
+        outputs.store()
+
+    def _scatter(self, call: Call, deadline_ns: int) -> None:
+        output = Stretch(call.outputs)
+        inputs = _apart(call.inputs, output)
+        source = self._bytes(inputs.address, output.nbytes) if call.inputs else None
+        ends = source, self._bytes(output.address, output.nbytes)
+        self._run(deadline_ns, self._comm.Iscatter, *ends, call.root)
+        output.store()
+
+    def _reduce_scatter(self, call: Call, deadline_ns: int) -> None:
+        output = Stretch(call.outputs)
+        inputs = _apart(call.inputs, output)
+        kind, op = datatype(call.dtype), reduction(call.dtype, call.reduce_op)
+        ends = (
+            [self._mpi.buffer.fromaddress(inputs.address, inputs.nbytes), call.count, kind],
+            [self._mpi.buffer.fromaddress(output.address, output.nbytes), call.count, kind],
+        )
+        self._run(deadline_ns, self._comm.Ireduce_scatter_block, *ends, op)
+        self._divide(output.address, call)
+        output.store()
+
+    def _all_to_all(self, call: Call, deadline_ns: int) -> None:
+        outputs = Stretch(call.outputs)
+        inputs = _apart(call.inputs, outputs)
+        ends = [
+            [self._mpi.buffer.fromaddress(each.address, each.nbytes), _sizes(pieces), self._mpi.BYTE]
+            for each, pieces in ((inputs, call.inputs), (outputs, call.outputs))
+        ]
+        self._run(deadline_ns, self._comm.Ialltoallv, *ends)
+        outputs.store()
+
+    def _run(self, deadline_ns: int, post: Callable[..., Any], *arguments: Any) -> None:
+        with self._lock:
+            request = post(*arguments)
+        complete(request, self._lock, deadline_ns)
+
+    def _bytes(self, address: int, nbytes: int) -> list[Any]:
+        return [self._mpi.buffer.fromaddress(address, nbytes), nbytes, self._mpi.BYTE]
+
+    def _parts(self, address: int, call: Call) -> list[list[Any]]:
+        item_size, kind = ITEM_SIZES[call.dtype], datatype(call.dtype)
+        parts = []
+        for first in range(0, call.count, _MOST_ELEMENTS):
+            count = min(_MOST_ELEMENTS, call.count - first)
+            memory = self._mpi.buffer.fromaddress(address + first * item_size, count * item_size)
+            parts.append([memory, count, kind])
+        return parts
+
+    def _divide(self, address: int, call: Call) -> None:
+        if call.reduce_op == ReduceCode.AVG and call.count:
+            _core.reduce(address, [address], call.count, call.dtype, ReduceCode.AVG, self._size)
+
+
+_CUT = (Operation.BROADCAST, Operation.ALL_REDUCE, Operation.REDUCE)
+_CALLS: dict[Operation, Callable[[MpiChannel, Call, int], None]] = {
+    Operation.BARRIER: MpiChannel._barrier,
+    Operation.BROADCAST: MpiChannel._broadcast,
+    Operation.ALL_REDUCE: MpiChannel._all_reduce,
+    Operation.REDUCE: MpiChannel._reduce,
+    Operation.ALL_GATHER: MpiChannel._all_gather,
+    Operation.GATHER: MpiChannel._gather,
+    Operation.SCATTER: MpiChannel._scatter,
+    Operation.REDUCE_SCATTER: MpiChannel._reduce_scatter,
+    Operation.ALL_TO_ALL: MpiChannel._all_to_all,
+}
+
+
+class _Apart:
+    """A stretch that is read, copied since it overlaps one that is written: MPI does not take these."""
+
+    def __init__(self, source: Stretch) -> None:
+        self._memory = source.tensor().clone()
+        self.address, self.nbytes = self._memory.data_ptr(), source.nbytes
+
+
+def _apart(inputs: Sequence[Pieces], written: Stretch) -> Stretch | _Apart:
+    source = Stretch(inputs).load()
+    overlap = source.address < written.address + written.nbytes and written.address < source.address + source.nbytes
+    return _Apart(source) if overlap else source
+
+
+def _sizes(pieces: Sequence[Pieces]) -> list[int]:
+    return [sum(each[1::2]) for each in pieces]
+
+
+class _MpiTransfer:
+    def __init__(self, requests: Sequence[Any], lock: threading.Lock) -> None:
+        self._requests = requests
+        self._lock = lock
+
+    def wait(self, deadline_ns: int) -> None:
+        for request in self._requests:
+            complete(request, self._lock, deadline_ns)
+
+
+class _MpiWire:
+    def __init__(self, comm: Any, lock: threading.Lock) -> None:
+        self._comm = comm
+        self._lock = lock
+
+    def send(self, peer: int, address: int, nbytes: int) -> Transfer:
+        return self._post(self._comm.Isend, peer, address, nbytes)
+
+    def receive(self, peer: int, address: int, nbytes: int) -> Transfer:
+        return self._post(self._comm.Irecv, peer, address, nbytes)
+
+    def _post(self, post: Callable[..., Any], peer: int, address: int, nbytes: int) -> Transfer:
+        mpi = library()
+        requests = []
+        for at in range(0, nbytes, MOST_BYTES):
+            part = min(MOST_BYTES, nbytes - at)
+            with self._lock:
+                requests.append(post([mpi.buffer.fromaddress(address + at, part), part, mpi.BYTE], peer))
+        return _MpiTransfer(requests, self._lock)

@@ -1,0 +1,41 @@
+"""Waits for what MPI does without blocking, so that every wait has an end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.engine.mpi.world import library
+from paceline.engine.turns import Late, Refused
+
+_SPINS = 2000
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+
+
+def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any = None) -> None:
+    """Waits for a request: first awake, then in short sleeps.
+
+    Raises:
+        Late: it was not over by then. It still is under way.
+        Refused: the library reported an error.
+    """
+    test: Callable[[Any], bool] = request.Test
+    turns = 0
+    pause_s = _SHORTEST_PAUSE_S
+    try:
+        while True:
+            with lock:
+                if test(status):
+                    return
+            turns += 1
+            if turns > _SPINS:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            elif turns % 16 == 0:
+                time.sleep(0)
+            if time.monotonic_ns() > deadline_ns:
+                raise Late
+    except library().Exception as error:
+        raise Refused(f"MPI: {error.Get_error_string()}") from error

