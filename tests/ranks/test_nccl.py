@@ -10,6 +10,7 @@ from pathlib import Path
 import nccl_stub
 import pytest
 import torch
+from engines import conformance
 from nccl_checks import CHECKS
 
 import paceline as dist
@@ -38,6 +39,17 @@ def test_everything_that_a_group_can_do_is_done_over_nccl(ranks, nccl_library, t
     assert sum(call.startswith("ncclAllReduce count=7 type=7 op=0 peer=-1 depth=1") for call in calls) == 1
 
 
+def conform(library: Path, folder: Path) -> dict[str, str]:
+    nccl_stub.use(library, folder)
+    return conformance.run_all("nccl")
+
+
+def test_nccl_conforms_but_for_what_nccl_lacks(ranks, nccl_library, tmp_path):
+    for reports in ranks(2)(conform, nccl_library, tmp_path):
+        assert len(reports) > 8
+        assert not any(reports.values()), "".join(reports.values())
+
+
 def fail(library: Path, folder: Path) -> dict[str, str]:
     """Each failure breaks a group of its own."""
     rank, _ = start(library, folder)
@@ -53,7 +65,7 @@ def fail(library: Path, folder: Path) -> dict[str, str]:
         with pytest.raises(dist.CollectiveError):
             dist.all_reduce(torch.ones(3), group=group)
 
-    groups = {name: dist.new_group() for name in ("refused", "asynchronous", "late")}
+    groups = {name: dist.new_group() for name in ("refused", "asynchronous", "late", "different")}
     for group in groups.values():
         dist.all_reduce(torch.ones(1), group=group)
     failing("refused", groups["refused"], refuses="ncclAllReduce")
@@ -64,6 +76,14 @@ def fail(library: Path, folder: Path) -> dict[str, str]:
             work.wait()
         told["late"] = str(caught.value)
         assert caught.value.missing == (1,)
+    dist.barrier()
+    call = "ncclReduce" if rank else "ncclAllReduce"
+    with nccl_stub.told(loses=call), pytest.raises(dist.CollectiveMismatchError) as different:
+        if rank == 0:
+            dist.all_reduce(torch.ones(4), group=groups["different"], timeout=timedelta(seconds=0.5))
+        else:
+            dist.reduce(torch.ones(4), 0, group=groups["different"], timeout=timedelta(seconds=0.5))
+    told["different"] = str(different.value)
     dist.barrier()
     return told
 
@@ -79,6 +99,8 @@ def test_failures_say_what_was_seen_and_break_the_group(ranks, nccl_library, tmp
     assert f"rank 1 ({host}" in told["late"]
     assert "did not come" in told["late"]
     assert "latest all_reduce(float32, 1 elements, SUM) as call 1" in told["late"]
+    assert "all_reduce(float32, 4 elements, SUM) as call 2" in told["different"]
+    assert "reduce(float32, 4 elements, SUM, root 0) as call 2" in told["different"]
 
 
 def die(library: Path, folder: Path) -> str | None:

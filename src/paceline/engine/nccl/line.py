@@ -172,16 +172,20 @@ class Line:
 
     def _timed_out(self, started: float, missing: Sequence[int]) -> Failure:
         waited_s = time.monotonic() - started
+        calls = self._progress.latest()
+        by_group_rank: list[HeaderFields] = [(0, 0, 0, 0, -1, 0)] * (1 + max(self._ends.group_ranks))
+        for group_rank, call in zip(self._ends.group_ranks, calls, strict=True):
+            by_group_rank[group_rank] = call
+        mine = calls[self._ends.at]
+        if any(call[0] == mine[0] and call != mine for call in calls):
+            here = self._ends.group_ranks[self._ends.at]
+            return Failure(Code.MISMATCH, reporter=here, calls=by_group_rank, algorithms=[0] * len(by_group_rank))
         if not missing:
             return Failure(
                 Code.REFUSED,
                 said=f"all ranks have made this call, and it was not over after {waited_s:.1f} s: either it needs "
                 f"longer than the time-out (raise timeout=), or the GPUs do not reach each other. {_ADVICE}",
             )
-        calls = self._progress.latest()
-        by_group_rank: list[HeaderFields] = [(0, 0, 0, 0, -1, 0)] * (1 + max(self._ends.group_ranks))
-        for group_rank, call in zip(self._ends.group_ranks, calls, strict=True):
-            by_group_rank[group_rank] = call
         return Failure(
             Code.TIMED_OUT, missing=self._group_ranks(missing), waited_ns=int(waited_s * 1e9), calls=by_group_rank
         )
