@@ -451,7 +451,8 @@ class ProcessGroup:
                 raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
         else:
             raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
-        if not _reduces(code, reduce_code):
+        # Engines for other devices than the CPU say for themselves what they do not reduce.
+        if not _reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
             dtype = tensors[0].dtype if tensors else torch.uint8
             advice = "use SUM and divide" if reduce_code is ReduceOp.AVG else "convert the tensor first"
             raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; {advice}")

@@ -49,13 +49,15 @@ class Reduction(NamedTuple):
     op: RedOp
 
 
-_NUMBERS = {
+_INTEGERS = {
     "uint8": (DataType.UINT8, 1),
     "int8": (DataType.INT8, 1),
     "int32": (DataType.INT32, 4),
     "uint32": (DataType.UINT32, 4),
     "int64": (DataType.INT64, 8),
     "uint64": (DataType.UINT64, 8),
+}
+_FLOATS = {
     "float16": (DataType.FLOAT16, 2),
     "bfloat16": (DataType.BFLOAT16, 2),
     "float32": (DataType.FLOAT32, 4),
@@ -68,15 +70,15 @@ _PAIRS = {
 }
 _FLOAT8 = {"float8_e4m3fn": (DataType.FLOAT8_E4M3, 1), "float8_e5m2": (DataType.FLOAT8_E5M2, 1)}
 
-_OF_NUMBERS = {
+_OF_INTEGERS = {
     ReduceCode.SUM: RedOp.SUM,
-    ReduceCode.AVG: RedOp.AVG,
     ReduceCode.PRODUCT: RedOp.PROD,
     ReduceCode.MIN: RedOp.MIN,
     ReduceCode.MAX: RedOp.MAX,
     ReduceCode.PREMUL_SUM: RedOp.SUM,  # of what has been multiplied
 }
-_OF_PAIRS = {code: _OF_NUMBERS[code] for code in (ReduceCode.SUM, ReduceCode.AVG, ReduceCode.PREMUL_SUM)}
+_OF_FLOATS = _OF_INTEGERS | {ReduceCode.AVG: RedOp.AVG}
+_OF_PAIRS = {code: _OF_FLOATS[code] for code in (ReduceCode.SUM, ReduceCode.AVG, ReduceCode.PREMUL_SUM)}
 _OF_BOOLEANS = dict.fromkeys((ReduceCode.SUM, ReduceCode.MAX, ReduceCode.BOR), RedOp.MAX)
 _OF_BOOLEANS |= dict.fromkeys((ReduceCode.PRODUCT, ReduceCode.MIN, ReduceCode.BAND), RedOp.MIN)
 
@@ -88,8 +90,10 @@ def reduction(dtype: int, reduce_op: int, version: int) -> Reduction | None:
         known, ops = (DataType.UINT8, 1), _OF_BOOLEANS
     elif name in _PAIRS:
         known, ops = _PAIRS[name], _OF_PAIRS
-    elif name in _NUMBERS or (name in _FLOAT8 and version >= FLOAT8_SINCE):
-        known, ops = (_NUMBERS | _FLOAT8)[name], _OF_NUMBERS
+    elif name in _INTEGERS:
+        known, ops = _INTEGERS[name], _OF_INTEGERS
+    elif name in _FLOATS or (name in _FLOAT8 and version >= FLOAT8_SINCE):
+        known, ops = (_FLOATS | _FLOAT8)[name], _OF_FLOATS
     else:
         return None
     op = ops.get(code)
