@@ -84,6 +84,13 @@ def fail(library: Path, folder: Path) -> dict[str, str]:
         else:
             dist.reduce(torch.ones(4), 0, group=groups["different"], timeout=timedelta(seconds=0.5))
     told["different"] = str(different.value)
+    patient = dist.new_group(timeout=timedelta(minutes=10))
+    if rank == 0:
+        work = dist.irecv(torch.empty(1), 1, group=patient)
+        assert work is not None
+        dist.destroy_process_group(patient)  # does not wait for the other rank
+        with pytest.raises(dist.CollectiveError, match="recv.* failed: the group was closed meanwhile"):
+            work.wait()
     dist.barrier()
     return told
 

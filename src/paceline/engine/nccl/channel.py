@@ -85,6 +85,10 @@ class NcclChannel:
         self._watch.wake()
         return NcclWork(self._line, given)
 
+    def leave(self) -> None:
+        """Takes no more calls; idempotent."""
+        self._line.leave()
+
     def close(self) -> None:
         """Ends the line; idempotent."""
         self._watch.remove(self._line)

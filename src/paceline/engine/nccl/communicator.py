@@ -48,6 +48,7 @@ class Communicator:
     ) -> None:
         self._functions = functions
         self._stopped = stopped
+        self._finalized: int | None = None  # what NCCL said to it
         handle = ctypes.c_void_p()
         result = functions.init_rank(
             ctypes.byref(handle), size, UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(without_blocking())
@@ -91,13 +92,19 @@ class Communicator:
         if handle is not None:
             self._functions.abort(handle)
 
+    def leave(self) -> None:
+        """Tells NCCL that there will be no more calls; returns at once. Idempotent."""
+        if self._handle is not None and self._finalized is None:
+            self._finalized = self._functions.finalize(self._handle)
+
     def close(self) -> None:
         """Ends it when what is in its streams is over, or aborts it after two seconds. Idempotent."""
-        if self._handle is None:
+        self.leave()
+        if self._handle is None or self._finalized is None:
             return
         try:
             self._stopped = _never
-            self._settle("ncclCommFinalize", self._functions.finalize(self._handle), time.monotonic() + _FINALIZING_S)
+            self._settle("ncclCommFinalize", self._finalized, time.monotonic() + _FINALIZING_S)
         except NcclError:
             self.abort()
             return

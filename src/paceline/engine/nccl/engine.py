@@ -26,8 +26,18 @@ class NcclGroup:
     channel: NcclChannel
     links: NcclMessages
 
+    def leave(self) -> None:
+        """Takes no more calls; idempotent.
+
+        The end of a communicator waits for the other ranks, which may end theirs in another order: so all of them begin
+        to end before one is waited for.
+        """
+        self.channel.leave()
+        self.links.leave()
+
     def close(self) -> None:
         """Ends both; idempotent."""
+        self.leave()
         self.channel.close()
         self.links.close()
 
@@ -97,6 +107,8 @@ class NcclEngine:
     def close(self) -> None:
         """Ends every group; idempotent."""
         self._closed = True
+        for group in self._groups:
+            group.leave()
         for group in self._groups:
             group.close()
         self._groups.clear()

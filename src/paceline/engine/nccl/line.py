@@ -25,6 +25,7 @@ from paceline.store.prefix import PrefixStore
 
 MakePlan = Callable[[Room], Plan]
 
+_CLOSED = Failure(Code.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
 _ADVICE = "NCCL_DEBUG=WARN has NCCL say more"
 # A rank whose process has ended may have done its part, which then arrives soon.
 _ARRIVING_S = 1.0
@@ -63,10 +64,11 @@ class Line:
 
     def __init__(self, library: Library, device: Device, store: Store, ends: Ends, stopped: Callable[[], bool]) -> None:
         self._library = library
+        self._leaving = False
         self._device = device
         self._store = store
         self._ends = ends
-        self._stopped = stopped
+        self._engine_closes = stopped
         self._progress = Progress(PrefixStore("at", store), ends.at, len(ends.members))
         self._communicator: Communicator | None = None
         self._peers: Peers | None = None
@@ -171,6 +173,8 @@ class Line:
         return None
 
     def _timed_out(self, started: float, missing: Sequence[int]) -> Failure:
+        if self._stopped():
+            return _CLOSED
         waited_s = time.monotonic() - started
         calls = self._progress.latest()
         by_group_rank: list[HeaderFields] = [(0, 0, 0, 0, -1, 0)] * (1 + max(self._ends.group_ranks))
@@ -206,16 +210,29 @@ class Line:
         self._peers = Peers(met.presences, ends.at)
         return Communicator(functions, met.unique_id, ends.at, len(ends.members), deadline, self._stopped)
 
+    def _stopped(self) -> bool:
+        return self._leaving or self._engine_closes()
+
     def _group_ranks(self, places: Sequence[int]) -> list[int]:
         return [self._ends.group_ranks[place] for place in places]
 
+    def leave(self) -> None:
+        """Takes no more calls, and ends one that still waits for other ranks. To be closed then; idempotent."""
+        self._leaving = True
+        with self._lock:
+            if self.failure is None:
+                self.failure = _CLOSED
+                if self._communicator is not None:
+                    with self._device.activated():
+                        self._communicator.leave()
+
     def close(self) -> None:
         """Ends the communicator; idempotent."""
+        self.leave()
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self.failure = self.failure or Failure(Code.REFUSED, said="the group was closed")
             if self._communicator is not None:
                 with self._device.activated():
                     self._communicator.close()

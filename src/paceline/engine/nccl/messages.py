@@ -95,6 +95,11 @@ class NcclMessages:
         )
         return message
 
+    def leave(self) -> None:
+        """Takes no more messages; idempotent."""
+        for lane in self._lanes.values():
+            lane.line.leave()
+
     def close(self) -> None:
         """Ends all lanes; idempotent."""
         for lane in self._lanes.values():

@@ -30,7 +30,8 @@ class Peers:
 
     def gone(self) -> list[int]:
         """The places of those that have ended."""
-        self._gone.update(self._places[descriptor] for descriptor, _ in self._poll.poll(0))
+        ended = {descriptor for descriptor, _ in self._poll.poll(0)}
+        self._gone.update(place for descriptor, place in tuple(self._places.items()) if descriptor in ended)
         return sorted(self._gone)
 
     def close(self) -> None:
