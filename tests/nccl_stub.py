@@ -1,4 +1,4 @@
-"""The nccl engine where there is no GPU: CPU tensors, over the library that `native/nccl_stub.cpp` makes.
+"""The nccl engine where there is no GPU: CPU tensors, over the library that `native/nccl_stub` makes.
 
 `build` compiles it; in a rank, `use` puts the engine over it in nccl's place, for CPU tensors. This module is then what
 the registry imports: it has `missing_piece` and `start`.
@@ -21,7 +21,7 @@ from paceline.engine.nccl import library
 from paceline.engine.nccl.engine import NcclEngine
 
 GPU_VARIABLE = "STUB_NCCL_GPU"
-_SOURCE = Path(__file__).parent / "native" / "nccl_stub.cpp"
+_SOURCE = Path(__file__).parent / "native" / "nccl_stub" / "nccl.cpp"
 _COMPILER = os.environ.get("CXX", "c++")
 
 

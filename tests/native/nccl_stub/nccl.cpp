@@ -14,32 +14,24 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <deque>
 #include <fstream>
-#include <functional>
-#include <memory>
-#include <mutex>
 #include <random>
 #include <sstream>
 #include <string>
-#include <thread>
-#include <vector>
+
+#include "reduce.hpp"
+#include "stream.hpp"
+#include "transfer.hpp"
+
+using namespace stub;
 
 namespace {
 
 enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum Op { SUM, PROD, MAX, MIN, AVG };
 
-constexpr size_t RING_BYTES = 1 << 16;
-constexpr int MOST_RANKS = 8;
 constexpr unsigned MAGIC = 0xcafebeef;
-constexpr size_t ITEM_SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
 thread_local std::string last_error;
 
@@ -60,228 +52,6 @@ void record(const std::string& line) {
         std::ofstream(path, std::ios::app) << line << "\n";
     }
 }
-
-// --- streams
-
-class Stream {
-  public:
-    Stream() : thread_([this] { run(); }) { thread_.detach(); }
-
-    int64_t give(std::function<void()> job) {
-        const std::lock_guard lock(mutex_);
-        jobs_.push_back(std::move(job));
-        changed_.notify_all();
-        return ++given_;
-    }
-
-    int64_t given() {
-        const std::lock_guard lock(mutex_);
-        return given_;
-    }
-
-    bool passed(int64_t place) {
-        const std::lock_guard lock(mutex_);
-        return passed_ >= place;
-    }
-
-    void wait(int64_t place) {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return passed_ >= place; });
-    }
-
-  private:
-    void run() {
-        std::unique_lock lock(mutex_);
-        for (;;) {
-            changed_.wait(lock, [&] { return !jobs_.empty(); });
-            const auto job = std::move(jobs_.front());
-            jobs_.pop_front();
-            lock.unlock();
-            job();
-            lock.lock();
-            ++passed_;
-            changed_.notify_all();
-        }
-    }
-
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::deque<std::function<void()>> jobs_;
-    int64_t given_ = 0, passed_ = 0;
-    std::thread thread_;
-};
-
-// --- communicators
-
-struct Ring {
-    std::atomic<uint64_t> written, read;
-    char bytes[RING_BYTES];
-};
-
-struct Region {
-    std::atomic<int> arrived;
-    Ring rings[1];  // from rank r to rank s: r * size + s
-};
-
-struct Communicator {
-    Region* region = nullptr;
-    int rank = 0, size = 0;
-    std::atomic<int> polls{0};
-    std::atomic<bool> ready{false}, aborted{false}, failed{false}, finalized{false};
-
-    Ring& ring(int from, int to) const { return region->rings[from * size + to]; }
-};
-
-struct Transfer {
-    bool sends;
-    int peer;
-    char* memory;
-    size_t left;
-};
-
-struct Job {
-    std::vector<Transfer> transfers;
-    std::vector<std::function<void()>> finish;
-    std::vector<std::shared_ptr<std::vector<char>>> kept;
-    bool is_lost = false;
-
-    char* keep(const void* source, size_t nbytes) {
-        kept.push_back(std::make_shared<std::vector<char>>(nbytes));
-        if (source != nullptr && nbytes > 0) {
-            std::memcpy(kept.back()->data(), source, nbytes);
-        }
-        return kept.back()->data();
-    }
-};
-
-size_t advance(const Communicator& comm, Transfer& transfer) {
-    Ring& ring = transfer.sends ? comm.ring(comm.rank, transfer.peer) : comm.ring(transfer.peer, comm.rank);
-    const uint64_t written = ring.written.load(std::memory_order_acquire);  // of the sender below
-    const uint64_t read = ring.read.load(std::memory_order_acquire);        // of the receiver below
-    const uint64_t at = transfer.sends ? written : read;
-    const size_t possible = transfer.sends ? RING_BYTES - (written - read) : written - read;
-    const size_t nbytes = std::min({transfer.left, possible, RING_BYTES - at % RING_BYTES});
-    char* there = ring.bytes + at % RING_BYTES;
-    std::memcpy(transfer.sends ? there : transfer.memory, transfer.sends ? transfer.memory : there, nbytes);
-    transfer.memory += nbytes;
-    transfer.left -= nbytes;
-    (transfer.sends ? ring.written : ring.read).store(at + nbytes, std::memory_order_release);
-    return nbytes;
-}
-
-void run(const Communicator& comm, Job& job) {
-    for (;;) {
-        if (comm.aborted) {
-            return;
-        }
-        bool over = !job.is_lost;
-        size_t moved = 0;
-        bool busy[2][MOST_RANKS] = {};
-        for (Transfer& transfer : job.transfers) {
-            if (transfer.left == 0 || busy[transfer.sends][transfer.peer]) {
-                over = over && transfer.left == 0;
-                continue;
-            }
-            moved += advance(comm, transfer);
-            busy[transfer.sends][transfer.peer] = transfer.left > 0;
-            over = over && transfer.left == 0;
-        }
-        if (over) {
-            break;
-        }
-        if (moved == 0) {
-            std::this_thread::sleep_for(std::chrono::microseconds(50));
-        }
-    }
-    for (const auto& each : job.finish) {
-        each();
-    }
-}
-
-// --- reductions, in the order of the ranks
-
-template <typename T>
-struct Plain {
-    using Wide = T;
-    static Wide load(T value) { return value; }
-    static T store(Wide value) { return value; }
-};
-
-struct Half {
-    using Wide = float;
-    static float load(_Float16 value) { return static_cast<float>(value); }
-    static _Float16 store(float value) { return static_cast<_Float16>(value); }
-};
-
-struct Bfloat16 {
-    using Wide = float;
-    static float load(uint16_t value) {
-        const uint32_t bits = static_cast<uint32_t>(value) << 16;
-        float wide = 0;
-        std::memcpy(&wide, &bits, sizeof wide);
-        return wide;
-    }
-    static uint16_t store(float value) {
-        uint32_t bits = 0;
-        std::memcpy(&bits, &value, sizeof bits);
-        return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
-};
-
-template <typename T, typename As>
-void reduce_as(const std::vector<const char*>& inputs, char* output, size_t count, int op) {
-    for (size_t i = 0; i < count; ++i) {
-        const auto item = [&](size_t rank) { return As::load(reinterpret_cast<const T*>(inputs[rank])[i]); };
-        typename As::Wide total = item(0);
-        for (size_t rank = 1; rank < inputs.size(); ++rank) {
-            const auto other = item(rank);
-            switch (op) {
-                case PROD:
-                    total = total * other;
-                    break;
-                case MAX:
-                    total = std::max(total, other);
-                    break;
-                case MIN:
-                    total = std::min(total, other);
-                    break;
-                default:
-                    total = total + other;
-            }
-        }
-        if (op == AVG) {
-            total = static_cast<typename As::Wide>(total / static_cast<typename As::Wide>(inputs.size()));
-        }
-        reinterpret_cast<T*>(output)[i] = As::store(total);
-    }
-}
-
-void reduce(const std::vector<const char*>& inputs, char* output, size_t count, int type, int op) {
-    switch (type) {
-        case 0:
-            return reduce_as<int8_t, Plain<int8_t>>(inputs, output, count, op);
-        case 1:
-            return reduce_as<uint8_t, Plain<uint8_t>>(inputs, output, count, op);
-        case 2:
-            return reduce_as<int32_t, Plain<int32_t>>(inputs, output, count, op);
-        case 3:
-            return reduce_as<uint32_t, Plain<uint32_t>>(inputs, output, count, op);
-        case 4:
-            return reduce_as<int64_t, Plain<int64_t>>(inputs, output, count, op);
-        case 5:
-            return reduce_as<uint64_t, Plain<uint64_t>>(inputs, output, count, op);
-        case 6:
-            return reduce_as<_Float16, Half>(inputs, output, count, op);
-        case 7:
-            return reduce_as<float, Plain<float>>(inputs, output, count, op);
-        case 8:
-            return reduce_as<double, Plain<double>>(inputs, output, count, op);
-        default:
-            return reduce_as<uint16_t, Bfloat16>(inputs, output, count, op);
-    }
-}
-
-// --- groups
 
 struct Pending {
     Communicator* comm;
