@@ -14,6 +14,8 @@ from paceline.engine.nccl.functions import Functions, NcclError, Result, UniqueI
 from paceline.engine.nccl.plan import Call, Kind
 from paceline.engine.nccl.types import DataType, RedOp, Reduction
 
+# NCCL puts every group into the stream on a thread of its own, which takes some 50 us where ranks have met before.
+_POLLING_S = 0.0005
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
 _FINALIZING_S = 2.0  # for the other ranks to come to the end as well
 
@@ -132,13 +134,18 @@ class Communicator:
 
     def _settle(self, name: str, result: int, deadline: float) -> None:
         """Waits until NCCL is done with what it was told."""
+        started = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         while result == Result.IN_PROGRESS:
-            if time.monotonic() > deadline or self._stopped():
+            now = time.monotonic()
+            if now > deadline or self._stopped():
                 self.abort()
                 raise NcclTimeoutError(f"{name} was not done in time")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if now - started < _POLLING_S:
+                time.sleep(0)
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             result = self._state()
         if result != Result.SUCCESS:
             self._fail(name, result)

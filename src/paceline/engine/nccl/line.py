@@ -19,7 +19,6 @@ from paceline.engine.nccl.peers import Peers
 from paceline.engine.nccl.plan import Plan, Room
 from paceline.engine.nccl.progress import Progress
 from paceline.engine.nccl.types import Reduction
-from paceline.errors import StoreError
 from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
 
@@ -109,8 +108,8 @@ class Line:
             except (NcclError, SharedGpuError) as error:
                 said = f"{error}. {_ADVICE}" if isinstance(error, NcclError) else str(error)
                 return self._break(Failure(Code.REFUSED, said=said))
-            except StoreError as error:
-                return self._break(Failure(Code.REFUSED, said=f"the ranks could not meet: {error}"))
+            except RuntimeError as error:  # of CUDA, or of the store
+                return self._break(Failure(Code.REFUSED, said=str(error)))
             self._flights.append(flight)
         return flight
 
