@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
 from world import RankFailed, World, close_worlds, free_port, places
@@ -37,6 +39,12 @@ def hosts() -> Iterator[type[Hosts]]:
     skip_where_not_permitted()
     yield Hosts
     close_worlds()
+
+
+@pytest.fixture(scope="session")
+def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with NCCL's functions, for CPU tensors; see `nccl_stub`."""
+    return nccl_stub.build(tmp_path_factory.mktemp("nccl"))
 
 
 def pytest_configure() -> None:

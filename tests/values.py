@@ -16,10 +16,10 @@ COUNTS = [0, 1, 7, 1000, 70_001]
 def make(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype is torch.bool:
-        return torch.randint(0, 2, (count,), generator=generator).bool()
+        return torch.randint(0, 2, (count,), generator=generator, device="cpu").bool()
     if dtype in INTEGERS:
-        return torch.randint(0, 7, (count,), generator=generator).to(dtype)
-    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randint(0, 7, (count,), generator=generator, device="cpu").to(dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def tree(values: list[torch.Tensor], combine) -> torch.Tensor:

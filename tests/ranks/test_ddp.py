@@ -226,8 +226,10 @@ def construction() -> None:
         dist.DistributedDataParallel(nn.Linear(2, 2), static_graph=odd)
     with pytest.raises(ValueError, match="'weight' has no shape yet; call the module once, then wrap it"):
         dist.DistributedDataParallel(nn.LazyLinear(2))
-    with pytest.raises(ValueError, match="GPU"):
+    with pytest.raises(ValueError, match=r"'weight' is on cpu, and device_ids begins with cuda:0: module\.to"):
         dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
+    with pytest.raises(ValueError, match="'weight' is on meta, and the group's backend 'paceline' has no engine"):
+        dist.DistributedDataParallel(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="bucket_cap_mb is 0"):
         dist.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)
     assert dist.DistributedDataParallelCPU is dist.DistributedDataParallel

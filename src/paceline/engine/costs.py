@@ -103,10 +103,10 @@ def _measure(way: _Way) -> LinkCost:
         best = float("inf")
         for _ in range(most):
             before = time.monotonic()
-            way.send(torch.tensor([nbytes]))
+            way.send(torch.tensor([nbytes], device="cpu"))
             if nbytes > _ALONE:
-                way.send(torch.zeros(nbytes, dtype=torch.uint8))
-            way.receive(torch.empty(0, dtype=torch.uint8))
+                way.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            way.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
             best = min(best, time.monotonic() - before)
             if time.monotonic() - started > _BUDGET_S:
                 break
@@ -117,20 +117,20 @@ def _measure(way: _Way) -> LinkCost:
     if alpha_s < _BUDGET_S / 8:
         # A large message asks before it comes, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
-    way.send(torch.tensor([0]))
+    way.send(torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 
 def _answer(way: _Way) -> None:
     """The other end of `_measure`."""
-    nbytes = torch.empty(1, dtype=torch.int64)
+    nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         way.receive(nbytes)
         if int(nbytes) == 0:
             return
         if int(nbytes) > _ALONE:
-            way.receive(torch.empty(int(nbytes), dtype=torch.uint8))
-        way.send(torch.empty(0, dtype=torch.uint8))
+            way.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
+        way.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 def _parse(text: str) -> CostModel:

@@ -24,6 +24,7 @@ _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.engine.native"),
     "gloo": _Entry("cpu", "paceline.engine.gloo"),
     "mpi": _Entry("cpu", "paceline.engine.mpi", "paceline.engine.mpi.meeting"),
+    "nccl": _Entry("cuda", "paceline.engine.nccl"),
 }
 _FOR_CPU = "paceline"
 _FOR_OTHERS = {"cuda": "nccl"}

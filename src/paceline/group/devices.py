@@ -29,6 +29,11 @@ class Devices:
         self._open: dict[torch.device, OpenGroup] = {}
         self._opening = threading.Lock()
 
+    @property
+    def types(self) -> frozenset[str]:
+        """The types of device that there is an engine for."""
+        return frozenset({"cpu", *self._openers})
+
     def of(self, tensors: Sequence[torch.Tensor], call: str) -> OpenGroup:
         """The group on the device of `tensors`; without any, on the CPU.
 

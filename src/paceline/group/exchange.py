@@ -1,4 +1,7 @@
-"""Bytes of different lengths on different ranks, as lists of tensors: the lengths are known, the bytes follow."""
+"""Bytes of different lengths on different ranks, as lists of tensors: the lengths are known, the bytes follow.
+
+The tensors are the CPU's, whatever torch.set_default_device says.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 def as_tensor(data: bytes | bytearray) -> torch.Tensor:
     """`data` as a one-dimensional uint8 tensor; of a bytearray without a copy."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
 
 
@@ -33,7 +36,7 @@ def room_for(lengths: Sequence[int]) -> list[torch.Tensor]:
     Raises:
         RuntimeError: there is not that much memory.
     """
-    return [torch.empty(length, dtype=torch.uint8) for length in lengths]
+    return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
 
 
 def all_gather_pieces(

@@ -42,12 +42,12 @@ class Outgoing:
         numbers = [(head.numel(), len(each)) for head, each in zip(self.heads, self.buffers, strict=True)]
         if self.error is not None:
             numbers = [(_CANNOT, 0)] * len(objects)
-        self.announcement = torch.tensor(numbers, dtype=torch.int64).view(-1)
+        self.announcement = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)
 
 
 def announcement_for(count: int) -> torch.Tensor:
     """Room for the announcement of `count` objects."""
-    return torch.empty(2 * count, dtype=torch.int64)
+    return torch.empty(2 * count, dtype=torch.int64, device="cpu")
 
 
 class Incoming:

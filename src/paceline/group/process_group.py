@@ -85,6 +85,11 @@ class ProcessGroup:
         return tuple(self._members)
 
     @property
+    def device_types(self) -> frozenset[str]:
+        """The types of device whose tensors the group's calls take, such as "cpu" and "cuda"."""
+        return self._devices.types
+
+    @property
     def timeout(self) -> timedelta:
         """How long a call waits for the other ranks."""
         return timedelta(microseconds=self._timeout_ns / 1000)
@@ -352,8 +357,8 @@ class ProcessGroup:
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank; of any lengths."""
-        lengths = torch.empty(self.size(), dtype=torch.int64)
-        self.all_gather(list(lengths.split(1)), torch.tensor([len(data)]))
+        lengths = torch.empty(self.size(), dtype=torch.int64, device="cpu")
+        self.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device="cpu"))
         rooms = [room_for([length]) for length in lengths.tolist()]
         all_gather_pieces(self, [as_tensor(data)], rooms, None)
         return [bytes(as_memory(room)) for (room,) in rooms]
@@ -447,7 +452,8 @@ class ProcessGroup:
                 raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
         else:
             raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
-        if not _reduces(code, reduce_code):
+        # Engines for other devices than the CPU say for themselves what they do not reduce.
+        if not _reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
             dtype = tensors[0].dtype if tensors else torch.uint8
             advice = "use SUM and divide" if reduce_code is ReduceOp.AVG else "convert the tensor first"
             raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; {advice}")

@@ -151,7 +151,7 @@ def _split(
 
 def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
     """A number for the new groups that no others have, from the parent's first rank."""
-    mine = torch.tensor([secrets.randbits(61), zlib.crc32(repr(lists).encode())])
+    mine = torch.tensor([secrets.randbits(61), zlib.crc32(repr(lists).encode())], device="cpu")
     everyone = [torch.empty_like(mine) for _ in parent.ranks]
     parent.all_gather(everyone, mine)
     identity, wanted = everyone[0].tolist()

@@ -30,12 +30,13 @@ class Facts:
 
 
 def describe_members(members: Members) -> list[Entry]:
-    """Name, shape, strides, type and requires_grad of each parameter and buffer."""
+    """Name, shape, strides, type, kind of device and requires_grad of each parameter and buffer."""
     described: list[Entry] = []
     for kind, named in (("parameter", members.trained | members.frozen), ("buffer", members.buffers)):
         for name, tensor in named.items():
             shape = list(tensor.shape)
-            described.append([kind, name, shape, list(tensor.stride()), str(tensor.dtype), tensor.requires_grad])
+            where = "" if tensor.is_cpu else f" on {tensor.device.type}"
+            described.append([kind, name, shape, list(tensor.stride()), f"{tensor.dtype}{where}", tensor.requires_grad])
     return described
 
 
@@ -110,6 +111,14 @@ def _say(entry: Entry | None) -> str:
     return f"{kind} {name!r} of shape {shape}, strides {stride}, {dtype}, requires_grad={requires_grad}"
 
 
+def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each device; a call takes those of one."""
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())
+
+
 def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors' memory as uint8, so that several types travel in one call; they must be contiguous."""
     return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
@@ -119,7 +128,8 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: in
     """Copies the root's values to all ranks, whatever the types and layouts."""
     plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
     kept = {id(tensor) for tensor in plain}
-    group.broadcast(byte_views(plain), root)
+    for together in by_device(plain):
+        group.broadcast(byte_views(together), root)
     for tensor in tensors:
         if id(tensor) not in kept:
             group.broadcast(tensor.detach(), root)

@@ -17,13 +17,21 @@ from paceline.parallel.members import Members
 _warned = False  # of too many threads, in this process
 
 
-def why_not(members: Members) -> Exception | None:
-    """Why a module cannot be wrapped, None if it can."""
+def why_not(members: Members, group: ProcessGroup, device: torch.device | None = None) -> Exception | None:
+    """Why a module cannot be wrapped, None if it can; it must be on `device`, if one is given."""
     for name, tensor in (members.trained | members.frozen | members.buffers).items():
         if torch.nn.parameter.is_lazy(tensor):
             return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
-        if not tensor.is_cpu:
-            return ValueError(f"{name!r} is on {tensor.device}; the paceline engine works on CPU: module.cpu()")
+        if tensor.device.type not in group.device_types:
+            fitting = "init_process_group(backend='cpu:paceline,cuda:nccl')" if tensor.is_cuda else "module.cpu()"
+            return ValueError(
+                f"{name!r} is on {tensor.device}, and the group's backend {group.backend!r} has no engine for it: "
+                f"{fitting}"
+            )
+        if device is not None and tensor.device != device:
+            return ValueError(
+                f"{name!r} is on {tensor.device}, and device_ids begins with {device}: module.to({str(device)!r})"
+            )
     if not members.trained:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
@@ -34,9 +42,9 @@ def why_not(members: Members) -> Exception | None:
     return None
 
 
-def facts_of(group: ProcessGroup, overlap: bool | None) -> Facts:
-    """What this rank tells the others of itself."""
-    overlaps = _has_core_to_spare(group) if overlap is None else overlap
+def facts_of(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> Facts:
+    """What this rank tells the others of itself; a GPU needs no core for what goes on beside backward."""
+    overlaps = (not on_cpu or _has_core_to_spare(group)) if overlap is None else overlap
     return Facts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
 

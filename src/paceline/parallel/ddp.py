@@ -35,10 +35,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     """Wraps `module` so that backward averages its gradients over the ranks.
 
     Args:
-        module: a model on CPU, the same on every rank; rank 0's parameters and buffers are copied to all.
-        device_ids: several devices for this process, which hold replicas and share its batch; the module is on the
-            first. In this version they are the CPU, named several times. None: the module is called as it is, on
-            whatever devices its layers are.
+        module: a model on CPU, or on GPUs with a backend for them, the same on every rank; rank 0's parameters and
+            buffers are copied to all.
+        device_ids: the device of the module, to which forward moves its inputs; a number is a GPU's. Of several, which
+            may be the CPU several times, each has a replica and a part of the batch. None: the module is called as it
+            is, on whatever devices its layers are.
         output_device: where the outputs of several devices are joined; the first one if None.
         dim: along which the batch is split between them.
         broadcast_buffers: copy rank 0's buffers to all ranks before each forward in training mode.
@@ -52,11 +53,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: backward goes the same way every time; the first one shows which parameters it leaves out, and
             which it comes to several times.
         overlap: reduce gradients while backward computes others. None: where each rank of this host has a core to
-            spare for it (see docs/data-parallel.md).
+            spare for it (see docs/data-parallel.md), and always on GPUs.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
-        ValueError: an argument or a parameter is for a GPU.
+        ValueError: a parameter is on a device that the group has no engine for, or not on the first of `device_ids`.
         RuntimeError: no parameter requires a gradient.
         TypeError: the module has parameters of a type that cannot be averaged.
 
@@ -91,12 +92,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
         if output_device is not None:
             self.output_device = to_device(output_device)
-        for device in (*self.device_ids, self.output_device):
-            if device.type != "cpu":
-                raise ValueError(
-                    f"device_ids is {device_ids} and output_device is {output_device}, which name a GPU, and this "
-                    'version trains models on CPU: leave them out, or name the CPU, as in device_ids=["cpu"]'
-                )
         self.dim = dim
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")
@@ -110,7 +105,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.overlap = bool(overlap)
         members = find_members(module)
-        problem = why_not(members)
+        problem = why_not(members, self.process_group, self.device_ids[0] if self.device_ids else None)
         if init_sync:
             everyones = require_same_module(
                 members,
@@ -121,7 +116,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "static_graph": static_graph,
                     "overlap": overlap,
                 },
-                facts_of(self.process_group, overlap),
+                facts_of(self.process_group, overlap, on_cpu=any(tensor.is_cpu for tensor in members.trained.values())),
                 problem,
                 self.process_group,
             )

@@ -33,7 +33,7 @@ class Exchange:
         self.group = group
         self.comm_hook: CommHook | None = None  # averages instead of the engine
         self.scale = 1.0  # what averages are multiplied by
-        self.same_batches = SameBatches(group)
+        self.same_batches = SameBatches(group, on_cpu=all(param.is_cpu for param in self.params))
         self._stepped = take_over_steps(members.trained)
         self._all: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._all_sparse = sparse

@@ -29,7 +29,7 @@ def _references(tensor: torch.Tensor) -> int:
     return _storage_use_count(tensor.untyped_storage()._cdata)
 
 
-_ALONE = _references(torch.empty(1)) if _storage_use_count is not None else 0
+_ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not None else 0
 
 
 def shares_memory(gradient: torch.Tensor) -> bool:
@@ -71,6 +71,7 @@ class BucketGradients:
         self.params = list(params)
         self._names = list(names)
         self.dtype = self.params[0].dtype
+        self._device = self.params[0].device
         self._code = DTYPE_CODES[self.dtype]
         self._count = sum(param.numel() for param in self.params)
         self._layouts = [_layout_of(param) for param in self.params]
@@ -91,7 +92,7 @@ class BucketGradients:
 
         Raises:
             TypeError: a gradient is sparse, or of another type than its parameter had.
-            ValueError: a gradient is not on CPU.
+            ValueError: a gradient is on another device than its parameter was.
         """
         gradients = [gradient for param in self.params if (gradient := param.grad) is not None]
         if len(gradients) != len(self.params):
@@ -100,6 +101,7 @@ class BucketGradients:
             self._plain
             and all(map(_is_contiguous, gradients))
             and set(map(_dtype, gradients)) <= {self.dtype}
+            and gradients[0].device == self._device  # a module moves as a whole
             and not (wary and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()
@@ -114,7 +116,9 @@ class BucketGradients:
             shared = wary and shares_memory(gradient)
             dense = gradient.detach()
             if shared or not _lies_as(gradient, layout):
-                dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype).copy_(dense)
+                dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
+                    dense
+                )
                 # A view was made by the user, who reads its base; autograd takes over tensors that are none.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
@@ -127,10 +131,10 @@ class BucketGradients:
                 f"the gradient of parameter {name!r} is {gradient.layout}, which is averaged only for the "
                 "weight of an nn.Embedding or nn.EmbeddingBag with sparse=True; use one, or sparse=False"
             )
-        if not gradient.is_cpu:
+        if gradient.device != self._device:
             raise ValueError(
-                f"the gradient of parameter {name!r} is on {gradient.device}; the paceline engine works on CPU. "
-                "Do not move the module after wrapping it"
+                f"the gradient of parameter {name!r} is on {gradient.device}; when the module was wrapped, the "
+                f"parameter was on {self._device}. Move the module first, then wrap it"
             )
         if gradient.dtype is not self.dtype:
             raise TypeError(

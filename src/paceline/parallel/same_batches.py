@@ -22,10 +22,15 @@ _MOST_BYTES = 1 << 16  # of each tensor
 
 
 class SameBatches:
-    """Compares the ranks' batches in the first steps; `is_over` then."""
+    """Compares the ranks' batches in the first steps; `is_over` then.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.is_over = group.size() == 1
+    Args:
+        group: the ranks.
+        on_cpu: the gradients are; to read digests out of others would hold up the device.
+    """
+
+    def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
+        self.is_over = group.size() == 1 or not on_cpu
         self._group = group
         self._mine: int | None = None
         self._sent: torch.Tensor | None = None
@@ -43,7 +48,7 @@ class SameBatches:
         """Has the digest travel with gradients of that type; does nothing if they are not exact enough."""
         if self.is_over or dtype not in (torch.float32, torch.float64):
             return
-        self._sent = torch.zeros(self._group.size(), dtype=dtype)
+        self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
         # Without a digest, a number that is no other rank's.
         self._sent[self._group.rank()] = -1 - self._group.rank() if self._mine is None else self._mine
         memory.pieces += (self._sent.data_ptr(), self._sent.nbytes)

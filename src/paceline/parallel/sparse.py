@@ -10,8 +10,8 @@ from paceline.group.process_group import ProcessGroup
 
 def empty_gradient(param: nn.Parameter) -> torch.Tensor:
     """A sparse gradient without rows."""
-    indices = torch.empty(1, 0, dtype=torch.int64)
-    values = torch.empty(0, *param.shape[1:], dtype=param.dtype)
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
 
 
@@ -22,7 +22,7 @@ def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float
     one call for the numbers of rows, and one for each parameter.
     """
     gradients = [_coalesced(param) for param in params]
-    counts = torch.tensor([gradient._nnz() for gradient in gradients])
+    counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")
     everyones = [torch.empty_like(counts) for _ in range(group.size())]
     group.all_gather(everyones, counts)
     by_param = torch.stack(everyones, 1).tolist()

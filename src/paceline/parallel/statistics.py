@@ -31,7 +31,7 @@ def measure(values: torch.Tensor) -> Statistics:
     """The statistics of each channel, the second dimension."""
     count = values.numel() // values.shape[1]
     if count == 0:
-        nothing = torch.zeros(values.shape[1], dtype=torch.float64)
+        nothing = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
         return Statistics(0, nothing, nothing)
     by_channel = values.detach().transpose(0, 1).reshape(values.shape[1], -1).double()
     variance, mean = torch.var_mean(by_channel, 1, correction=0)

@@ -66,7 +66,7 @@ def _exchange(
     group: ProcessGroup, active: bool, syncs: bool, sends_buffers: bool
 ) -> tuple[list[bool], list[bool], list[bool]]:
     """By rank: who makes a step, whose backward will reduce, who copies buffers first."""
-    own = torch.tensor([active, syncs, sends_buffers])
+    own = torch.tensor([active, syncs, sends_buffers], device="cpu")
     everyones = [torch.empty_like(own) for _ in range(group.size())]
     group.all_gather(everyones, own)
     columns = torch.stack(everyones, 1).tolist()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.agreement import broadcast_tensors, byte_views
+from paceline.parallel.agreement import broadcast_tensors, by_device, byte_views
 from paceline.parallel.members import find_members
 from paceline.parallel.structure import ModuleStructure
 
@@ -22,7 +22,7 @@ class WatchedModule:
         self._structure = ModuleStructure(module, self.members.ignored)
         self._forwards = 0
         self._buffers_sent: list[int] = []
-        self._buffer_bytes: list[torch.Tensor] = []
+        self._buffer_bytes: list[list[torch.Tensor]] = []  # of each device
 
     def look(self) -> None:
         """Raises, every few calls, if the module was changed.
@@ -61,9 +61,10 @@ class WatchedModule:
             if not all(buffer.is_contiguous() for buffer in buffers):
                 broadcast_tensors(buffers, self._group, root)
                 return
-            self._buffer_bytes = byte_views(buffers)
+            self._buffer_bytes = [byte_views(together) for together in by_device(buffers)]
             self._buffers_sent = addresses
-        self._group.broadcast(self._buffer_bytes, root)
+        for views in self._buffer_bytes:
+            self._group.broadcast(views, root)
 
     def _me(self) -> str:
         return f"rank {self._group.ranks[self._group.rank()]}"

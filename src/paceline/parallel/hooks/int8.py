@@ -53,8 +53,8 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
     padded[:count] = gradient
     quantised, scales = _quantise(padded, state.lost, state, index)
 
-    parts = [torch.empty(part, dtype=torch.int8) for _ in range(size)]
-    their_scales = [torch.empty(part // state.block_size) for _ in range(size)]
+    parts = [torch.empty(part, dtype=torch.int8, device=gradient.device) for _ in range(size)]
+    their_scales = [torch.empty(part // state.block_size, device=gradient.device) for _ in range(size)]
     work = group.all_to_all(
         [_bytes(q, s) for q, s in zip(parts, their_scales, strict=True)],
         [_bytes(q, s) for q, s in zip(quantised.view(size, -1), scales.view(size, -1), strict=True)],

@@ -1,0 +1,176 @@
+"""A communicator of NCCL, from its start to its end, without a call that blocks.
+
+NCCL answers `IN_PROGRESS` and goes on by itself; `get_async_error` tells how far it is. Whoever waits does so here,
+with a deadline, and aborts the communicator when that is over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.engine.nccl.functions import Functions, NcclError, Result, UniqueId, without_blocking
+from paceline.engine.nccl.plan import Call, Kind
+from paceline.engine.nccl.types import DataType, RedOp, Reduction
+
+# NCCL puts every group into the stream on a thread of its own, which takes some 50 us where ranks have met before.
+_POLLING_S = 0.0005
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
+_FINALIZING_S = 2.0  # for the other ranks to come to the end as well
+
+# What only moves is bytes.
+_BYTES = Reduction(DataType.INT8, 1, RedOp.SUM)
+
+
+class NcclTimeoutError(NcclError):
+    """NCCL was not done before the deadline; the communicator has been aborted."""
+
+
+class Communicator:
+    """Rank `rank` of `size`; every rank makes one with the same `unique_id`, with its device activated.
+
+    Args:
+        deadline: of `time.monotonic`, for the other ranks to come.
+        stopped: is asked while waiting whether to give up.
+
+    Raises:
+        NcclTimeoutError: they did not come.
+        NcclError: NCCL cannot connect them; the message has its words.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        unique_id: bytes,
+        rank: int,
+        size: int,
+        deadline: float,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._functions = functions
+        self._stopped = stopped
+        self._finalized: int | None = None  # what NCCL said to it
+        handle = ctypes.c_void_p()
+        result = functions.init_rank(
+            ctypes.byref(handle), size, UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(without_blocking())
+        )
+        self._handle: int | None = handle.value
+        self._settle("ncclCommInitRankConfig", result, deadline)
+        self._require(size, functions.count, "ncclCommCount")
+        self._require(rank, functions.user_rank, "ncclCommUserRank")
+
+    def launch(self, calls: Sequence[Call], reduction: Reduction | None, stream: int, deadline: float) -> None:
+        """Puts `calls` into `stream`, as one group.
+
+        Args:
+            reduction: of the calls that reduce.
+            deadline: for NCCL to have put them there; where ranks meet for the first time it connects them then.
+
+        Raises:
+            NcclTimeoutError, NcclError: as for the communicator's start. It has been aborted.
+        """
+        functions = self._functions
+        functions.group_start()
+        refused: tuple[str, int] | None = None
+        for call in calls:
+            answer = self._call(call, reduction or _BYTES, stream)
+            if answer not in (Result.SUCCESS, Result.IN_PROGRESS):
+                refused = call.kind.value, answer
+                break
+        result = functions.group_end()
+        if refused is not None:
+            self._fail(*refused)
+        self._settle("ncclGroupEnd", result, deadline)
+
+    def error(self) -> str | None:
+        """What has gone wrong since, in NCCL's words; None if nothing has."""
+        state = self._state()
+        return None if state in (Result.SUCCESS, Result.IN_PROGRESS) else self._functions.describe(state)
+
+    def abort(self) -> None:
+        """Ends it at once; what is in its streams ends, with whatever results. Idempotent."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._functions.abort(handle)
+
+    def leave(self) -> None:
+        """Tells NCCL that there will be no more calls; returns at once. Idempotent."""
+        if self._handle is not None and self._finalized is None:
+            self._finalized = self._functions.finalize(self._handle)
+
+    def close(self) -> None:
+        """Ends it when what is in its streams is over, or aborts it after two seconds. Idempotent."""
+        self.leave()
+        if self._handle is None or self._finalized is None:
+            return
+        try:
+            self._stopped = _never
+            self._settle("ncclCommFinalize", self._finalized, time.monotonic() + _FINALIZING_S)
+        except NcclError:
+            self.abort()
+            return
+        handle, self._handle = self._handle, None
+        self._functions.destroy(handle)
+
+    def _call(self, call: Call, reduction: Reduction, stream: int) -> int:
+        functions, handle = self._functions, self._handle
+        source, target, peer = call.source or None, call.target or None, call.peer
+        data_type, item_size, op = reduction
+        count = call.nbytes // item_size
+        if call.kind is Kind.ALL_REDUCE:
+            return functions.all_reduce(source, target, count, data_type, op, handle, stream)
+        if call.kind is Kind.REDUCE:
+            return functions.reduce(source, target, count, data_type, op, peer, handle, stream)
+        if call.kind is Kind.REDUCE_SCATTER:
+            return functions.reduce_scatter(source, target, count, data_type, op, handle, stream)
+        if call.kind is Kind.BROADCAST:
+            return functions.broadcast(source, target, call.nbytes, DataType.INT8, peer, handle, stream)
+        if call.kind is Kind.ALL_GATHER:
+            return functions.all_gather(source, target, call.nbytes, DataType.INT8, handle, stream)
+        if call.kind is Kind.SEND:
+            return functions.send(source, call.nbytes, DataType.INT8, peer, handle, stream)
+        return functions.recv(target, call.nbytes, DataType.INT8, peer, handle, stream)
+
+    def _settle(self, name: str, result: int, deadline: float) -> None:
+        """Waits until NCCL is done with what it was told."""
+        started = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        while result == Result.IN_PROGRESS:
+            now = time.monotonic()
+            if now > deadline or self._stopped():
+                self.abort()
+                raise NcclTimeoutError(f"{name} was not done in time")
+            if now - started < _POLLING_S:
+                time.sleep(0)
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            result = self._state()
+        if result != Result.SUCCESS:
+            self._fail(name, result)
+
+    def _state(self) -> int:
+        state = ctypes.c_int(Result.SUCCESS)
+        handle = self._handle
+        if handle is None:
+            return Result.SUCCESS
+        answer = self._functions.get_async_error(handle, ctypes.byref(state))
+        return state.value if answer == Result.SUCCESS else answer
+
+    def _fail(self, name: str, result: int) -> None:
+        said = self._functions.describe(result)
+        self.abort()
+        raise NcclError(f"{name}: {said}")
+
+    def _require(self, expected: int, function: Callable[..., int], name: str) -> None:
+        """What NCCL made is what it was asked for."""
+        seen = ctypes.c_int(-1)
+        result = function(self._handle, ctypes.byref(seen))
+        if result != Result.SUCCESS or seen.value != expected:
+            self.abort()
+            raise NcclError(f"{name} says {seen.value}, and it was asked for {expected}")
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,115 @@
+"""The engine: its groups, each for a device, with what they share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.engine.engine import Meeting
+from paceline.engine.failures import Member
+from paceline.engine.nccl.channel import NcclChannel
+from paceline.engine.nccl.device import OpenDevice
+from paceline.engine.nccl.library import Library
+from paceline.engine.nccl.line import Ends, Line
+from paceline.engine.nccl.messages import NcclMessages
+from paceline.engine.nccl.watch import Watch
+from paceline.store.prefix import PrefixStore
+
+
+@dataclass(frozen=True)
+class NcclGroup:
+    """A group on a device; see `engine.OpenGroup`."""
+
+    channel: NcclChannel
+    links: NcclMessages
+
+    def leave(self) -> None:
+        """Takes no more calls; idempotent.
+
+        The end of a communicator waits for the other ranks, which may end theirs in another order: so all of them begin
+        to end before one is waited for.
+        """
+        self.channel.leave()
+        self.links.leave()
+
+    def close(self) -> None:
+        """Ends both; idempotent."""
+        self.leave()
+        self.channel.close()
+        self.links.close()
+
+
+class NcclEngine:
+    """Connects the ranks' GPUs; closed by `close`. Nothing is connected before the first call of a group on a device.
+
+    Args:
+        meeting: has the ranks.
+        library: NCCL.
+        open_device: gives a device as the engine uses it.
+    """
+
+    name = "nccl"
+
+    def __init__(self, meeting: Meeting, library: Library, open_device: OpenDevice) -> None:
+        self._meeting = meeting
+        self._library = library
+        self._open_device = open_device
+        self._watch = Watch()
+        self._groups: list[NcclGroup] = []
+        self._opened: Counter[int] = Counter()
+        self._closed = False
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks of the default group."""
+        return self._meeting.members
+
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        identity: int = 0,
+        algorithm: str | None = None,
+        device: torch.device | None = None,
+    ) -> NcclGroup:
+        """See `engine.Engine`; waits for nobody, which the group's first call does.
+
+        Raises:
+            ValueError: `algorithm` is given; NCCL has its own.
+        """
+        if algorithm is not None:
+            raise ValueError(
+                f"the algorithm is {algorithm!r}, and nccl chooses its own; leave it out, or set NCCL_ALGO"
+            )
+        members = self._meeting.members
+        here = self._open_device(torch.device("cuda") if device is None else device)
+        nth = self._opened[identity]  # all ranks open a group for their devices in the same order
+        self._opened[identity] += 1
+        store = PrefixStore(f"nccl/{identity}/{nth}", self._meeting.store)
+        rank = list(ranks).index(self._meeting.rank)
+
+        def open_line(group_ranks: Sequence[int], name: str) -> Line:
+            ends = Ends(
+                tuple(members[ranks[each]] for each in group_ranks), tuple(group_ranks), group_ranks.index(rank)
+            )
+            line = Line(self._library, here, PrefixStore(name, store), ends, lambda: self._closed)
+            self._watch.add(line)
+            return line
+
+        channel = NcclChannel(self._library, open_line(range(len(ranks)), "all"), self._watch, rank)
+        group = NcclGroup(channel, NcclMessages(rank, open_line, self._watch))
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Ends every group; idempotent."""
+        self._closed = True
+        for group in self._groups:
+            group.leave()
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self._watch.close()

@@ -1,0 +1,106 @@
+"""Sends and receives by NCCL.
+
+NCCL runs the calls of a communicator one after the other, so two ranks that both send first would wait for each other
+for ever, and it knows no tags. Each direction between two ranks, and each tag, therefore has a line of its own. It
+opens when the first message is sent or received there, on a thread of its own: the other rank may come later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from paceline.engine.channel import HeaderFields, Pieces
+from paceline.engine.failures import Failure
+from paceline.engine.nccl.line import Flight, Line
+from paceline.engine.nccl.plan import Kind, plan_message
+from paceline.engine.nccl.watch import Watch
+from paceline.engine.nccl.work import NcclMessage, NcclWork
+
+OpenLine = Callable[[Sequence[int], str], Line]
+"""Makes a line between two group ranks, sender first, of that name."""
+
+_Give = Callable[[], "Flight | Failure"]
+
+
+class Lane:
+    """A line, and the thread that gives it its messages in order."""
+
+    def __init__(self, line: Line, watch: Watch) -> None:
+        self.line = line
+        self._watch = watch
+        self._messages: SimpleQueue[tuple[NcclMessage, _Give] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="paceline-nccl-lane", daemon=True).start()
+
+    def put(self, message: NcclMessage, give: _Give) -> None:
+        """Behind those that were put here before."""
+        self._messages.put((message, give))
+
+    def close(self) -> None:
+        """Ends the line and the thread; idempotent."""
+        self._watch.remove(self.line)
+        self._messages.put(None)
+        self.line.close()
+
+    def _run(self) -> None:
+        while (entry := self._messages.get()) is not None:
+            message, give = entry
+            message.arrive(NcclWork(self.line, give()))
+            self._watch.wake()
+
+
+class NcclMessages:
+    """Messages between two ranks of a group; see `engine.channel.Messages`."""
+
+    def __init__(self, rank: int, open_line: OpenLine, watch: Watch) -> None:
+        self._rank = rank
+        self._open_line = open_line
+        self._watch = watch
+        self._lanes: dict[tuple[int, int, int], Lane] = {}
+        self._opening = threading.Lock()
+
+    def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> NcclMessage:
+        """To a group rank. It always goes on by itself."""
+        return self._pass(Kind.SEND, self._rank, peer, tag, dtype, tensor, timeout_ns)
+
+    def receive(
+        self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool
+    ) -> NcclMessage:
+        """From a group rank.
+
+        Raises:
+            ValueError: `peer` is -1, for any.
+        """
+        if peer < 0:
+            raise ValueError("recv from any rank: NCCL receives from one that is named; pass src=, or use CPU tensors")
+        return self._pass(Kind.RECEIVE, peer, self._rank, tag, dtype, tensor, timeout_ns)
+
+    def _pass(
+        self, kind: Kind, source: int, target: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int
+    ) -> NcclMessage:
+        with self._opening:
+            lane = self._lanes.get((source, target, tag))
+            if lane is None:
+                line = self._open_line((source, target), f"{source}-{target}/{tag}")
+                lane = self._lanes[source, target, tag] = Lane(line, self._watch)
+        line = lane.line
+        line.stream.follow()
+        other_place = 1 if kind is Kind.SEND else 0
+        header: HeaderFields = (0, 0, dtype, 0, -1, 0)
+        message = NcclMessage(source)
+        lane.put(
+            message,
+            lambda: line.give(lambda room: plan_message(kind, other_place, tensor, room), None, header, timeout_ns),
+        )
+        return message
+
+    def leave(self) -> None:
+        """Takes no more messages; idempotent."""
+        for lane in self._lanes.values():
+            lane.line.leave()
+
+    def close(self) -> None:
+        """Ends all lanes; idempotent."""
+        for lane in self._lanes.values():
+            lane.close()

@@ -1,0 +1,100 @@
+"""Paceline's types and reductions as NCCL's.
+
+What only moves, moves as bytes. A reduction of a type that NCCL does not have is looked at as one that it has, where
+that means the same: booleans are bytes of 0 and 1, complex numbers are pairs of floats.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from paceline.engine.codes import ReduceCode, dtype_name
+
+FLOAT8_SINCE = 22400
+
+
+class DataType(IntEnum):
+    """`ncclDataType_t`."""
+
+    INT8 = 0
+    UINT8 = 1
+    INT32 = 2
+    UINT32 = 3
+    INT64 = 4
+    UINT64 = 5
+    FLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BFLOAT16 = 9
+    FLOAT8_E4M3 = 10
+    FLOAT8_E5M2 = 11
+
+
+class RedOp(IntEnum):
+    """`ncclRedOp_t`."""
+
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+
+
+class Reduction(NamedTuple):
+    """What NCCL is told: elements of `data_type`, `item_size` bytes each, reduced by `op`."""
+
+    data_type: DataType
+    item_size: int
+    op: RedOp
+
+
+_INTEGERS = {
+    "uint8": (DataType.UINT8, 1),
+    "int8": (DataType.INT8, 1),
+    "int32": (DataType.INT32, 4),
+    "uint32": (DataType.UINT32, 4),
+    "int64": (DataType.INT64, 8),
+    "uint64": (DataType.UINT64, 8),
+}
+_FLOATS = {
+    "float16": (DataType.FLOAT16, 2),
+    "bfloat16": (DataType.BFLOAT16, 2),
+    "float32": (DataType.FLOAT32, 4),
+    "float64": (DataType.FLOAT64, 8),
+}
+_PAIRS = {
+    "complex32": (DataType.FLOAT16, 2),
+    "complex64": (DataType.FLOAT32, 4),
+    "complex128": (DataType.FLOAT64, 8),
+}
+_FLOAT8 = {"float8_e4m3fn": (DataType.FLOAT8_E4M3, 1), "float8_e5m2": (DataType.FLOAT8_E5M2, 1)}
+
+_OF_INTEGERS = {
+    ReduceCode.SUM: RedOp.SUM,
+    ReduceCode.PRODUCT: RedOp.PROD,
+    ReduceCode.MIN: RedOp.MIN,
+    ReduceCode.MAX: RedOp.MAX,
+    ReduceCode.PREMUL_SUM: RedOp.SUM,  # of what has been multiplied
+}
+_OF_FLOATS = _OF_INTEGERS | {ReduceCode.AVG: RedOp.AVG}
+_OF_PAIRS = {code: _OF_FLOATS[code] for code in (ReduceCode.SUM, ReduceCode.AVG, ReduceCode.PREMUL_SUM)}
+_OF_BOOLEANS = dict.fromkeys((ReduceCode.SUM, ReduceCode.MAX, ReduceCode.BOR), RedOp.MAX)
+_OF_BOOLEANS |= dict.fromkeys((ReduceCode.PRODUCT, ReduceCode.MIN, ReduceCode.BAND), RedOp.MIN)
+
+
+def reduction(dtype: int, reduce_op: int, version: int) -> Reduction | None:
+    """How NCCL of that version reduces; None where it does not."""
+    name, code = dtype_name(dtype), ReduceCode(reduce_op)
+    if name == "bool":
+        known, ops = (DataType.UINT8, 1), _OF_BOOLEANS
+    elif name in _PAIRS:
+        known, ops = _PAIRS[name], _OF_PAIRS
+    elif name in _INTEGERS:
+        known, ops = _INTEGERS[name], _OF_INTEGERS
+    elif name in _FLOATS or (name in _FLOAT8 and version >= FLOAT8_SINCE):
+        known, ops = (_FLOATS | _FLOAT8)[name], _OF_FLOATS
+    else:
+        return None
+    op = ops.get(code)
+    return None if op is None else Reduction(*known, op)

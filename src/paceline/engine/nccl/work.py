@@ -1,0 +1,99 @@
+"""Calls under way, as the group waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from paceline.engine.failures import Failure
+from paceline.engine.nccl.line import Flight, Line
+
+# As long as this is no limit: the program's stream waits, and its thread goes on.
+_NO_LIMIT_NS = 1 << 61
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
+
+
+class NcclWork:
+    """A call that was given to `line`, or the reason why it was not."""
+
+    def __init__(self, line: Line, given: Flight | Failure) -> None:
+        self._line = line
+        self._given = given
+        self._went_well = False
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        if self._failure() is not None:
+            return True
+        assert isinstance(self._given, Flight)
+        # Looked at before the failure is: an abort ends what is in the stream, too.
+        passed = self._given.mark.done()
+        self._went_well = passed and self._line.failure is None
+        return passed
+
+    def wait(self, timeout_ns: int) -> bool:
+        """Has the current stream wait, or with a limit the thread; False when the time was over first."""
+        if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
+            return False
+        self.order()
+        return True
+
+    def order(self) -> None:
+        """Has the current stream wait until it is over."""
+        if isinstance(self._given, Flight):
+            self._given.mark.order()
+
+    def finish(self, timeout_ns: int) -> bool:
+        """Has the thread wait until it is over; False when the time was over first."""
+        deadline_ns = time.monotonic_ns() + timeout_ns
+        pause_s = _FIRST_PAUSE_S
+        while not self.done():
+            if time.monotonic_ns() > deadline_ns:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def outcome(self) -> Failure | None:
+        """Why it failed, as far as that is known by now."""
+        return self._failure()
+
+    def _failure(self) -> Failure | None:
+        if isinstance(self._given, Failure):
+            return self._given
+        return None if self._went_well else self._line.failure
+
+
+class NcclMessage:
+    """A send or a receive, which a lane's thread gives to its line."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._arrived = threading.Event()
+        self._work: NcclWork | None = None
+
+    def arrive(self, work: NcclWork) -> None:
+        """It was given to the line."""
+        self._work = work
+        self._arrived.set()
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._work is not None and self._work.done()
+
+    def wait(self, timeout_ns: int) -> bool:
+        """As a collective's; but first for the line to be open, which takes the other rank."""
+        started_ns = time.monotonic_ns()
+        if not self._arrived.wait(timeout_ns / 1e9):
+            return False
+        assert self._work is not None
+        limited = timeout_ns < _NO_LIMIT_NS
+        return self._work.wait(timeout_ns - (time.monotonic_ns() - started_ns) if limited else timeout_ns)
+
+    def outcome(self) -> Failure | None:
+        """Why it failed, as far as that is known by now."""
+        return None if self._work is None else self._work.outcome()
+
+    def source(self) -> int:
+        """The sender's group rank."""
+        return self._source
