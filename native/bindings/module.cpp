@@ -1,7 +1,24 @@
 // The extension module paceline._core. Bindings live in this folder and nowhere else; one file a component.
+#include <system_error>
+
 #include "bindings/bindings.hpp"
 
+namespace {
+
+// What the system cannot give (descriptors, threads) is an OSError with its number.
+void translate(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+        const nanobind::object arguments = nanobind::make_tuple(error.code().value(), error.what());
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
+}  // namespace
+
 NB_MODULE(_core, module) {
+    nanobind::register_exception_translator(translate);
     module.doc() = "Paceline's native core: links, host collectives, reductions, the store server.";
     nanobind::set_leak_warnings(false);
     paceline::bindings::register_engine(module);

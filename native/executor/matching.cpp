@@ -16,6 +16,7 @@ constexpr std::size_t kPartBytes = 1 << 20;
 void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) {
     const Frame& frame = arrival.frame;
     if (frame.kind == FrameKind::offer) {
+        --state(arrival.peer).offers_held;
         accept(arrival.peer, frame, request);
         return;
     }
@@ -218,7 +219,7 @@ bool Messenger::begin_body(int peer) {
             from.body.resize(frame.nbytes);
             return true;
         case FrameKind::offer:
-            return is_next(peer);
+            return is_next(peer) && from.offers_held < kMostOffers;
         default:
             return true;
     }
@@ -270,7 +271,10 @@ void Messenger::end_body(int peer) {
             }
             return;
         case FrameKind::offer:
-            if (!match_posted(peer)) arrivals_.push_back({frame, peer, {}});
+            if (!match_posted(peer)) {
+                arrivals_.push_back({frame, peer, {}});
+                ++from.offers_held;
+            }
             return;
         case FrameKind::accept:
             if (auto node = from.offered.extract(frame.id); !node.empty()) {

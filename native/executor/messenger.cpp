@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 namespace paceline::executor {
@@ -14,6 +15,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kSliceMs = 20;
 constexpr int kSlicesPerInterruptCheck = 5;
+constexpr int kSlicesPerSilenceCheck = 25;
 constexpr auto kFarewell = std::chrono::milliseconds(500);
 
 Outcome lost_outcome(int peer, bool left) {
@@ -76,6 +78,11 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
         finish(request, *failure_);
     } else if (to.left || to.lost) {
         finish(request, lost_outcome(peer, to.left));
+    } else if (to.offered.size() >= kMostOffers) {
+        Outcome outcome;
+        outcome.code = Code::unfit;
+        outcome.missing = {peer};
+        finish(request, std::move(outcome));
     } else {
         const std::size_t nbytes = request->memory_.nbytes();
         Frame frame{.kind = FrameKind::offer, .id = to.next_id++, .nbytes = nbytes, .tag = tag, .dtype = dtype};
@@ -200,8 +207,9 @@ bool Messenger::progress() {
     return moved;
 }
 
-void Messenger::expire() {
+void Messenger::expire(bool look_for_silence) {
     const auto now = Clock::now();
+    std::set<int> awaited;
     for (const std::shared_ptr<Request>& request : open_) {
         if (now > request->deadline_) {
             Outcome outcome;
@@ -214,18 +222,20 @@ void Messenger::expire() {
             break_group(std::move(outcome), true);
             return;
         }
-        if (request->peer_ != kAnySource && !state(request->peer_).lost &&
-            links_.peer(request->peer_).control->silent()) {
-            closed(request->peer_);
-            return;
-        }
+        if (look_for_silence && request->peer_ != kAnySource && !state(request->peer_).lost)
+            awaited.insert(request->peer_);
+    }
+    for (const int peer : awaited) {
+        if (!links_.peer(peer).control->silent()) continue;
+        closed(peer);
+        return;
     }
 }
 
 // What has to be done now and then, also while there is always something to move.
 void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
                             const Interrupted& interrupted) {
-    expire();
+    expire(slice % kSlicesPerSilenceCheck == 0);
     if (slice % kSlicesPerInterruptCheck != 0 || !interrupted) return;
     hold.unlock();
     const bool stop = interrupted();

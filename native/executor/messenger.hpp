@@ -2,7 +2,8 @@
 //
 // Messages match by sender and tag in the order in which they were sent. Small ones travel with their announcement, up
 // to a window that the receiver renews; large ones wait until a receive accepts them, then go in parts between which
-// other frames get through. So what a rank holds for receives that were not made yet is bounded.
+// other frames get through. So what a rank holds for receives that were not made yet is bounded; a send of one offer
+// too many ends as `unfit`.
 //
 // Whoever waits drives the lanes, one thread at a time; a thread of the messenger's own does while asynchronous
 // requests are open and nobody waits.
@@ -28,6 +29,7 @@ namespace paceline::executor {
 constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // larger messages ask first
 constexpr std::size_t kEagerWindow = 512 << 10;  // of small ones that were not credited yet
+constexpr std::size_t kMostOffers = 1 << 16;     // messages to one rank that wait for its receives
 
 // What a small message takes of the window: empty ones are not free for who keeps them.
 constexpr std::size_t charge(std::size_t nbytes) {
@@ -111,6 +113,7 @@ class Messenger {
         std::size_t eager_out = 0;    // not credited yet
         std::size_t eager_in = 0;     // taken, not credited yet
         std::size_t eager_held = 0;   // come, not credited yet
+        std::size_t offers_held = 0;  // come, without a receive
         std::uint64_t latest_id = 0;  // of what came
         // The frame that is coming in.
         Frame frame;
@@ -143,7 +146,7 @@ class Messenger {
     static void copy_body(Outgoing& outgoing);
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
-    void expire();
+    void expire(bool look_for_silence);
     void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
                      const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,

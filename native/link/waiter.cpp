@@ -5,10 +5,19 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
+#include <system_error>
 
 namespace paceline::link {
 
-Waiter::Waiter() : epoll_(epoll_create1(EPOLL_CLOEXEC)), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+Waiter::Waiter() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+    if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
+    wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_ < 0) {
+        const int why = errno;
+        ::close(epoll_);
+        throw std::system_error(why, std::generic_category(), "eventfd");
+    }
     watch(wake_);
 }
 
@@ -20,7 +29,8 @@ Waiter::~Waiter() {
 void Waiter::watch(int descriptor) {
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, descriptor, &event);
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, descriptor, &event) != 0)
+        throw std::system_error(errno, std::generic_category(), "epoll_ctl");
 }
 
 void Waiter::sleep(int timeout_ms) {

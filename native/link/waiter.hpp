@@ -8,6 +8,7 @@ namespace paceline::link {
 
 class Waiter {
   public:
+    // Throws std::system_error, as `watch` does, when the system has no descriptors or memory left.
     Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
@@ -21,7 +22,7 @@ class Waiter {
 
   private:
     int epoll_;
-    int wake_;
+    int wake_ = -1;
 };
 
 }  // namespace paceline::link

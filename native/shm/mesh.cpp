@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <system_error>
 
 namespace paceline::shm {
 namespace {
@@ -35,6 +36,13 @@ Mesh::Mesh(int rank, std::vector<int> sockets)
       doorbell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       doorbells_(sockets_.size()),
       guard_([this] { close_sockets(); }) {
+    if (wake_ < 0 || doorbell_ < 0) {
+        const int why = errno;
+        for (const int fd : {wake_, doorbell_})
+            if (fd >= 0) ::close(fd);
+        guard_.close();
+        throw std::system_error(why, std::generic_category(), "eventfd");
+    }
     for (std::atomic<int>& each : doorbells_) each.store(-1, std::memory_order_relaxed);
     listener_ = std::thread([this] { listen(); });
     for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::doorbell, 0, 0, 0}, doorbell_);

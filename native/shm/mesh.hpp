@@ -34,6 +34,7 @@ using RegionId = std::uint64_t;
 class Mesh {
   public:
     // `sockets[p]` is the authenticated connection to rank p (-1 at `rank`); taken over and closed by the mesh.
+    // Throws std::system_error when the system has no descriptors left.
     Mesh(int rank, std::vector<int> sockets);
     Mesh(const Mesh&) = delete;
     Mesh& operator=(const Mesh&) = delete;

@@ -77,7 +77,7 @@ def die_when(odd: int, instant: str) -> Told:
     return init()
 
 
-@pytest.mark.parametrize(("odd", "instant"), zip([2, 1, 2, 2, 1], INSTANTS, strict=True))
+@pytest.mark.parametrize(("odd", "instant"), list(zip([2, 1, 2, 2, 1], INSTANTS, strict=True)))
 def test_one_that_dies_is_named_to_all(hosts, odd, instant):
     with hosts([2, 1]).start(die_when, odd, instant) as world:
         told = world.join(30, expect_dead={odd})

@@ -8,6 +8,6 @@
     do {                                                                                       \
         if (!(condition)) {                                                                    \
             std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-            std::exit(1);                                                                      \
+            std::_Exit(1); /* other threads still run, and use what exit() would destroy */    \
         }                                                                                      \
     } while (false)

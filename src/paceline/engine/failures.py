@@ -60,6 +60,7 @@ class Member:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
+MOST_OFFERS = 1 << 16  # native/executor/messenger.hpp
 _BROKEN = "This group can no longer be used: destroy it and start again"
 
 
@@ -85,6 +86,11 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
         return _mismatch(outcome, members, me)
     if outcome.code == Code.PEER_LOST:
         return _peer_lost(outcome, members, me, call)
+    if outcome.code == Code.UNFIT and outcome.missing:
+        return CollectiveError(
+            f"{me}: {call} was not begun: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} wait for its "
+            "receives already; receive there what was sent, or wait for earlier sends first"
+        )
     if outcome.code == Code.UNFIT:
         return CollectiveError(
             f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from paceline.schedule.steps import Kind, Schedule, Slice, Step
 
+# As in steps.py: there are many of them.
+_new = tuple.__new__
+_SEND, _, _, _COPY = Kind
+
 
 class ScheduleError(AssertionError):
     """The schedules of a world do not do what their operation promises; the message names rank, number and step."""
@@ -29,15 +33,15 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
     receives: dict[tuple[int, int], list[int]] = defaultdict(list)
     moves: list[list[Move]] = []
     for rank, schedule in enumerate(schedules):
-        for number, step in enumerate(schedule.steps):
-            if step.kind is Kind.COPY:
+        for number, (kind, peer, _, _, _) in enumerate(schedule.steps):
+            if kind is _COPY:
                 moves.append([Move(rank, number, rank, number)])
-            elif step.peer == rank or not 0 <= step.peer < len(schedules):
-                raise fault(schedule, number, f"there is no peer {step.peer}")
-            elif step.kind is Kind.SEND:
-                sends[rank, step.peer].append(number)
+            elif peer == rank or not 0 <= peer < len(schedules):
+                raise fault(schedule, number, f"there is no peer {peer}")
+            elif kind is _SEND:
+                sends[rank, peer].append(number)
             else:
-                receives[step.peer, rank].append(number)
+                receives[peer, rank].append(number)
     for link in {**sends, **receives}:
         moves.append(_meet(schedules, *link, sends[link], receives[link]))
     return moves
@@ -45,15 +49,16 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
 
 def _meet(schedules: Sequence[Schedule], source: int, target: int, sends: list[int], receives: list[int]) -> list[Move]:
     met = []
+    sent_steps, received_steps = schedules[source].steps, schedules[target].steps
     for sending, receiving in zip_longest(sends, receives):
         if receiving is None:
             raise fault(schedules[source], sending, f"rank {target} never receives it")
         if sending is None:
             raise fault(schedules[target], receiving, f"rank {source} never sends it")
-        src, dst = schedules[source].steps[sending].src, schedules[target].steps[receiving].dst
-        if not (src and dst and src.length == dst.length):
+        src, dst = sent_steps[sending][3], received_steps[receiving][2]
+        if not (src and dst and src[2] == dst[2]):
             raise fault(schedules[target], receiving, f"rank {source} sends {src and src.length} blocks for it")
-        met.append(Move(source, sending, target, receiving))
+        met.append(_new(Move, (source, sending, target, receiving)))
     return met
 
 

@@ -10,6 +10,9 @@ from paceline.schedule.links import fault
 from paceline.schedule.meaning import Blocks, starts
 from paceline.schedule.steps import Buffer, Kind, Schedule, Slice
 
+_SEND, _RECV, _REDUCE, _ = Kind
+_INPUT = Buffer.INPUT
+
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 """The places a step reads, and those it writes, block by block, with what must have happened there before.
 
@@ -34,6 +37,10 @@ class Memory:
         at = 3 * rank + buffer
         return range(self._firsts[at], self._firsts[at + 1])
 
+    def start(self, rank: int, buffer: Buffer) -> int:
+        """Return the first place of a rank's buffer."""
+        return self._firsts[3 * rank + buffer]
+
     def name(self, place: int, rank: int) -> str:
         """Return a place as one reads it."""
         for buffer in Buffer:
@@ -52,21 +59,19 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
     for schedule in schedules:
         of_rank: list[Accesses] = []
         places: dict[Slice, range] = {}
-        for number, (_, _, dst, src, _) in enumerate(schedule.steps):
-            _check(schedule, number)
-            reads: list[tuple[int, int]] = nothing
-            writes: list[tuple[int, int]] = nothing
-            if src is not None and src != dst:
-                if src not in places:
-                    places[src] = _places(memory, schedule, number, src)
-                reads = [(at, written[at]) for at in places[src]]
-                for at, _ in reads:
+        for number, (kind, _, dst, src, final) in enumerate(schedule.steps):
+            if final or not _is_plain(kind, dst, src):
+                _check(schedule, number)
+            reads = writes = nothing
+            if src is not None and src is not dst and src != dst:
+                found = places.get(src) or places.setdefault(src, _places(memory, schedule, number, src))
+                reads = [(at, written[at]) for at in found]
+                for at in found:
                     accessed[at] += 1
             if dst is not None:
-                if dst not in places:
-                    places[dst] = _places(memory, schedule, number, dst)
-                writes = [(at, accessed[at]) for at in places[dst]]
-                for at, _ in writes:
+                found = places.get(dst) or places.setdefault(dst, _places(memory, schedule, number, dst))
+                writes = [(at, accessed[at]) for at in found]
+                for at in found:
                     accessed[at] += 1
                     written[at] += 1
             of_rank.append((reads, writes))
@@ -79,6 +84,15 @@ def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice) -> r
     if blocks.first < 0 or blocks.length < 1 or blocks.first + blocks.length > len(buffer):
         raise fault(schedule, number, f"{blocks.buffer.name} has {len(buffer)} blocks on this rank")
     return buffer[blocks.first : blocks.first + blocks.length]
+
+
+def _is_plain(kind: Kind, dst: Slice | None, src: Slice | None) -> bool:
+    """Whether a step is one of those that most are, and sound: they are many, and to look closer takes time."""
+    if kind is _SEND:
+        return dst is None and src is not None
+    if dst is None or dst.buffer is _INPUT:
+        return False
+    return src is None if kind is _RECV else src is dst and kind is _REDUCE
 
 
 def _check(schedule: Schedule, number: int) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from paceline.schedule.barriers import verify_barrier
 from paceline.schedule.links import Move, ScheduleError, fault, moves_by_link
-from paceline.schedule.meaning import REDUCING, Value, ends, fits
+from paceline.schedule.meaning import CUT_LIKE_THE_TENSOR, REDUCING, Value, ends, fits
 from paceline.schedule.memory import Memory
 from paceline.schedule.steps import Buffer, Kind, Schedule
 
@@ -42,12 +42,8 @@ def verify(schedules: Sequence[Schedule]) -> None:
         world.check_ends()
 
 
-class _Wait(NamedTuple):
-    """A step that cannot go on before an earlier step of its rank has read or written the place."""
-
-    place: int
-    rank: int
-    number: int
+_Wait: TypeAlias = tuple[int, int, int]
+"""A place, a rank and the number of a step, which cannot go on before an earlier one has read or written the place."""
 
 
 class _World:
@@ -65,40 +61,49 @@ class _World:
             link = self.ready.popleft()
             wait = next(link, None)
             if wait is not None:
-                self.waiting.setdefault(wait.place, []).append((wait, link))
+                self.waiting.setdefault(wait[0], []).append((wait, link))
         if self.waiting:
             waits = [wait for sleepers in self.waiting.values() for wait, _ in sleepers]
-            place, rank, number = min(waits, key=lambda wait: (wait.number, wait.rank))
+            place, rank, number = min(waits, key=lambda wait: (wait[2], wait[1]))
             what = f"waits for ever for an earlier step on {self.memory.name(place, rank)}"
             raise fault(self.schedules[rank], number, what)
 
     def link(self, moves: list[Move]) -> Iterator[_Wait]:
         """Do the moves of one link, block after block; stop at each place that is not ready."""
-        memory, waiting = self.memory, self.waiting
-        values, written, accessed = memory.values, memory.written, memory.accessed
+        # This is where all the time goes, so it looks up little.
+        memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
+        values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
         operation = self.schedules[0].operation
+        fits_by_index = operation in CUT_LIKE_THE_TENSOR
+        reduces = operation in REDUCING
         for source, source_step, target, target_step in moves:
-            reads, _ = memory.accesses[source][source_step]
-            own_reads, writes = memory.accesses[target][target_step]
-            step = self.schedules[target].steps[target_step]
-            adding = step.kind is Kind.REDUCE
-            apart = adding and step.src != step.dst
-            start = memory.buffer(target, step.dst.buffer).start if step.dst else 0
+            reads = accesses[source][source_step][0]
+            own_reads, writes = accesses[target][target_step]
+            kind, _, dst_slice, src_slice, final = self.schedules[target].steps[target_step]
+            adding = kind is Kind.REDUCE
+            apart = adding and src_slice != dst_slice
+            start = memory.start(target, dst_slice.buffer) if dst_slice else 0
             for (src, writes_before), (own, own_before), (dst, accesses_before) in zip(
                 reads, own_reads if apart else writes, writes, strict=True
             ):
                 while written[src] != writes_before:
-                    yield _Wait(src, source, source_step)
+                    yield src, source, source_step
                 while apart and written[own] != own_before:
-                    yield _Wait(own, target, target_step)
+                    yield own, target, target_step
                 while accessed[dst] != accesses_before:
-                    yield _Wait(dst, target, target_step)
+                    yield dst, target, target_step
                 value = values[src]
                 if value is None:
                     raise fault(self.schedules[source], source_step, f"{memory.name(src, source)} is undefined")
                 if adding:
-                    value = self.added(values[own], value, target, target_step)
-                if not fits(operation, target, dst - start, value):
+                    mine = values[own]
+                    if mine is None or mine[0] != value[0] or mine[1] & value[1] or not reduces:
+                        raise self.cannot_add(mine, value, target, target_step)
+                    contributors = mine[1] | value[1]
+                    if (contributors == everyone) != final:
+                        raise self.is_not_final(contributors, target, target_step)
+                    value = (value[0], contributors)
+                if value[0] != dst - start if fits_by_index else not fits(operation, target, dst - start, value):
                     what = f"block {value[0]} is kept in {memory.name(dst, target)}, which may have another size"
                     raise fault(self.schedules[target], target_step, what)
                 values[dst] = value
@@ -106,28 +111,27 @@ class _World:
                 for place in (src, dst, own) if apart else (src, dst):
                     accessed[place] += 1
                     if place in waiting:
-                        self.ready.extend(link for _, link in waiting.pop(place))
+                        ready.extend([link for _, link in waiting.pop(place)])
 
-    def added(self, own: Value | None, received: Value, rank: int, number: int) -> Value:
-        """Return the sum of two values, which must be of the same block and have no contributor in common."""
+    def cannot_add(self, own: Value | None, received: Value, rank: int, number: int) -> ScheduleError:
+        """Return why two values have no sum: they must be of one block, and have no contributor in common."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
-            raise fault(schedule, number, f"{schedule.operation} reduces nothing")
+            return fault(schedule, number, f"{schedule.operation} reduces nothing")
         if own is None:
-            raise fault(schedule, number, "its src is undefined")
+            return fault(schedule, number, "its src is undefined")
         if own[0] != received[0]:
-            raise fault(schedule, number, f"adds block {received[0]} to block {own[0]}")
-        if twice := own[1] & received[1]:
-            raise fault(schedule, number, f"counts the contributions of ranks {_ranks(twice)} twice")
-        contributors = own[1] | received[1]
-        missing, final = self.everyone & ~contributors, schedule.steps[number].final
-        if final and missing:
-            raise fault(
-                schedule, number, f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"
-            )
-        if not final and not missing:
-            raise fault(schedule, number, "has all contributions, but is not marked final")
-        return own[0], contributors
+            return fault(schedule, number, f"adds block {received[0]} to block {own[0]}")
+        twice = own[1] & received[1]
+        return fault(schedule, number, f"counts the contributions of ranks {_ranks(twice)} twice")
+
+    def is_not_final(self, contributors: int, rank: int, number: int) -> ScheduleError:
+        """Return how a sum of `contributors` differs from what its step is marked as."""
+        schedule = self.schedules[rank]
+        if missing := self.everyone & ~contributors:
+            what = f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"
+            return fault(schedule, number, what)
+        return fault(schedule, number, "has all contributions, but is not marked final")
 
     def check_ends(self) -> None:
         """Compare each rank's OUTPUT with what the operation promises."""

@@ -1,0 +1,65 @@
+"""What the core does when the system has no descriptors left: an OSError, and nothing is kept."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from paceline import _core
+
+
+@contextmanager
+def descriptors_left(number: int) -> Iterator[None]:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0)]
+    while held[-1] < max(map(int, os.listdir("/proc/self/fd"))) - 1:
+        held.append(os.dup(0))  # until there is no gap
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1 + number, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def opened() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def await_end(connection: socket.socket) -> None:
+    """The core closes what it has taken over, perhaps after a goodbye."""
+    connection.settimeout(10)
+    while connection.recv(1024):
+        pass
+    connection.close()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_mesh_needs_descriptors(left: int) -> None:
+    before = opened()
+    ours, theirs = socket.socketpair()
+    with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):
+        _core.Mesh(0, [-1, ours.detach()])
+    await_end(theirs)
+    assert opened() == before
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_group_needs_descriptors(left: int) -> None:
+    before = opened()
+    mesh = _core.Mesh(0, [-1])
+    pairs = [socket.socketpair() for _ in range(2)]
+    ends = [ours.detach() for ours, _ in pairs]
+    with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):
+        _core.LinkGroup.create(mesh, 1, 0, [0, -1], [[], ends], 5.0)
+    for _, theirs in pairs:
+        await_end(theirs)
+    mesh.close()
+    del mesh
+    assert opened() == before
