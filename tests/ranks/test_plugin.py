@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as torch_dist
 from against_gloo import agree, torch_group
 from torch.distributed import ReduceOp
 from values import COMPLEX, FLOATS, make
+
+import paceline.plugin
 
 COUNTS = [1, 7, 70_001]
 INTEGERS = [torch.uint8, torch.int8, torch.int32, torch.int64]  # gloo does not have int16
@@ -21,6 +25,16 @@ def reductions(dtype: torch.dtype) -> list[ReduceOp]:
     if dtype in FLOATS:
         return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX]
     return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+
+
+def reduce_scatter(
+    output: torch.Tensor, parts: list[torch.Tensor], op: ReduceOp, asynchronous: bool
+) -> torch_dist.Work | None:
+    if torch.__version__ >= (2, 7) or torch_dist.get_backend() != "gloo":
+        return torch_dist.reduce_scatter(output, parts, op, async_op=asynchronous)
+    torch_dist.all_reduce(whole := torch.stack(parts), op)  # gloo had none
+    output.copy_(whole[torch_dist.get_rank()])
+    return torch_dist.barrier(async_op=asynchronous)
 
 
 def finish(work: torch_dist.Work | None, asynchronous: bool) -> None:
@@ -48,10 +62,11 @@ def reduce_everything(asynchronous: bool) -> list[torch.Tensor]:
                 results += [tensor] if rank == size - 1 else []
 
                 output = torch.empty(count, dtype=dtype)
-                finish(torch_dist.reduce_scatter(output, values, op, async_op=asynchronous), asynchronous)
+                finish(reduce_scatter(output, values, op, asynchronous), asynchronous)
                 results.append(output.clone())
                 whole = torch.cat(values)
-                finish(torch_dist.reduce_scatter_tensor(output, whole, op, async_op=asynchronous), asynchronous)
+                if torch.__version__ >= (2, 7):
+                    finish(torch_dist.reduce_scatter_tensor(output, whole, op, async_op=asynchronous), asynchronous)
                 results.append(output)
     return results
 
@@ -188,10 +203,41 @@ def only_here(directory: str) -> None:
         assert stacked[:, 0].tolist() == list(range(size))
 
         group = torch_dist.group.WORLD
+        mine = torch.full((2,), float(rank))
+        every_name(group, mine, rank, size)
         group.monitored_barrier()
         group.monitored_barrier(wait_all_ranks=True)
         empty = torch.empty(0)
         torch_dist.all_reduce(empty)
+
+
+def every_name(group: torch_dist.ProcessGroup, mine: torch.Tensor, rank: int, size: int) -> None:
+    """What releases of torch call that the installed one may not: old names, new names, reductions without options."""
+    everyone = [float(r) for r in range(size) for _ in mine]
+    for gather in (group._allgather_base, group.all_gather_single):
+        gather(whole := torch.empty(2 * size), mine).wait()
+        assert whole.tolist() == everyone
+    for gather in (group.allgather_into_tensor_coalesced, group.all_gather_single_coalesced):
+        gather([whole := torch.empty(2 * size)], [mine]).wait()
+        assert whole.tolist() == everyone
+    opts = torch_dist.GatherOptions()
+    opts.rootRank = 0
+    for gather in (group.gather_single, group.gather_into_tensor):
+        gather(whole := torch.empty(2 * size if rank == 0 else 0), mine, opts).wait()
+        assert whole.tolist() == (everyone if rank == 0 else [])
+    whole, part = torch.arange(2.0 * size), torch.empty(2)
+    for scatter in (group._reduce_scatter_base, group.reduce_scatter_single):
+        scatter(part.zero_(), whole).wait()
+        assert part.tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
+    for scatter in (group.reduce_scatter_tensor_coalesced, group.reduce_scatter_single_coalesced):
+        scatter([part.zero_()], [whole]).wait()
+        assert part.tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
+    for exchange in (group.alltoall_base, group.all_to_all_single):
+        exchange(out := torch.empty(size), torch.full((size,), float(rank)), [], []).wait()
+        assert out.tolist() == list(range(size))
+    group.allreduce([highest := mine.clone()], ReduceOp.MAX).wait()
+    assert highest.tolist() == [size - 1.0] * 2
+    assert group.get_backend(torch.device("cpu")) is group._get_backend(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -256,3 +302,24 @@ def wait_for_futures(directory: str) -> None:
 
 def test_futures_complete_by_themselves(ranks, tmp_path):
     ranks(2)(wait_for_futures, str(tmp_path))
+
+
+def alone() -> None:
+    from torch.distributed import _dist2
+
+    paceline.plugin.register()
+    limit = timedelta(seconds=30)
+    group = _dist2.new_group("paceline", limit, "cpu")
+    assert not torch_dist.is_initialized() and group.size() == 2
+    group.allreduce([summed := torch.ones(3)]).wait()
+    assert summed.tolist() == [2, 2, 2]
+    group.shutdown()
+    with pytest.raises(ValueError, match="takes CPU tensors; got the device meta"):
+        _dist2._BACKENDS["paceline"](None, 0, 1, limit, torch.device("meta"))
+    with pytest.raises(ValueError, match="has no options; got speed"):
+        _dist2._BACKENDS["paceline"](None, 0, 1, limit, torch.device("cpu"), speed=2)
+
+
+def test_a_group_outside_of_the_world(ranks):
+    pytest.importorskip("torch.distributed._dist2", reason="this release of torch has no groups outside of its world")
+    ranks(2)(alone)

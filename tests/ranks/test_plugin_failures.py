@@ -141,8 +141,11 @@ def use_groups(directory: str) -> None:
                 work.get_future().wait()
                 torch_dist.all_reduce(torch.ones(3), group=each)
             assert "PACELINE_SECRET" in os.environ  # the test's, not one that joining left
-        with pytest.raises(ValueError, match="was destroyed"):
-            group.allreduce([torch.ones(3)])
+        if torch.__version__ >= (2, 7):  # before that torch tells its groups nothing
+            with pytest.raises(ValueError, match="was destroyed"):
+                group.allreduce([torch.ones(3)])
+        else:
+            del group, mesh
         del work  # but not the group and the mesh, which programs keep
         gc.collect()
         now = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

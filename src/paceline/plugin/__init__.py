@@ -6,6 +6,10 @@ at the end of `import torch`, so it imports nothing else and never raises.
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
 
 def register() -> None:
     """Makes "paceline" known to torch.distributed; without effect where that is not possible."""
@@ -15,6 +19,8 @@ def register() -> None:
         if not torch_dist.is_available() or "paceline" in torch_dist.Backend.backend_list:
             return
         torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu"])
+        if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
+            import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
     except Exception as error:
         import logging
 
@@ -26,3 +32,9 @@ def _create(options: object, pg_options: object = None) -> object:
     from paceline.plugin.joining import create
 
     return create(options, pg_options)
+
+
+def _create_alone(store: Any, rank: int, world_size: int, timeout: Any, device: Any, **options: object) -> object:
+    from paceline.plugin.joining import create_alone
+
+    return create_alone(store, rank, world_size, timeout, device, options)

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.distributed_c10d import _world
 
 from paceline.engine.native import NativeEngine
 from paceline.group.process_group import ProcessGroup
@@ -22,6 +23,8 @@ class Identity(torch_dist.ProcessGroup):
     supports_shrinking = False
     supports_tensor_alloc = False
     supports_time_estimate = False
+    supports_reconfigure = False
+    supports_window = False
     bound_device_id: torch.device | None = None
 
     def __init__(self, engine: NativeEngine, group: ProcessGroup) -> None:
@@ -77,7 +80,10 @@ class Identity(torch_dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        """None until torch has taken the group into its world: to a new one with devices torch 2.15 attaches a recorder
+        that works on backends in C++ only.
+        """
+        return [_CPU] if self in _world.pg_map else []
 
     def _get_backend(self, device: torch.device) -> Identity:
         if torch.device(device).type != "cpu":
@@ -87,11 +93,16 @@ class Identity(torch_dist.ProcessGroup):
             )
         return self
 
+    get_backend = _get_backend
+
     def _set_default_backend(self, backend_type: object) -> None:
         """There is only this one."""
 
     def _has_hooks(self) -> bool:
         return False
+
+    def _wait_for_pending_works(self) -> None:
+        """Calls are waited for by who made them."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Calls are numbered by the core."""

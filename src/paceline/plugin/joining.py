@@ -6,7 +6,11 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
+
+import torch
 
 from paceline.durations import to_seconds
 from paceline.engine.failures import Member
@@ -53,6 +57,34 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
         engine.close()
         raise
     return TorchProcessGroup(engine, group)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What torch's object of the same meaning has, which Python cannot make."""
+
+    store: object
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    global_ranks_in_group: tuple[int, ...] = ()
+    group_id: str = "alone"
+
+
+def create_alone(
+    store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
+) -> TorchProcessGroup:
+    """The process group that `torch.distributed._dist2.new_group` asks for, which is none of torch's world.
+
+    Raises:
+        ValueError: `device` is no CPU, or there are `options`, which this backend does not have.
+        RendezvousError, AuthenticationError, StoreTimeoutError: the ranks did not find each other.
+    """
+    if device.type != "cpu":
+        raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
+    if options:
+        raise ValueError(f"the backend 'paceline' has no options; got {', '.join(options)}")
+    return create(_Options(store, rank, world_size, timeout))
 
 
 @contextmanager

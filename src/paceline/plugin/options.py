@@ -26,20 +26,21 @@ _UNSET = timedelta(0)
 
 
 def reduction(opts: Any) -> Reduction:
-    """The reduction that is asked for; without options SUM.
+    """The reduction that is asked for, by options or by its name; without either SUM.
 
     Raises:
         ValueError: Paceline does not have it.
     """
     if opts is None:
         return ReduceOp.SUM
-    op = opts.reduceOp
-    ours = _REDUCTIONS.get(op.op)
+    op = getattr(opts, "reduceOp", opts)
+    kind = getattr(op, "op", op)
+    ours = _REDUCTIONS.get(kind)
     if ours is not None:
         return ours
-    if op.op == _KINDS.PREMUL_SUM:
+    if kind == _KINDS.PREMUL_SUM:
         return PremulSum(op.__getstate__()[1])
-    raise ValueError(f"the backend 'paceline' does not know the reduction {op.op}")
+    raise ValueError(f"the backend 'paceline' does not know the reduction {kind}")
 
 
 def asynchronous(opts: Any) -> bool:

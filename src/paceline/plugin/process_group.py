@@ -18,7 +18,7 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.work import JoinedWork, Work, ended
 from paceline.plugin.identity import Identity
 from paceline.plugin.options import asynchronous, one_list, reduction, time_limit
-from paceline.plugin.works import FinishedWork, RunningWork
+from paceline.plugin.works import FinishedWork, RunningWork, kept
 
 Call = Callable[[bool, timedelta | None], Work | None]
 
@@ -90,6 +90,11 @@ class TorchProcessGroup(Identity):
         return self._finish(
             opts, outputs or [], lambda a, t: self._group.gather(outputs, input_tensors, opts.rootRank, a, t)
         )
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> TorchWork:
+        """Every rank's tensor to one of the root's, one behind the other."""
+        outputs = self._parts(output) if self.rank() == opts.rootRank else None
+        return self._finish(opts, [output], lambda a, t: self._group.gather(outputs, input, opts.rootRank, a, t))
 
     def scatter(
         self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
@@ -174,6 +179,7 @@ class TorchProcessGroup(Identity):
     # The names that these had, or have, in other releases.
 
     _allgather_base = all_gather_single
+    gather_into_tensor = gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -199,10 +205,10 @@ class TorchProcessGroup(Identity):
 
     def _as_torchs(self, work: Work | None, results: Sequence[torch.Tensor]) -> TorchWork:
         if work is None:
-            return FinishedWork(results)
+            return kept(FinishedWork(results))
         if self._coalescing is not None:
             self._coalescing.append(work)
-        return RunningWork(work, results)
+        return kept(RunningWork(work, results))
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
         if not whole.is_contiguous():

@@ -12,6 +12,10 @@ from paceline.group.work import Work
 
 _FOR_EVER = timedelta(0)
 
+# Before release 2.7 torch's C++ keeps its side of a Work only, and waits for ever for one whose Python side has gone.
+_KEEPS_WORKS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 7)
+_kept: set[TorchWork] = set()
+
 
 class RunningWork(TorchWork):
     """A call that runs, or ran, asynchronously."""
@@ -22,6 +26,7 @@ class RunningWork(TorchWork):
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Waits for it, at most as long as `timeout` if that is positive."""
+        _kept.discard(self)
         return self._running.wait(timeout if timeout > _FOR_EVER else None)
 
     def synchronize(self) -> None:
@@ -48,6 +53,7 @@ class RunningWork(TorchWork):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensors, completed by itself."""
+        _kept.discard(self)
         return self._running.get_future()
 
     def source_rank(self) -> int:
@@ -66,6 +72,7 @@ class FinishedWork(TorchWork):
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """At once."""
+        _kept.discard(self)
         return True
 
     is_completed = is_success = wait
@@ -84,6 +91,7 @@ class FinishedWork(TorchWork):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the tensors that has them."""
+        _kept.discard(self)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self.result())
         return future
@@ -93,3 +101,10 @@ class FinishedWork(TorchWork):
         return -1
 
     _source_rank = source_rank
+
+
+def kept(work: RunningWork | FinishedWork) -> RunningWork | FinishedWork:
+    """`work`, which lives until somebody has waited for it or has its future, where torch does not see to that."""
+    if not _KEEPS_WORKS:
+        _kept.add(work)
+    return work
