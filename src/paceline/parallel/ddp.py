@@ -24,11 +24,12 @@ from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.members import find_members, ignore_members
 from paceline.parallel.reducer import Reducer
 from paceline.parallel.scatter_gather import Device, to_device
+from paceline.parallel.sharded.replica import ShardedReplica
 from paceline.parallel.uneven import UnevenInputs, announce_step
 from paceline.parallel.watched import WatchedModule
 
 DEFAULT_BUCKET_CAP_MB = 25
-_OF_THIS_PROCESS = ("process_group", "_reducer", "_watched")
+_OF_THIS_PROCESS = ("process_group", "_reducer", "_replica", "_watched")
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -52,12 +53,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: without effect: gradients are reduced where they are, there are no bucket copies.
         static_graph: backward goes the same way every time; the first one shows which parameters it leaves out, and
             which it comes to several times.
+        deterministic: compute and average so that training ends with the same bits on any number of ranks, which is a
+            power of two (see docs/reproducible.md).
+        logical_shards: with `deterministic`, a power of two of at least the number of ranks: a step's samples are dealt
+            out to so many shards, each computed by itself. The same for all runs that are to agree.
+        seed: with `deterministic`, of the shards' random numbers.
         overlap: reduce gradients while backward computes others. None: where each rank of this host has a core to
             spare for it (see docs/data-parallel.md), and always on GPUs.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
-        ValueError: a parameter is on a device that the group has no engine for, or not on the first of `device_ids`.
+        ValueError: a parameter is on a device that the group has no engine for, or not on the first of `device_ids`;
+            arguments do not fit together.
         RuntimeError: no parameter requires a gradient.
         TypeError: the module has parameters of a type that cannot be averaged.
 
@@ -84,6 +91,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
+        deterministic: bool = False,
+        logical_shards: int | None = None,
+        seed: int = 0,
         overlap: bool | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -93,6 +103,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         if output_device is not None:
             self.output_device = to_device(output_device)
         self.dim = dim
+        if deterministic != (logical_shards is not None) or (deterministic and self.device_ids):
+            raise ValueError(
+                f"deterministic is {deterministic}, logical_shards {logical_shards} and device_ids {device_ids}; "
+                "deterministic=True needs logical_shards, such as 8; they come together, and without device_ids"
+            )
+        self.logical_shards = logical_shards
+        self.seed = seed
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be positive")
         self.module = module
@@ -114,6 +131,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "bucket_cap_mb": self.bucket_cap_mb,
                     "find_unused_parameters": find_unused_parameters,
                     "static_graph": static_graph,
+                    "logical_shards": logical_shards,
+                    "seed": seed,
                     "overlap": overlap,
                 },
                 facts_of(self.process_group, overlap, on_cpu=any(tensor.is_cpu for tensor in members.trained.values())),
@@ -131,6 +150,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`)."""
         records = torch.is_grad_enabled()
+        if self._replica is not None and records:
+            self._watched.look()
+            return self._replica(args, kwargs, self.require_backward_grad_sync)
         root = announce_step(self) if self._join_config.enable and records else 0
         if not (self.require_backward_grad_sync and records):
             return self._call(args, kwargs)
@@ -199,7 +221,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """What this module does in `Join`; takes `divide_by_initial_world_size`."""
+        """What this module does in `Join`; takes `divide_by_initial_world_size`.
+
+        Raises:
+            ValueError: with `deterministic`, which deals every step out to all ranks evenly.
+        """
+        self._require_not_deterministic("Join")
         return UnevenInputs(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
@@ -222,7 +249,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         Raises:
             TypeError: `hook` cannot be called.
             RuntimeError: there is one already.
+            ValueError: the module is `deterministic`.
         """
+        self._require_not_deterministic("register_comm_hook")
         if not callable(hook):
             raise TypeError(
                 f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
@@ -232,6 +261,13 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
         self._reducer.exchange.comm_hook = CommHook(state, hook)
+
+    def _require_not_deterministic(self, call: str) -> None:
+        if self._replica is not None:
+            raise ValueError(
+                f"{call} got a module with deterministic=True, whose gradients are added in an order of their own; "
+                "wrap it without"
+            )
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -271,6 +307,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=self.static_graph,
             overlap=self.overlap,
         )
+        self._replica = None
+        if self.logical_shards is not None:
+            torch.set_num_threads(1)  # kernels split sums by it
+            self._replica = ShardedReplica(
+                self.module, self._watched.members, self.logical_shards, self.seed, self.dim, self.process_group
+            )
         # The hooks must not outlive the wrapper: the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False
 

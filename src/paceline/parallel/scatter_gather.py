@@ -39,7 +39,7 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
     count = min([len(devices), *(_chunks(size, len(devices)) for size in sizes)])
 
     def part(at: int) -> object:
-        return _rebuild(value, lambda tensor: _part(tensor, at, count, dim, to_device(devices[at])))
+        return map_tensors(value, lambda tensor: _part(tensor, at, count, dim, to_device(devices[at])))
 
     return [part(at) for at in range(count)]
 
@@ -87,6 +87,16 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
     return _with_children(first, {key: gather([each[key] for each in lists], device, dim) for key in lists[0]})
 
 
+def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """A copy of a nest, of lists, tuples, mappings and dataclasses, with its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    children = _children(value)
+    if children is None:
+        return value
+    return _with_children(value, {key: map_tensors(child, change) for key, child in children.items()})
+
+
 def _chunks(size: int, count: int) -> int:
     """How many parts torch.chunk makes of `size` when asked for `count`."""
     return -(-size // -(-size // count)) if size else 1
@@ -107,16 +117,6 @@ def _tensors(value: object) -> list[torch.Tensor]:
         return [value]
     children = _children(value)
     return [] if children is None else [tensor for child in children.values() for tensor in _tensors(child)]
-
-
-def _rebuild(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """A copy of a nest with its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    children = _children(value)
-    if children is None:
-        return value
-    return _with_children(value, {key: _rebuild(child, change) for key, child in children.items()})
 
 
 def _children(value: object) -> dict[object, object] | None:

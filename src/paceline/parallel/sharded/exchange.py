@@ -7,25 +7,28 @@ half-precision sums once for all ranks, which a tree over shards could not conti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
+from paceline.parallel.sharded.tree import Node, add_up, nodes_within
 
 
-def add_over_ranks(mine: Mapping[Node, torch.Tensor], shards: int, group: ProcessGroup) -> torch.Tensor:
+def add_over_ranks(
+    mine: Mapping[Node, torch.Tensor], shards: int, group: ProcessGroup, runs: Sequence[range]
+) -> torch.Tensor:
     """The sum over all shards, the same bits on every rank of any group.
 
     Args:
         mine: the sums of `nodes_within` this rank's run, in that order; one-dimensional, of one type and of one length,
             which the number of ranks divides.
+        runs: each rank's shards.
     """
     root, size = Node(0, shards), group.size()
     if size == 1:
         return mine[root]
-    nodes = [nodes_within(run_of_rank(shards, size, rank), root) for rank in range(size)]
+    nodes = [nodes_within(run, root) for run in runs]
     some = next(iter(mine.values()))
     count = some.numel() // size
     inputs = [[value[rank * count : (rank + 1) * count] for value in mine.values()] for rank in range(size)]

@@ -120,10 +120,12 @@ class LogicalShards:
         def value_of(shard: int) -> Values:
             return self._compute(loss_of, by_shard.get(shard), params, buffers, before)
 
+        size = self._group.size()
+        runs = [run_of_rank(self.count, size, rank) for rank in range(size)]
         nodes = nodes_within(self.mine, Node(0, self.count))
         sums = {node: add_up(node, add, value_of, {}) for node in nodes}
         total = {
-            dtype: add_over_ranks({node: sums[node][dtype] for node in nodes}, self.count, self._group)
+            dtype: add_over_ranks({node: sums[node][dtype] for node in nodes}, self.count, self._group, runs)
             for dtype in sums[nodes[0]]
         }
         like = [torch.zeros(()), torch.zeros(len(params)), *params, *filter(torch.is_floating_point, before)]

@@ -1,0 +1,216 @@
+"""A rank's forward and backward in logical shards, behind the loop of any data parallel training.
+
+A rank's batch has the samples at r, r + n, r + 2n, ... of a step's, as `DistributedSampler` deals them out to n ranks.
+Dealt out to `count` shards in the same way, shard s has the same samples whatever n is, and rank r has the shards r,
+r + n, ... Their gradients are added in the tree that parts the shards by the last bit of their number first, so that
+those of a rank are a node of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.agreement import broadcast_tensors
+from paceline.parallel.members import Members
+from paceline.parallel.scatter_gather import gather, map_tensors
+from paceline.parallel.sharded.exchange import add_over_ranks
+from paceline.parallel.sharded.packing import Values, add, pack, unpack
+from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.tree import Node, add_up
+
+_FORWARD = 3  # what a random stream is for; `loader` and `logical` have the others
+
+
+@dataclass(eq=False)
+class _Forward:
+    """What a forward has left for its backward: of each of this rank's shards the parameters and changes of buffers."""
+
+    reduces: bool
+    params: list[list[torch.Tensor]] = field(default_factory=list)
+    changes: list[list[torch.Tensor]] = field(default_factory=list)
+    whole: list[torch.Tensor] = field(default_factory=list)  # buffers that are not floating, after the first shard
+    is_over: bool = False
+
+
+class ShardedReplica:
+    """Calls `module` once for each of this rank's shards, and gives all ranks the average of all shards' gradients.
+
+    Args:
+        module: a module on CPU, the same on every rank.
+        members: of the module.
+        count: the number of shards; like that of ranks a power of two, and no less.
+        seed: of the shards' random streams.
+        dim: of tensors that go in and out, along which samples lie.
+        group: the ranks.
+
+    Raises:
+        ValueError: the numbers do not fit.
+        TypeError: a parameter has sparse gradients.
+    """
+
+    def __init__(self, module: nn.Module, members: Members, count: int, seed: int, dim: int, group: ProcessGroup):
+        size = group.size()
+        if count < size or count & (count - 1) or size & (size - 1):
+            raise ValueError(
+                f"rank {group.ranks[group.rank()]}: logical_shards is {count} with {size} ranks; both must be powers "
+                "of two, and no more ranks than shards. LogicalShards takes other numbers"
+            )
+        if members.sparse:
+            raise TypeError(
+                f"parameter {min(members.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
+                "its layer with sparse=False, or leave deterministic=True out"
+            )
+        self._module, self._members = module, members
+        self._count, self._seed, self._dim, self._group = count, seed, dim, group
+        self._local = count // size
+        self._forwards = 0
+        self._waiting: list[_Forward] = []  # had a backward, and are not reduced
+        self._begun: list[_Forward] = []  # in the backward that runs
+        self._task = -1  # the engine's number of the backward that runs
+
+    def __call__(self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool) -> object:
+        """What the module returns for this rank's batch, joined over its shards.
+
+        Args:
+            reduces: its backward averages the gradients; without it the shards' gradients wait for one that does.
+
+        Raises:
+            ValueError: the samples of the batch cannot be dealt out evenly.
+        """
+        forward = _Forward(reduces)
+        outputs = [self._call(shard, args, kwargs, forward) for shard in range(self._local)]
+        self._forwards += 1
+        return map_tensors(gather(outputs, "cpu", self._dim), self._deal_back)
+
+    def _call(
+        self,
+        shard: int,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        forward: _Forward,
+    ) -> object:
+        params = {name: param.detach().requires_grad_() for name, param in self._members.trained.items()}
+        # Every shard begins with the buffers as they were.
+        buffers = {name: buffer.detach().clone() for name, buffer in self._members.buffers.items()}
+        forward.params.append(list(params.values()))
+        inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
+        number = shard * self._group.size() + self._group.rank()
+        with random_stream(self._seed, _FORWARD, self._forwards, number):
+            output = torch.func.functional_call(self._module, {**params, **buffers}, *inputs)
+        changed = [(buffers[name], old) for name, old in self._members.buffers.items() if old.is_floating_point()]
+        forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
+        if shard == 0:
+            forward.whole = [buffer.clone() for buffer in buffers.values() if not buffer.is_floating_point()]
+        return map_tensors(output, lambda tensor: self._watch(tensor, forward))
+
+    def _deal_out(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
+        """A shard's samples in memory of their own: what kernels do may depend on where their inputs lie."""
+        if tensor.dim() <= self._dim:
+            return tensor
+        samples = tensor.shape[self._dim]
+        if samples % self._local:
+            raise ValueError(
+                f"rank {self._group.ranks[self._group.rank()]}: a batch of {samples} samples cannot be dealt out to "
+                f"the {self._local} shards of a rank; use a batch_size that {self._local} divides, and drop_last=True"
+            )
+        apart: torch.Tensor = tensor.unflatten(self._dim, (samples // self._local, self._local))
+        return apart.select(self._dim + 1, shard).clone(memory_format=torch.contiguous_format)
+
+    def _deal_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From the order of shards to that of the batch."""
+        if tensor.dim() <= self._dim or self._local == 1:
+            return tensor
+        by_shard: torch.Tensor = tensor.unflatten(self._dim, (self._local, tensor.shape[self._dim] // self._local))
+        return by_shard.transpose(self._dim, self._dim + 1).flatten(self._dim, self._dim + 1)
+
+    def _watch(self, tensor: torch.Tensor, forward: _Forward) -> torch.Tensor:
+        def begin(gradient: torch.Tensor) -> torch.Tensor:
+            if forward.is_over:
+                raise RuntimeError(
+                    f"rank {self._group.ranks[self._group.rank()]}: a second backward of one forward; with "
+                    "deterministic=True its gradients were averaged after the first. Call the module again"
+                )
+            task: int = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                self._begun = []  # also of a backward that failed
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            if forward not in self._begun:
+                self._begun.append(forward)
+            return gradient.clone(memory_format=torch.contiguous_format)
+
+        if tensor.requires_grad:
+            tensor.register_hook(begin)
+        return tensor
+
+    def _end(self) -> None:
+        """At the end of a backward."""
+        self._task = -1
+        begun = [f for f in self._begun if any(param.grad is not None for params in f.params for param in params)]
+        self._waiting += [forward for forward in begun if forward not in self._waiting]
+        if any(forward.reduces for forward in begun):
+            ready, self._waiting = self._waiting, []
+            self._reduce(ready)
+
+    @torch.no_grad()
+    def _reduce(self, forwards: Sequence[_Forward]) -> None:
+        rank, size = self._group.rank(), self._group.size()
+        runs = [_run(place * self._local, self._local) for place in map(_reversing(size), range(size))]
+        shard_of = _reversing(self._local)
+
+        def value_of(leaf: int) -> Values:
+            return self._values(forwards, shard_of(leaf - runs[rank].start))
+
+        node = Node(runs[rank].start, runs[rank].stop)
+        sums = add_up(node, add, value_of, {})
+        total = {dtype: add_over_ranks({node: sums[dtype]}, self._count, self._group, runs) for dtype in sums}
+        params = list(self._members.trained.values())
+        floating = [buffer for buffer in self._members.buffers.values() if buffer.is_floating_point()]
+        found, *rest = unpack(total, [torch.zeros(len(params)), *params, *floating])
+        for param, gradient, times in zip(params, rest, found.tolist(), strict=False):
+            if times:
+                new = torch.empty_like(param).copy_(gradient).div_(size)
+                param.grad = new if param.grad is None else param.grad.add_(new)
+        for buffer, change in zip(floating, rest[len(params) :], strict=True):
+            buffer.add_(change / self._count)
+        whole = [buffer for buffer in self._members.buffers.values() if not buffer.is_floating_point()]
+        for buffer, value in zip(whole, forwards[-1].whole, strict=True):
+            buffer.copy_(value)
+        if whole:
+            broadcast_tensors(whole, self._group)  # rank 0 has the first shard
+        for forward in forwards:
+            forward.is_over = True
+            forward.params.clear()
+
+    def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
+        """Which parameters one of this rank's shards has gradients to, these, and what it adds to the buffers."""
+        params = list(self._members.trained.values())
+        gradients: list[torch.Tensor | None] = [None] * len(params)
+        for forward in forwards:
+            for at, param in enumerate(forward.params[shard]):
+                old, new = gradients[at], param.grad
+                gradients[at] = old if new is None else new if old is None else old + new
+        changes = [torch.stack(each).sum(0) for each in zip(*(f.changes[shard] for f in forwards), strict=True)]
+        found = torch.tensor([float(gradient is not None) for gradient in gradients])
+        dense = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
+        return pack([found, *dense, *changes], self._group.size())
+
+
+def _run(first: int, length: int) -> range:
+    return range(first, first + length)
+
+
+def _reversing(count: int) -> Callable[[int], int]:
+    """Turns the bits of numbers below `count`, a power of two, around."""
+    bits = count.bit_length() - 1
+
+    def reverse(number: int) -> int:
+        return int(f"{number:0{bits}b}"[::-1], 2) if bits else 0
+
+    return reverse
