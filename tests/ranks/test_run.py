@@ -78,28 +78,6 @@ dist.all_reduce(total)
     assert "PeerLostError" not in last
 
 
-def test_an_unmodified_torchrun_script_runs_and_one_that_failed_meets_again(script):
-    text = """
-import os, torch, torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
-@record
-def main():
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    if dist.get_rank() == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise ValueError("once")
-    dist.barrier()
-    print("reduced", total.item(), flush=True)
-    dist.destroy_process_group()
-main()
-"""
-    done = run("--nproc-per-node=2", "--max-restarts=1", script(text))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] reduced 2.0" for rank in range(2)]
-    assert "rank 0 failed" in done.stderr
-
-
 def wait_until(condition, timeout_s: float = 20) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -182,7 +160,7 @@ def test_spawn_calls_the_function_on_every_rank(tmp_path, start_method):
 
 
 def test_what_spawn_starts_reduces_and_the_first_failure_is_raised_with_its_rank(tmp_path):
-    spawned = dist.spawn(reduce_and_fail, (str(tmp_path),), nprocs=2, join=False)
+    spawned = dist.spawn(reduce_and_fail, (str(tmp_path),), nprocs=2, join=False, start_method="forkserver")
     assert len(spawned.pids()) == 2
     with pytest.raises(dist.WorkerError, match=r"rank 1 .* failed first(?s:.*)KeyError: 'lost'") as caught:
         spawned.join(60)
