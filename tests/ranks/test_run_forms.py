@@ -119,9 +119,10 @@ def test_workers_are_bound_to_cores_of_their_own(tmp_path):
     mine = sorted(os.sched_getaffinity(0))
     if len(mine) < 2:
         pytest.skip("one core")
-    bound = run("--nproc-per-node=2", str(path)).stdout.splitlines()
-    sets = [set(ast.literal_eval(line.split("] ", 1)[1].rpartition(" ")[0])) for line in sorted(bound)]
-    assert not sets[0] & sets[1]
+    for method in ("spawn", "forkserver"):
+        bound = run("--nproc-per-node=2", f"--start-method={method}", str(path)).stdout.splitlines()
+        sets = [set(ast.literal_eval(line.split("] ", 1)[1].rpartition(" ")[0])) for line in sorted(bound)]
+        assert not sets[0] & sets[1]
     free = run("--nproc-per-node=2", "--no-pin", str(path)).stdout.splitlines()
     assert all(str(mine) in line for line in free)
     chosen = run("--nproc-per-node=2", str(path), env={**ENVIRONMENT, "OMP_NUM_THREADS": "7"}).stdout.splitlines()

@@ -101,17 +101,28 @@ def test_a_terminal_gets_colours(script):
     assert b"\x1b[36m[rank 0] \x1b[0mout 0\r\n" in shown
 
 
-def test_consequences_are_labelled_and_the_cause_is_last_and_once(script):
+def test_an_unmodified_torchrun_script_meets_again_and_consequences_are_labelled_with_the_cause_last_and_once(script):
     text = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 1:
-    raise ValueError("the cause")
-dist.all_reduce(torch.ones(1))
+import os, torch, torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if dist.get_rank() == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise KeyError("once")
+    dist.barrier()
+    print("reduced", total.item(), flush=True)
+    if dist.get_rank() == 1:
+        raise ValueError("the cause")
+    dist.barrier()
+main()
 """
-    done = run("--nproc-per-node=2", script(text))
+    done = run("--nproc-per-node=2", "--max-restarts=1", script(text))
     assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] reduced 2.0" for rank in range(2)]
+    assert "restart 1 of 1 in 0.25 s: rank 0 failed" in done.stderr
     told = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
     consequence = [at for at, line in enumerate(told) if line.startswith("paceline: rank 0 (")]
     cause = [at for at, line in enumerate(told) if line.startswith("paceline: rank 1 failed first (")]

@@ -127,6 +127,7 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
         (["--nnodes", "1:2", "--master-addr", "h0"], "--rdzv-backend c10d"),
         (["--rdzv-conf", "speed=1"], "speed, which is not known"),
         (["--nnodes=2", "--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
+        (["--nnodes=2", "--rdzv-endpoint", "h0:29400,h1:29400"], "names several places; the machines meet at one"),
     ],
 )
 def test_flags_that_do_not_fit_together_are_refused(arguments, complaint):

@@ -55,6 +55,11 @@ def test_slurm_with_a_task_a_rank():
     assert (found.node_rank, found.nodes, found.slot, found.is_one_a_rank) == (5, 6, (1, 2), True)
 
 
+def test_a_step_of_several_slurm_components_is_refused():
+    with pytest.raises(ValueError, match="task 2 of 2 .* heterogeneous job"):
+        recognise({**SLURM, "SLURM_PROCID": "2"})
+
+
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", "SLURM_PROCID"])
 def test_the_batch_script_itself_is_not_srun(missing):
     assert recognise({key: value for key, value in SLURM.items() if key != missing}) is None

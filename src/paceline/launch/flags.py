@@ -70,7 +70,7 @@ FLAGS = (
     Flag("role", "ROLE_NAME of the workers", str, "default", "NAME"),
     Flag("virtual-local-rank", "each worker sees only its GPU, as number 0, and LOCAL_RANK=0"),
     # output
-    Flag("log-dir", "keep the workers' output in DIR/RUN_ID/attempt_N/LOCAL_RANK/", str, metavar="DIR"),
+    Flag("log-dir", "keep the workers' output in DIR/RUN_ID/attempt_N/RANK/", str, metavar="DIR"),
     Flag("redirects", "streams that go to files only; 0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:1,1:2",
          values.streams, "0", "STREAMS", short="-r"),
     Flag("tee", "streams that go to files and to the console, written as --redirects", values.streams, "0", "STREAMS",

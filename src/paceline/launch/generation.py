@@ -19,7 +19,7 @@ from paceline.launch.output import Stream
 from paceline.launch.placement import Cores
 from paceline.launch.starting import Interpreters, Starter, Template
 from paceline.launch.values import Streams
-from paceline.launch.worker import Worker, allow_descriptors, prepare, words_of
+from paceline.launch.worker import Worker, allow_descriptors, words_of
 
 CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
 _READ_BYTES = 1 << 16
@@ -102,7 +102,7 @@ class Generation:
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._told_to_end = False
         descriptors = allow_descriptors(job.workers)
-        starter: Starter = (Template if job.forks else Interpreters)(environment, [secret_fd])
+        starter: Starter = (Template if job.forks else Interpreters)(environment, [secret_fd], descriptors)
         with starter:
             for index in range(job.workers):
                 place = place_of(job, start, index)
@@ -118,10 +118,11 @@ class Generation:
                     for which in (Streams.OUT, Streams.ERR)
                 ]
                 words = words_of(job.command, place.local_rank)
-                pid = starter.start(words, variables, (outputs[0].writing, outputs[1].writing))
+                own_cores = cores[place.local_rank] if cores is not None else None
+                pid = starter.start(words, variables, (outputs[0].writing, outputs[1].writing), own_cores)
                 on_start(pid)
-                pidfd = prepare(pid, cores[place.local_rank] if cores is not None else None, descriptors)
-                worker = Worker(place.rank, place.local_rank, pid, error_file, pidfd, str(log) if log else None)
+                log_dir = str(log) if log else None
+                worker = Worker(place.rank, place.local_rank, pid, error_file, os.pidfd_open(pid), log_dir)
                 self.workers.append(worker)
                 self._follow(worker, outputs)
 

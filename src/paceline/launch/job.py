@@ -228,6 +228,11 @@ def _address(options: argparse.Namespace, around: Surroundings | None) -> tuple[
 
 def endpoint_of(text: str) -> tuple[str, int]:
     """`host:port`, `[v6]:port` or `host`."""
+    if "," in text:
+        raise OptionError(
+            f"--rdzv-endpoint {text!r} names several places; the machines meet at one, and when that is lost the job "
+            "ends: name the machine that is least likely to go"
+        )
     if text.startswith("["):
         host, _, port = text[1:].partition("]")
         port = port.removeprefix(":")

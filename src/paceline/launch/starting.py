@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Protocol
 
 from paceline.launch import bootstrap, template
+from paceline.launch.placement import Cores
+from paceline.launch.worker import place
 
 _ANSWER_S = 60.0
 
@@ -19,8 +21,10 @@ _ANSWER_S = 60.0
 class Starter(Protocol):
     """Starts workers of one generation; left as a context, it holds nothing any more."""
 
-    def start(self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int]) -> int:
-        """Starts a worker in a session of its own, a child of this process; its process id."""
+    def start(
+        self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], cores: Cores | None
+    ) -> int:
+        """Starts a worker in a session of its own, a child of this process, on its cores; its process id."""
 
     def __enter__(self) -> Starter: ...
 
@@ -36,11 +40,16 @@ def _python() -> str:
 class Interpreters:
     """A new interpreter for each worker."""
 
-    def __init__(self, environment: Mapping[str, str], pass_fds: Sequence[int]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], pass_fds: Sequence[int], descriptors: tuple[int, int] | None
+    ) -> None:
         self._environment = environment
         self._pass_fds = pass_fds
+        self._descriptors = descriptors
 
-    def start(self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int]) -> int:
+    def start(
+        self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], cores: Cores | None
+    ) -> int:
         """Starts a worker."""
         process = subprocess.Popen(
             [_python(), bootstrap.__file__, str(os.getpid()), *words],
@@ -52,6 +61,7 @@ class Interpreters:
             start_new_session=True,
         )
         process.returncode = 0  # it is waited for by its number
+        place(process.pid, cores, self._descriptors)
         return process.pid
 
     def __enter__(self) -> Interpreters:
@@ -64,7 +74,10 @@ class Interpreters:
 class Template:
     """Forks of one process; the launcher must adopt orphans."""
 
-    def __init__(self, environment: Mapping[str, str], pass_fds: Sequence[int]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], pass_fds: Sequence[int], descriptors: tuple[int, int] | None
+    ) -> None:
+        self._descriptors = descriptors
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(_ANSWER_S)
         with theirs:
@@ -76,12 +89,15 @@ class Template:
                 start_new_session=True,
             )
 
-    def start(self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int]) -> int:
+    def start(
+        self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], cores: Cores | None
+    ) -> int:
         """Starts a worker.
 
         Raises:
             OSError: the template ended or does not answer.
         """
+        place(self._process.pid, cores, self._descriptors)  # a fork has it from its first moment
         request = json.dumps({"words": words, "variables": dict(variables)}).encode()
         socket.send_fds(self._connection, [request], list(outputs))
         answer = self._connection.recv(4)

@@ -56,6 +56,12 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
     if hosts is None or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
         return None
     rank, tasks = int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
+    if rank >= tasks:
+        raise ValueError(
+            f"this is task {rank} of {tasks} by SLURM_PROCID and SLURM_STEP_NUM_TASKS, so the step spans several "
+            "components of a heterogeneous job, and none knows of the others; start it with `env -u SLURM_PROCID "
+            "paceline run` and give --nnodes, --node-rank and --master-addr"
+        )
     nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", tasks)))
     port = port_of(env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", ""))
     address = expand_hostlist(hosts)[0]

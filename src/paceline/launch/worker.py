@@ -62,11 +62,10 @@ def allow_descriptors(workers: int) -> tuple[int, int] | None:
     return soft, hard
 
 
-def prepare(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> int:
-    """Binds a new worker to its cores and limits it; a descriptor that becomes readable at its end."""
+def place(pid: int, cores: Cores | None, descriptors: tuple[int, int] | None) -> None:
+    """Binds a process to its cores and limits its descriptors; what it starts from then on inherits both."""
     with contextlib.suppress(OSError):  # it has ended already, or the cores were taken away
         if cores is not None:
             os.sched_setaffinity(pid, cores)
         if descriptors is not None:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, descriptors)
-    return os.pidfd_open(pid)
