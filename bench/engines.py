@@ -25,6 +25,9 @@ ROUNDS = 7
 WARM_UP = 5
 _SLOW = ("gloo", "torch gloo")
 
+GROUPS: dict[str, object] = {}
+TORCH_GROUPS: dict[str, object] = {}
+
 
 def contestants(nbytes: int, names: list[str]) -> dict[str, Callable[[], object]]:
     import torch
@@ -46,10 +49,6 @@ def contestants(nbytes: int, names: list[str]) -> dict[str, Callable[[], object]
         world, memory = MPI.COMM_WORLD, tensor.numpy()
         calls["bare mpi4py"] = lambda: world.Allreduce(MPI.IN_PLACE, memory)
     return calls
-
-
-GROUPS: dict[str, object] = {}
-TORCH_GROUPS: dict[str, object] = {}
 
 
 def _on_gpu(nbytes: int) -> Callable[[], object]:
@@ -90,7 +89,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str, by_mpirun
         for call in calls.values():
             for _ in range(WARM_UP):
                 call()
-        fast = max(3, min(1000, (64 << 20) // max(nbytes, 1 << 16)))
+        fast = max(3, min(200, (64 << 20) // max(nbytes, 1 << 16)))
         counts = {name: max(3, fast // 8) if name in _SLOW else fast for name in calls}
         results[nbytes] = interleaved(calls, counts, ROUNDS)
     if rank == 0:
