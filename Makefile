@@ -39,6 +39,7 @@ bench: $(VENV)/built ## Run the benchmarks against torch (and MPI, if there)
 	$(BIN)/python bench/ddp.py
 	$(BIN)/python bench/store.py
 	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/engines.py
 
 sanitize: $(VENV)/installed ## Run the core's own tests under the address and the thread sanitizer
 	@for kind in address,undefined thread; do \

@@ -22,6 +22,14 @@ def test_backends_name_an_engine_for_each_device():
         choose("cpu:gloo,cpu:mpi")
 
 
+def test_between_hosts_goes_beside_paceline_only():
+    for arguments in ({"backend": "gloo", "between_hosts": "mpi"}, {"between_hosts": "cpu:gloo"}):
+        with pytest.raises(ValueError, match="must be one engine for CPU tensors, beside 'paceline'"):
+            dist.init_process_group(**arguments)
+    with pytest.raises(ValueError, match="makes the algorithm hierarchical; algorithm='ring' excludes it"):
+        dist.init_process_group(between_hosts="gloo", algorithm="ring")
+
+
 def test_an_engine_whose_library_is_missing_says_how_to_get_it(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(

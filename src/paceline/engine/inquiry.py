@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.engine.channel import HeaderFields
@@ -18,6 +18,7 @@ _PATIENCE_S = 2.0
 _PAUSE_S = 0.02
 _LEFT = "left"
 _ENDED = ("Z", "X")
+_NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class Inquiry:
@@ -36,20 +37,19 @@ class Inquiry:
         self._rank = group_rank
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
-    def find_out(self, header: HeaderFields, said: str, waited_ns: int) -> Failure:
-        """Why the call failed, as far as it can be known.
+    def find_out(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> Failure:
+        """Why the latest call failed, as far as it can be known.
 
         Args:
-            header: of the call.
+            history: the latest calls, the one that failed last.
             said: what the library said; nothing when the time was over.
         """
-        answers = self._ask(header)
-        calls = [_header(answers.get(rank, _LEFT)) for rank in range(len(self._members))]
+        answers = self._ask(history)
         left = [rank for rank, answer in answers.items() if answer == _LEFT]
         gone = left or [rank for rank in range(len(self._members)) if rank not in answers and self._is_dead(rank)]
         if gone:
             return Failure(Code.PEER_LOST, said, gone=gone, left=left)
-        if any(call[0] == header[0] and call != header for call in calls):
+        if calls := _first_difference([_calls(answers.get(rank)) for rank in range(len(self._members))]):
             return Failure(Code.MISMATCH, said, reporter=self._rank, calls=calls, algorithms=[0] * len(calls))
         silent = [rank for rank in range(len(self._members)) if rank not in answers]
         if not said:
@@ -74,11 +74,11 @@ class Inquiry:
         with contextlib.suppress(StoreError):
             self._store.set(self._keys[self._rank], _LEFT)
 
-    def _ask(self, header: HeaderFields) -> dict[int, str]:
+    def _ask(self, history: Sequence[HeaderFields]) -> dict[int, str]:
         answers: dict[int, str] = {}
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(StoreError):
-            self._store.set(self._keys[self._rank], json.dumps(header))
+            self._store.set(self._keys[self._rank], json.dumps(list(history)))
             while True:
                 for rank, key in enumerate(self._keys):
                     if rank not in answers and self._store.check([key]):
@@ -106,8 +106,17 @@ class Inquiry:
         return state in _ENDED
 
 
-def _header(answer: str) -> HeaderFields:
-    if answer == _LEFT:
-        return 0, 0, 0, 0, -1, 0
-    sequence, operation, dtype, reduce_op, root, count = json.loads(answer)
-    return sequence, operation, dtype, reduce_op, root, count
+def _calls(answer: str | None) -> dict[int, HeaderFields]:
+    """A rank's latest calls by their number."""
+    if answer is None or answer == _LEFT:
+        return {}
+    return {int(call[0]): (call[0], call[1], call[2], call[3], call[4], call[5]) for call in json.loads(answer)}
+
+
+def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[HeaderFields]:
+    """Each rank's call of the first number at which they are not the same; nothing if they all are."""
+    for number in sorted({number for history in histories for number in history}):
+        calls = [history.get(number, _NO_CALL) for history in histories]
+        if len({call for call in calls if call != _NO_CALL}) > 1:
+            return calls
+    return []

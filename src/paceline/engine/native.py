@@ -89,6 +89,11 @@ class NativeEngine:
         """The ranks of the default group."""
         return self._topology.members
 
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        return self._topology.hosts
+
     def open_group(
         self,
         ranks: Sequence[int],

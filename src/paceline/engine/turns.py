@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.channel import Outcome, Pieces
+from paceline.engine.channel import HeaderFields, Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation
 from paceline.engine.failures import Code, Failure
 from paceline.engine.inquiry import Inquiry
 
 _FOR_EVER_S = 1e9
+_REMEMBERED = 16
 
 
 @dataclass(slots=True)  # frozen, it would take three times as long to make
@@ -37,6 +38,14 @@ class Refused(Exception):
 
 class Late(Exception):
     """A call's time was over."""
+
+
+class Ended(Exception):
+    """A call ended in a way that is known already."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
 
 
 class Turn:
@@ -78,6 +87,7 @@ class TurnChannel(ABC):
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._sequence = 0
+        self._history: deque[HeaderFields] = deque(maxlen=_REMEMBERED)
         self._broken: Outcome | None = None
 
     @abstractmethod
@@ -164,16 +174,22 @@ class TurnChannel(ABC):
     def _perform(self, call: Call) -> Outcome | None:
         if self._broken is not None:
             return self._broken
-        self._sequence += 1
+        self._note(call.operation, call.dtype, call.reduce_op, call.root, call.count)
         started_ns = time.monotonic_ns()
         try:
             self.perform(call)
             return None
         except Exception as error:  # on the thread nobody else would hear of it
-            return self._break(error, call, started_ns)
+            return self._break(error, started_ns)
 
-    def _break(self, error: Exception, call: Call, started_ns: int) -> Outcome:
-        header = (self._sequence, call.operation, call.dtype, call.reduce_op, call.root, call.count)
+    def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:
+        self._sequence += 1
+        self._history.append((self._sequence, operation, dtype, reduce_op, root, count))
+
+    def _break(self, error: Exception, started_ns: int) -> Outcome:
+        if isinstance(error, Ended):
+            self._broken = error.outcome
+            return error.outcome
         said = "" if isinstance(error, Late) else f"{error}" if isinstance(error, Refused) else f"{error!r}"
-        self._broken = self._inquiry.find_out(header, said, time.monotonic_ns() - started_ns)
+        self._broken = self._inquiry.find_out(self._history, said, time.monotonic_ns() - started_ns)
         return self._broken

@@ -77,6 +77,7 @@ def init_process_group(
     *,
     interface: str | None = None,
     algorithm: str | None = None,
+    between_hosts: str | None = None,
 ) -> None:
     """Makes the default process group; every rank calls this once, and it returns when all have come.
 
@@ -95,6 +96,8 @@ def init_process_group(
             PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
         algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical" for every collective that it has; by
             default PACELINE_ALGORITHM, or else shared memory on one host and the fastest between hosts.
+        between_hosts: the engine ("gloo", "mpi") by which the hosts' first ranks reduce and broadcast what "paceline"
+            has reduced within each host; "paceline" itself if None.
 
     Raises:
         ValueError: a rule is broken; the message names it and the fix.
@@ -106,6 +109,7 @@ def init_process_group(
     if _world is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
     chosen = choose(backend)
+    _require_between(between_hosts, chosen, algorithm)
     _make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     timeout_s = to_seconds(timeout)
@@ -122,9 +126,9 @@ def init_process_group(
                 formation,
                 peer=joined.address,
                 interface=interface,
-                algorithm=algorithm,
+                algorithm=None if between_hosts else algorithm,
             )
-            engines = undo.enter_context(contextlib.closing(Engines(start, chosen)))
+            engines = undo.enter_context(contextlib.closing(Engines(start, chosen, between_hosts)))
             world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
             world.barrier()  # nobody leaves before all have read what they need from the store
         undo.pop_all()
@@ -232,6 +236,18 @@ def _meet(
     told = init_method is not None or store is not None or "RANK" in os.environ
     meet = None if told else meeting(backend, rank)
     return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
+
+
+def _require_between(between_hosts: str | None, backend: Backend, algorithm: str | None) -> None:
+    if between_hosts is None:
+        return
+    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
+        raise ValueError(
+            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
+            "tensors, beside 'paceline' for those of a host"
+        )
+    if algorithm not in (None, "hierarchical"):
+        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
 
 
 def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:

@@ -10,9 +10,11 @@ from functools import partial
 import torch
 
 from paceline.engine import registry
+from paceline.engine.between import open_two_levels
 from paceline.engine.engine import Engine, Meeting, OpenGroup
 from paceline.engine.failures import Member
 from paceline.engine.membership import exchange_members
+from paceline.engine.native import NativeEngine
 from paceline.engine.registry import Backend
 from paceline.group.devices import Opener
 
@@ -26,10 +28,15 @@ class Engines:
     Args:
         meeting: what engines start from, without members.
         backend: of the default group.
+        between_hosts: the engine for what passes between hosts, where "paceline" is the one for CPU tensors.
+
+    Raises:
+        ValueError: an engine lacks something.
     """
 
-    def __init__(self, meeting: Meeting, backend: Backend) -> None:
+    def __init__(self, meeting: Meeting, backend: Backend, between_hosts: str | None = None) -> None:
         self.backend = backend
+        self._between_hosts = between_hosts
         self._meeting = meeting
         self._started: dict[str, Engine] = {}
         self._counted = 0
@@ -77,7 +84,12 @@ class Engines:
         """What opens the group of `ranks` on a device, by the device's type."""
 
         def open_on(name: str, device: torch.device) -> OpenGroup:
-            return self._engine(name).open_group(ranks, timeout_s, identity, algorithm, device)
+            engine = self._engine(name)
+            if isinstance(engine, NativeEngine) and self._between_hosts and algorithm in (None, "hierarchical"):
+                outside = self._engine(self._between_hosts)
+                store, rank = self._meeting.store, self._meeting.rank
+                return open_two_levels(engine, outside, store, rank, ranks, engine.hosts, timeout_s, identity)
+            return engine.open_group(ranks, timeout_s, identity, algorithm, device)
 
         return {device_type: partial(open_on, name) for device_type, name in backend.engines.items()}
 

@@ -140,12 +140,12 @@ def _split(
     identity = _agree(parent, divided, call)
     groups: list[ProcessGroup | NonMember] = []
     mine: ProcessGroup | NonMember = GroupMember.NON_GROUP_MEMBER
-    for ranks in divided:
+    for number, ranks in enumerate(divided):
         groups.append(GroupMember.NON_GROUP_MEMBER)
         if parent.rank() in ranks:
             world_ranks = [parent.ranks[rank] for rank in ranks]
             name = f"group of ranks {world_ranks}" if group_desc is None else group_desc
-            mine = groups[-1] = open_group(world_ranks, timeout, name, agreed_identity(identity), backend)
+            mine = groups[-1] = open_group(world_ranks, timeout, name, agreed_identity(identity ^ number), backend)
     return mine, groups
 
 

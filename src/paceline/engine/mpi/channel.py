@@ -23,6 +23,7 @@ MOST_BYTES = 1 << 30
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
 _AVG = int(ReduceCode.AVG)
+_ALL_REDUCE = int(Operation.ALL_REDUCE)
 
 
 class MpiChannel(TurnChannel):
@@ -64,7 +65,7 @@ class MpiChannel(TurnChannel):
         with self._turn:
             if self._broken is not None:
                 return self._broken
-            self._sequence += 1
+            self._note(_ALL_REDUCE, dtype, reduce_op, -1, count)
             started_ns = time.monotonic_ns()
             try:
                 with self._lock:
@@ -72,9 +73,7 @@ class MpiChannel(TurnChannel):
                 complete(request, self._lock, started_ns + timeout_ns)
                 return None
             except Exception as error:
-                nowhere: list[Pieces] = []
-                call = Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, nowhere, nowhere)
-                return self._break(error, call, started_ns)
+                return self._break(error, started_ns)
 
     def perform(self, call: Call) -> None:
         """Runs a call to its end."""
