@@ -8,7 +8,7 @@ import sys
 import pytest
 from launching import ENVIRONMENT
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import os, sys, torch

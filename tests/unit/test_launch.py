@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,16 @@ import pytest
 
 from paceline.cli.main import main, parser
 from paceline.launch.environment import allowed_cores, threads_per_worker, worker_environment
-from paceline.launch.failures import Failure, Record, describe, first_failure, read_record, shortened, write_record
+from paceline.launch.failures import (
+    Failure,
+    Record,
+    describe,
+    first_failure,
+    read_record,
+    record_uncaught,
+    shortened,
+    write_record,
+)
 from paceline.launch.nodes.messages import LARGEST, Stopped, encode
 from paceline.launch.output import LinePrefixer, LogFile, prefix_of
 
@@ -60,6 +70,13 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
     assert record is not None
     assert record.kind == "ValueError"
     assert record.text.endswith("ValueError: boom\n")
+
+
+def test_an_exception_that_cannot_be_recorded_is_printed(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    record_uncaught("/nowhere/error.json")
+    sys.excepthook(ValueError, ValueError("seen"), None)
+    assert "ValueError: seen" in capsys.readouterr().err
 
 
 def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):

@@ -50,7 +50,7 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     try:
         if secret is None:
             secret = job_secret() or (secrets.token_bytes(32) if job.meeting.address is None else None)
-        meeting = open_meeting(job, secret, listener)
+        meeting = open_meeting(job, secret, Console().say, listener)
         with _Agent(job, meeting, secret, directory, guard, mark) as agent:
             return agent.run()
     finally:

@@ -160,7 +160,8 @@ def record_uncaught(path: str) -> None:
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        write_record(path, kind, error, trace)
+        with contextlib.suppress(OSError):  # no room for it, say; it is printed all the same
+            write_record(path, kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher says that it was interrupted; a traceback a rank adds nothing
         shown = traceback.TracebackException(kind, error, _without_own(trace))

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from paceline.errors import RendezvousTimeoutError
 from paceline.launch.nodes.messages import Alive, End, Inbox, MessageError, Order, Report, encode
@@ -16,6 +17,7 @@ from paceline.security.secret import derive_key, require_secret
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _ATTEMPT_S = 5.0
+_SOON_S = 1.0
 
 
 class Link:
@@ -102,8 +104,10 @@ class Link:
             os.write(self._waking, b".")
 
 
-def dial(address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float) -> Link:
-    """Connects as soon as the meeting is served.
+def dial(
+    address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
+) -> Link:
+    """Connects as soon as the meeting is served; if that is not soon, tells the user by `say` what is waited for.
 
     Raises:
         RendezvousTimeoutError: nobody served it in time.
@@ -112,10 +116,12 @@ def dial(address: tuple[str, int], secret: bytes | None, timeout_s: float, silen
     """
     started_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
+    is_said = False
     while True:
         left_s = started_s + timeout_s - time.monotonic()
         try:
-            return Link(_attempt(address, secret, max(0.1, min(_ATTEMPT_S, left_s))), silence_s)
+            attempt_s = min(_ATTEMPT_S if is_said else _SOON_S, left_s)
+            return Link(_attempt(address, secret, max(0.1, attempt_s)), silence_s)
         except (OSError, HandshakeUnfinishedError) as error:
             if left_s <= 0:
                 raise RendezvousTimeoutError(
@@ -123,6 +129,9 @@ def dial(address: tuple[str, int], secret: bytes | None, timeout_s: float, silen
                     f"attempt: {error}). Check that the launcher of machine 0 runs, that the address is its, and that "
                     "no firewall is between"
                 ) from error
+            if not is_said and time.monotonic() - started_s >= _SOON_S:
+                is_said = True
+                say(f"waiting up to {timeout_s:.0f} s for a launcher at {address[0]}:{address[1]} ({error})")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import StoreConnectionError
@@ -31,12 +32,15 @@ class Opened:
             self.server.close()
 
 
-def open_meeting(job: Job, secret: bytes | None, listener: socket.socket | None = None) -> Opened:
+def open_meeting(
+    job: Job, secret: bytes | None, say: Callable[[str], None], listener: socket.socket | None = None
+) -> Opened:
     """Opens the line of this machine.
 
     Args:
         job: says where the machines meet.
         secret: the job's.
+        say: tells the user what is waited for.
         listener: serve on this socket.
 
     Raises:
@@ -64,7 +68,7 @@ def open_meeting(job: Job, secret: bytes | None, listener: socket.socket | None 
         server = MeetingServer(listener, secret, policy, meeting.silence_s)
         address = server.address
     try:
-        link = dial(address, secret, meeting.join_timeout_s, meeting.silence_s)
+        link = dial(address, secret, meeting.join_timeout_s, meeting.silence_s, say)
     except BaseException:
         if server is not None:
             server.close(0.0)

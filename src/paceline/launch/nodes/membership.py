@@ -89,7 +89,11 @@ class Membership:
         self.nodes[node] = join
         self._last_arrival_s = now_s
         if self.phase is Phase.GATHERING:
-            return self._gather(now_s)
+            orders = self._gather(now_s)
+            here, wanted = len(self.nodes), self.policy.min_nodes
+            if here < wanted:
+                orders = [*orders, (node, Wait(f"{here} of {wanted} machines are here; waiting for the others"))]
+            return orders
         if self.phase is Phase.RUNNING and len(self.members) < self.policy.max_nodes and self._open == {*self.members}:
             self._makes_room = True
             return self._stop(f"{join.host} joins")
