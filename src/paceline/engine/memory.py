@@ -13,7 +13,7 @@ from paceline.engine.channel import Pieces
 def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """The memory as a flat tensor, without a copy; the caller keeps it alive."""
     if nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
 
 
@@ -28,7 +28,7 @@ class Stretch:
         self.nbytes = sum(nbytes for _, nbytes in self._pieces)
         self._copy: torch.Tensor | None = None
         if len(self._pieces) > 1:
-            self._copy = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._copy = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             self.address = self._copy.data_ptr()
         else:
             self.address = self._pieces[0][0] if self._pieces else 0

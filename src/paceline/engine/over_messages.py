@@ -96,7 +96,7 @@ class OverMessages:
         if operation in _CUT:
             for each in outputs:
                 each.load()
-        scratch = torch.empty(nbytes if operation in _CUT else nbytes * self._size, dtype=torch.uint8)
+        scratch = torch.empty(nbytes if operation in _CUT else nbytes * self._size, dtype=torch.uint8, device="cpu")
         spans = Spans((_cut(inputs, call, schedule), _cut(outputs, call, schedule), _room(scratch, call, schedule)))
         _Run(schedule, spans, self._wire, call, deadline_ns).run()
         for each in outputs:
@@ -146,7 +146,7 @@ class _Run:
         elif step.kind is Kind.RECV:
             transfers = [self._wire.receive(step.peer, *span) for span in targets if span[1]]
         else:
-            received = [torch.empty(nbytes, dtype=torch.uint8) for _, nbytes in targets]
+            received = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _, nbytes in targets]
             transfers = [
                 self._wire.receive(step.peer, each.data_ptr(), each.nbytes) for each in received if each.nbytes
             ]

@@ -26,5 +26,5 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     shape = torch.Size(first if isinstance(first, Sequence) else [each for each in size if isinstance(each, int)])
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return _core.shared_tensor(nbytes).view(dtype).view(shape)
