@@ -1,11 +1,12 @@
 """What does each stage of ZeRO leave on a rank, and what does a step cost?
 
-    python bench/zero.py [--ranks 2] [--models NAME ...] [--json FILE]
+    python bench/zero.py [--ranks 2] [--models NAME ...] [--overlap] [--json FILE]
 
 Stage 0 is DistributedDataParallel with AdamW on every rank. Bytes are the most of any rank: of the optimizer's state,
 of gradients when backward has ended, of parameters between steps, and of parameters at their peak in forward. "share"
 is the optimizer's state divided by that of stage 0, to hold against 1 / ranks. "loss apart" is the largest difference
-of any rank's loss to stage 0's over the steps. Every rank has one thread and a batch of its own.
+of any rank's loss to stage 0's over the steps. Every rank has one thread and a batch of its own. --overlap averages
+gradients while backward goes on, and gathers the parameters of stage 3 one layer ahead.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(each.grad.nbytes for each in tensors(model, optimizer) if each.grad is not None)
 
 
-def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
+def rank_main(rank: int, ranks: int, names: list[str], overlap: bool, directory: str) -> None:
     import paceline as dist
 
     torch.set_num_threads(1)
@@ -63,7 +64,9 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
             if stage == 0:
                 optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
             else:
-                optimizer = dist.ZeroRedundancyOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-4)
+                optimizer = dist.ZeroRedundancyOptimizer(
+                    model, torch.optim.AdamW, overlap=overlap, stage=stage, lr=1e-4
+                )
             losses = []
             started = time.perf_counter()
             for _ in range(STEPS):
@@ -106,11 +109,12 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=["transformer", "wide MLP", "CNN"])
+    arguments.add_argument("--overlap", action="store_true")
     options = arguments.parse_args()
     import paceline as dist
 
     with tempfile.TemporaryDirectory() as directory:
-        dist.spawn(rank_main, (options.ranks, options.models, directory), options.ranks)
+        dist.spawn(rank_main, (options.ranks, options.models, options.overlap, directory), options.ranks)
         rows = json.loads(Path(directory, "result.json").read_text())
     show(f"ZeRO on {options.ranks} ranks of one thread, AdamW", rows, options.json)
 

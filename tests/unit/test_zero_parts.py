@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.parallel.zero.order import Order
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES, divide, is_elementwise
 from paceline.parallel.zero.units import find_units
 
@@ -44,6 +45,13 @@ def test_only_optimizers_that_are_known_to_treat_each_element_by_itself_get_part
     assert is_elementwise(torch.optim.AdamW)
     assert not is_elementwise(Derived)
     assert not is_elementwise(torch.optim.LBFGS)
+
+
+def test_the_layer_that_follows_is_told_from_the_pass_before_and_learnt_anew_when_it_changes():
+    order = Order()
+    assert [order.visit(layer) for layer in "abcd"] == [None, None, None, None]
+    assert [order.visit(layer) for layer in "acd"] == ["b", "d", None]
+    assert [order.visit(layer) for layer in "ab"] == ["c", "c"]
 
 
 def units_of(module: nn.Module) -> dict[str, int]:

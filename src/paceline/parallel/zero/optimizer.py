@@ -50,7 +50,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: such as `torch.optim.AdamW`; one that updates each parameter by itself.
         process_group: the ranks; None for the default group.
         parameters_as_bucket_view: without effect: parameters are sent from where they are.
-        overlap: average gradients on the group's progress thread while backward goes on.
+        overlap: average gradients on the group's progress thread while backward goes on; in stage 3 also gather the
+            next layer's parameters there.
         stage: 1, 2 or 3; 3 needs the module.
         module: where `params` is groups of its parameters.
         bucket_cap_mb: MiB of gradients that are averaged together in backward.
@@ -154,6 +155,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.param_groups, self._inner.param_groups)
         if self._sharded is None:
             self._shards.follow()
+        else:
+            self._sharded.free_all()  # of what was gathered ahead and will be old
         self._inner.step()
         copy_options(self._inner.param_groups, self.param_groups)
         if self._sharded is None:
@@ -327,7 +330,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         )
         if self.stage == 3:
             shards_of = {id(shards[0].param): shards for shards in by_param}
-            self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends)
+            self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends, ahead=self._overlap)
 
     def _stop(self) -> None:
         if self._reducer is not None:

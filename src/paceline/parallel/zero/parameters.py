@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,10 +19,20 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
+from paceline.group.work import Work
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.zero.backward import BackwardEnd, in_backward
+from paceline.parallel.zero.order import Order
 from paceline.parallel.zero.shards import Shard
 from paceline.parallel.zero.units import Unit
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A unit on its way: by owner, which unit that rank sent, and the calls that run."""
+
+    told: dict[int, torch.Tensor]
+    works: list[Work]
 
 
 class ShardedParameters:
@@ -32,10 +43,17 @@ class ShardedParameters:
         shards: of each of their parameters, by its `id`.
         group: the ranks.
         ends: tells when a backward ends.
+        ahead: gather the next unit, as far as it can be told, on the group's progress thread while one runs.
     """
 
     def __init__(
-        self, units: Sequence[Unit], shards: Mapping[int, Sequence[Shard]], group: ProcessGroup, ends: BackwardEnd
+        self,
+        units: Sequence[Unit],
+        shards: Mapping[int, Sequence[Shard]],
+        group: ProcessGroup,
+        ends: BackwardEnd,
+        *,
+        ahead: bool,
     ) -> None:
         self._units = list(units)
         self._shards = shards
@@ -45,6 +63,9 @@ class ShardedParameters:
         self._wholes = [[_own_storage(param) for param in unit.params] for unit in units]
         self._keep_runs()
         self._pinned = False
+        self._ahead = ahead
+        self._orders: dict[bool, Order[int]] = {False: Order(), True: Order()}  # in forward, and in backward
+        self._flying: dict[int, _Flight] = {}
         self._handles: list[RemovableHandle] = []
         for number, unit in enumerate(units):
             self._handles.append(unit.module.register_forward_pre_hook(partial(self._before_forward, number)))
@@ -55,7 +76,7 @@ class ShardedParameters:
     def close(self) -> None:
         """Gives every rank all parameters back, for good; idempotent."""
         for number in range(len(self._units)):
-            self._gather(number)
+            self._bring(number)
         for _, _, shard in self._runs():
             shard.follow()
         for handle in self._handles:
@@ -68,7 +89,7 @@ class ShardedParameters:
     def all_present(self) -> Iterator[None]:
         """Within it every rank holds all parameters."""
         for number in range(len(self._units)):
-            self._gather(number)
+            self._bring(number)
         self._pinned = True
         try:
             yield
@@ -82,10 +103,12 @@ class ShardedParameters:
         if self._pinned:
             for number in range(len(self._units)):
                 self._present[number] = False
-                self._gather(number)
+                self._bring(number)
 
     def free(self, number: int) -> None:
         """Frees a unit's parameters, but for those that this rank owns."""
+        if number in self._flying:
+            self._arrive(number)  # it was gathered ahead in vain
         if self._pinned or not self._present[number]:
             return
         self._present[number] = False
@@ -102,21 +125,44 @@ class ShardedParameters:
     def _gather(self, number: int) -> None:
         if self._present[number]:
             return
-        self._present[number] = True
+        self._bring(number)
+        if self._ahead:
+            follower = self._orders[in_backward()].visit(number)
+            if follower is not None and not self._present[follower] and follower not in self._flying:
+                self._start(follower, async_op=True)
+
+    def _bring(self, number: int) -> None:
+        if not self._present[number]:
+            if number not in self._flying:
+                self._start(number, async_op=False)
+            self._arrive(number)
+
+    def _start(self, number: int, async_op: bool) -> None:
         parts: dict[int, list[torch.Tensor]] = {}
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
             if not self._stays(param):
                 whole.untyped_storage().resize_(_nbytes(whole))
-                param.data = whole
             for shard in self._shards[id(param)]:
                 if shard.is_mine and not shard.is_whole and shard.updated is not None:
                     shard.run(whole).copy_(shard.updated.detach())
                 start, stop, owner = shard.part
                 parts.setdefault(owner, []).append(_bytes_of(whole)[start:stop])
         told = {owner: torch.tensor([number]) for owner in sorted(parts)}
-        for owner, layer in told.items():
-            self._group.broadcast([layer.view(torch.uint8), *parts[owner]], owner)
-        for owner, layer in told.items():  # now that the others have all they wait for
+        works = [
+            self._group.broadcast([layer.view(torch.uint8), *parts[owner]], owner, async_op=async_op)
+            for owner, layer in told.items()
+        ]
+        self._flying[number] = _Flight(told, [work for work in works if work is not None])
+
+    def _arrive(self, number: int) -> None:
+        flight = self._flying.pop(number)
+        for work in flight.works:
+            work.wait()
+        self._present[number] = True
+        for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
+            if not self._stays(param):
+                param.data = whole
+        for owner, layer in flight.told.items():  # now that the others have all they wait for
             if int(layer) != number:
                 self._raise_apart(number, int(layer), owner)
 

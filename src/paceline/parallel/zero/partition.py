@@ -60,7 +60,7 @@ def divide(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[int]) -> l
         start, stop = 0, sizes[index]
         while start < stop or not parts[index]:
             rank = loads.index(min(loads))
-            room = (even - loads[rank]) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            room = -((loads[rank] - even) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # rounded up
             fits = loads[rank] + stop - start <= even * (1 + _UNEVEN)
             end = stop if fits or room <= 0 or not may_cut[index] else min(stop, start + room)
             parts[index].append(Part(start, end, rank))
