@@ -61,7 +61,7 @@ $(VENV)/installed: constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torch msgspec scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
-	  ruff mypy import-linter clang-format
+	  pyyaml accelerate lightning-fabric ruff mypy import-linter clang-format
 	@touch $@
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)
