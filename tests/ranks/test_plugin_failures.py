@@ -55,7 +55,7 @@ def lose_a_rank(directory: str, how: str) -> str:
                 torch_dist._functional_collectives.wait_tensor(gathered)
             else:
                 torch_dist.barrier()
-        time.sleep(0.3)  # so that nobody hears of a rank that left before it hears of the one that died
+        time.sleep(1)  # so that nobody hears of a rank that left before it hears of the one that died
         return f"{type(caught.value).__name__}: {caught.value}"
 
 
