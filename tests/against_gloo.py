@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -37,18 +37,34 @@ def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator
             torch_dist.destroy_process_group()
 
 
-def agree(program: Callable[..., object], directory: str, *args: object, tolerance: float = 0.0) -> None:
-    """Runs on a rank: `program(*args)` returns the same with either backend."""
-    results = {}
+def agree(programs: Sequence[Callable[[], object]], directory: str, tolerance: float = 0.0) -> None:
+    """Runs on a rank: each program returns the same with either backend, whose default group they share."""
+    results: dict[str, list[object]] = {}
+    os.makedirs(directory, exist_ok=True)
     for backend in ("gloo", "paceline"):
         with torch_group(backend, directory):
-            results[backend] = program(*args)
-    require_equal(results["paceline"], results["gloo"], tolerance)
+            results[backend] = [_run(program, backend) for program in programs]
+    for program, ours, theirs in zip(programs, results["paceline"], results["gloo"], strict=True):
+        require_equal(ours, theirs, tolerance, _name(program))
 
 
-def agree_closely(program: Callable[..., object], directory: str, *args: object) -> None:
+def agree_closely(programs: Sequence[Callable[[], object]], directory: str) -> None:
     """`agree` for programs that train: sums of another order differ in their last bits."""
-    agree(program, directory, *args, tolerance=1e-5)
+    agree(programs, directory, tolerance=1e-5)
+
+
+def _run(program: Callable[[], object], backend: str) -> object:
+    torch.manual_seed(0)
+    try:
+        return program()
+    except Exception as error:
+        raise AssertionError(f"{_name(program)} over {backend} raised") from error
+
+
+def _name(program: Callable[[], object]) -> str:
+    """With its arguments, where it is a `functools.partial`."""
+    given = getattr(program, "args", ())
+    return f"{getattr(program, 'func', program).__name__}{given}" if given else program.__name__
 
 
 def require_equal(ours: object, theirs: object, tolerance: float, at: str = "result") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -71,16 +72,6 @@ def reduce_everything(asynchronous: bool) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_reductions_of_every_type_agree(ranks, tmp_path, size, asynchronous):
-    ranks(size)(agree_within_rounding, str(tmp_path), asynchronous)
-
-
-def agree_within_rounding(directory: str, asynchronous: bool) -> None:
-    agree(reduce_everything, directory, asynchronous, tolerance=1e-6)
-
-
 def move_everything(asynchronous: bool) -> list[torch.Tensor]:
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     results = []
@@ -113,12 +104,6 @@ def move_everything(asynchronous: bool) -> list[torch.Tensor]:
     return [*results, received]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("size", [2, 3])
-def test_movements_of_every_type_agree(ranks, tmp_path, size, asynchronous):
-    ranks(size)(agree, move_everything, str(tmp_path), asynchronous)
-
-
 def move_objects() -> list[object]:
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     mine = {"rank": rank, "text": "é" * (rank + 1), "tensor": torch.arange(rank + 2)}
@@ -136,11 +121,6 @@ def move_objects() -> list[object]:
     elif rank == 1:
         torch_dist.recv_object_list(received, src=0)
     return [everyone, gathered, sent, scattered, received]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_objects_agree(ranks, tmp_path, size):
-    ranks(size)(agree, move_objects, str(tmp_path))
 
 
 def pass_messages() -> list[object]:
@@ -172,9 +152,36 @@ def pass_messages() -> list[object]:
     return results
 
 
+def coalesce() -> list[torch.Tensor]:
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    summed = [make(torch.float32, count, rank) for count in (1, 70_001, 3)]
+    with torch_dist._coalescing_manager():
+        for tensor in summed:
+            torch_dist.all_reduce(tensor)
+    gathered = [torch.empty(size * count) for count in (2, 5)]
+    with torch_dist._coalescing_manager(async_ops=True) as running:
+        for output, count in zip(gathered, (2, 5), strict=True):
+            torch_dist.all_gather_into_tensor(output, make(torch.float32, count, rank))
+    running.wait()
+    scattered = [torch.empty(count) for count in (2, 5)]
+    with torch_dist._coalescing_manager():
+        for output in scattered:
+            torch_dist.reduce_scatter_tensor(output, make(torch.float32, size * output.numel(), rank))
+    return [*summed, *gathered, *scattered]
+
+
+def move_and_reduce(directory: str) -> None:
+    moving = [partial(move_everything, False), partial(move_everything, True), move_objects, pass_messages]
+    agree(moving, f"{directory}/moving")
+    agree(
+        [partial(reduce_everything, False), partial(reduce_everything, True), coalesce], f"{directory}/reducing", 1e-6
+    )
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_agree(ranks, tmp_path, size):
-    ranks(size)(agree, pass_messages, str(tmp_path))
+def test_every_call_agrees(ranks, tmp_path, size):
+    ranks(size)(move_and_reduce, str(tmp_path), timeout_s=180)
 
 
 def only_here(directory: str) -> None:
@@ -245,24 +252,6 @@ def test_what_gloo_does_not_have(ranks, tmp_path, size):
     ranks(size)(only_here, str(tmp_path))
 
 
-def coalesce() -> list[torch.Tensor]:
-    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
-    summed = [make(torch.float32, count, rank) for count in (1, 70_001, 3)]
-    with torch_dist._coalescing_manager():
-        for tensor in summed:
-            torch_dist.all_reduce(tensor)
-    gathered = [torch.empty(size * count) for count in (2, 5)]
-    with torch_dist._coalescing_manager(async_ops=True) as running:
-        for output, count in zip(gathered, (2, 5), strict=True):
-            torch_dist.all_gather_into_tensor(output, make(torch.float32, count, rank))
-    running.wait()
-    scattered = [torch.empty(count) for count in (2, 5)]
-    with torch_dist._coalescing_manager():
-        for output in scattered:
-            torch_dist.reduce_scatter_tensor(output, make(torch.float32, size * output.numel(), rank))
-    return [*summed, *gathered, *scattered]
-
-
 def coalesce_by_device(directory: str) -> None:
     with torch_group("paceline", directory):
         rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
@@ -274,10 +263,6 @@ def coalesce_by_device(directory: str) -> None:
                 group.allgather([gathered], [torch.full((2,), float(rank))])
             running.wait()
             assert (summed == size).all() and [int(each[0]) for each in gathered] == list(range(size))
-
-
-def test_coalesced_calls_agree(ranks, tmp_path):
-    ranks(2)(agree, coalesce, str(tmp_path))
 
 
 def test_calls_coalesced_by_device(ranks, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -58,21 +59,6 @@ def ddp(options: dict[str, bool | float], hook: str = "none") -> Result:
         )
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     return [*train(model, torch.optim.SGD(model.parameters(), 0.1)), *model.state_dict().values()]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}],
-    ids=["plain", "static graph", "bucket views", "small buckets"],
-)
-@pytest.mark.parametrize("size", [2, 3])
-def test_ddp_agrees(ranks, tmp_path, size, options):
-    ranks(size)(agree_closely, ddp, str(tmp_path), options)
-
-
-@pytest.mark.parametrize("hook", ["fp16", "C++ all-reduce", "PowerSGD", "local SGD"])
-def test_ddp_with_a_hook_agrees(ranks, tmp_path, hook):
-    ranks(2)(agree_closely, ddp, str(tmp_path), {}, hook)
 
 
 def ddp_with_uneven_inputs() -> Result:
@@ -145,17 +131,20 @@ def fsdp2(half: bool = False, hybrid: bool = False) -> Result:
     return [*losses, norm, *(parameter.full_tensor().detach() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+OPTIONS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}]
+PROGRAMS = [
+    *(partial(ddp, options) for options in OPTIONS),
+    *(ddp_with_uneven_inputs, unused_parameters, no_sync, zero, fsdp1, fsdp2),
+]
+OF_TWO = [
+    partial(fsdp2, True),
+    *(partial(ddp, {}, hook) for hook in ("fp16", "C++ all-reduce", "PowerSGD", "local SGD")),
+]
+
+
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "program", [ddp_with_uneven_inputs, unused_parameters, no_sync, zero, fsdp1, fsdp2], ids=lambda f: f.__name__
+    ("size", "programs"), [(2, PROGRAMS), (2, OF_TWO), (3, PROGRAMS), (4, [partial(fsdp2, False, True)])]
 )
-def test_training_agrees(ranks, tmp_path, program: Callable[..., Result], size):
-    ranks(size)(agree_closely, program, str(tmp_path))
-
-
-def test_fsdp2_in_half_precision_agrees(ranks, tmp_path):
-    ranks(2)(agree_closely, fsdp2, str(tmp_path), True)
-
-
-def test_fsdp2_sharded_and_replicated_agrees(ranks, tmp_path):
-    ranks(4)(agree_closely, fsdp2, str(tmp_path), False, True)
+def test_training_agrees(ranks, tmp_path, size, programs: list[Callable[[], Result]]):
+    ranks(size)(agree_closely, programs, str(tmp_path), timeout_s=180)

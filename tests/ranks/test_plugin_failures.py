@@ -32,7 +32,7 @@ def lose_a_rank(directory: str, how: str) -> str:
             model = fully_shard(model, mesh=mesh)
         torch_dist.barrier()
         if rank == 1:
-            time.sleep(0.3)
+            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         in_group = how in ("synchronous", "DDP", "message") and rank == 2
         with pytest.raises(RuntimeError, match=r"rank 1 \(.*, pid \d+\) died") as caught:

@@ -36,10 +36,23 @@ def installed(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("first", ["", "import paceline; ", "import paceline.group.default; "])
+@pytest.mark.parametrize("first", ["import paceline; ", "import paceline.group.default; "])
 def test_the_backend_is_known_whatever_is_imported_first(installed, first):
     done = installed(first + KNOWN)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_a_broken_installation_breaks_no_more_than_its_own_groups(installed):
+    code = (
+        "import sys; sys.modules['paceline._core'] = None; sys.modules['msgspec'] = None\n"
+        f"{KNOWN}\n"
+        "try:\n"
+        "    torch.distributed.init_process_group('paceline', init_method='tcp://localhost:0', rank=0, world_size=1)\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    done = installed(code, "-W", "error")
+    assert done.stdout.startswith("True\nimport of paceline._core halted"), (done.stdout, done.stderr)
 
 
 def test_without_autoloading_one_call_makes_it_known(installed):
@@ -61,11 +74,5 @@ def test_an_error_inside_is_told_and_does_not_end_the_import_of_torch(installed)
 
 
 def test_importing_torch_loads_no_more_of_the_package_than_the_entry_point(installed):
-    code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('paceline')))"
-    assert installed(code).stdout == "['paceline', 'paceline.plugin']\n"
-    code = (
-        "import os, time; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
-        "t = time.perf_counter(); torch._import_device_backends(); print(time.perf_counter() - t)"
-    )
-    fastest_s = min(float(installed(code).stdout) for _ in range(3))
-    assert fastest_s < 0.2  # of the seconds that `import torch` takes
+    code = f"{KNOWN}; import sys; print(sorted(name for name in sys.modules if name.startswith('paceline')))"
+    assert installed(code).stdout == "True\n['paceline', 'paceline.plugin']\n"

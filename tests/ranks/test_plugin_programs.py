@@ -143,21 +143,13 @@ def saved_and_loaded() -> Result:
     return wanted
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("program", [new_groups, tensors], ids=lambda f: f.__name__)
-def test_groups_and_tensors_agree(ranks, tmp_path, program: Callable[..., Result], size):
-    ranks(size)(agree_closely, program, str(tmp_path))
+ON_TWO = [new_groups, tensors, functional_collectives, compiled, compiled_ddp, saved_and_loaded]
 
 
-def test_a_mesh_agrees(ranks, tmp_path):
-    ranks(4)(agree_closely, mesh, str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "program", [functional_collectives, compiled, compiled_ddp, saved_and_loaded], ids=lambda f: f.__name__
-)
-def test_programs_agree(ranks, tmp_path, program: Callable[..., Result]):
-    ranks(2)(agree_closely, program, str(tmp_path))
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("size", "programs"), [(2, ON_TWO), (3, [new_groups, tensors]), (4, [mesh])])
+def test_programs_agree(ranks, tmp_path, size, programs: list[Callable[[], Result]]):
+    ranks(size)(agree_closely, programs, str(tmp_path), timeout_s=180)
 
 
 def accelerated(directory: str) -> None:
@@ -185,7 +177,7 @@ def accelerated(directory: str) -> None:
 
 
 def test_an_accelerate_program(ranks, tmp_path):
-    pytest.importorskip("accelerate", reason="Accelerate, which brings a model hub's client along, is not installed")
+    pytest.importorskip("accelerate", reason="Accelerate is not installed; `make test` installs it")
     ranks(2)(accelerated, str(tmp_path))
 
 
@@ -219,5 +211,5 @@ def fabricated() -> None:
 
 
 def test_a_lightning_fabric_program(ranks):
-    pytest.importorskip("lightning_fabric", reason="Lightning Fabric, which brings an HTTP client, is not installed")
+    pytest.importorskip("lightning_fabric", reason="Lightning Fabric is not installed; `make test` installs it")
     ranks(2)(fabricated)
