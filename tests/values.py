@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from paceline import ReduceOp
@@ -14,6 +16,12 @@ COUNTS = [0, 1, 7, 1000, 70_001]
 
 
 def make(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
+    return _made(dtype, count, rank).clone()
+
+
+# The same ones are asked for again for every reduction, and random numbers take longer than the calls on them.
+@functools.lru_cache(256)
+def _made(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + count)
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=generator, device="cpu").bool()

@@ -20,9 +20,20 @@ from hosts.namespaces import Host, enter
 
 from paceline.launch.lifeline import die_with_parent
 
-# One server for the whole session has the slow imports behind it; a rank is a fork of it.
+# One server for the whole session has the slow imports behind it; a rank is a fork of it. The last two take a second
+# and a half, and torch imports them when a rank first compares tensors or makes an optimizer.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "paceline.group.collectives", "paceline.parallel.ddp"])
+context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "paceline.group.collectives",
+        "paceline.parallel.ddp",
+        "pytest",
+        "torch.distributed.tensor",
+        "torch._dynamo",
+    ]
+)
 
 _CONSEQUENCES_S = 0.05  # after a failure, for an earlier one of another rank to be read
 _LEAVING_S = 0.5  # for ranks that have answered to end by themselves

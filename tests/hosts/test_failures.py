@@ -490,15 +490,3 @@ def test_the_interface_that_was_asked_for_is_used(hosts, variable):
 
 def test_hosts_meet_over_ipv6(hosts):
     assert hosts(2, 1)(meet_on, None, True, f"tcp://[{ipv6(0)}]:{{port}}") == [{ipv6(1)}, {ipv6(0)}]
-
-
-def ask_for_an_interface_that_is_not_there() -> str:
-    with pytest.raises((ValueError, dist.StoreConnectionError)) as caught:
-        dist.init_process_group(interface="eth7" if rank() == 0 else None, timeout=timedelta(seconds=2))
-    return str(caught.value)
-
-
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(hosts):
-    here, there = hosts(2, 1)(ask_for_an_interface_that_is_not_there)
-    assert "there is no interface 'eth7' on h0; it has lo, eth0" in here
-    assert "the process that serves it has ended" in there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -14,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import _core
-from paceline.durations import for_socket
+from paceline.engine.dialing import Arrivals, dial
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
-from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove, verify
+from paceline.errors import RendezvousError, RendezvousTimeoutError
+from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.handshake import HandshakeUnfinishedError, Hello
 from paceline.security.secret import derive_key, job_secret
 
 MAX_RANKS_OF_HOST = 64
 _CHANNEL = "mesh"
 _LOOK_S = 0.5
+_PAUSE_S = 0.005
 _NEWS_COMES_S = 0.5  # of a rank that does not answer
 _CREDENTIALS = struct.Struct("3i")
 
@@ -110,27 +113,34 @@ def _connect(
     """Connects to the lower ranks of this host and is connected to by the higher ones."""
     rank, local = topology.rank, topology.local_ranks
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
+    arrivals = Arrivals()
+
+    def admit(connection: socket.socket, hello: Hello) -> None:
+        if _same_user(connection):
+            arrivals.admit(connection, hello)
+        else:
+            connection.close()
+
+    doorkeeper = Doorkeeper(listener, key, _CHANNEL, admit)
+    cleanup.callback(arrivals.close)
+    cleanup.callback(doorkeeper.close)
     connections: dict[int, socket.socket] = {}
     for peer in local:
         if peer >= rank:
             break
-        connection = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            connection.connect(f"\0{names[peer]}")
-            prove(connection, key, Hello(_CHANNEL, rank), for_socket(deadline - time.monotonic()))
+            connection = dial(functools.partial(_reach, names[peer]), key, Hello(_CHANNEL, rank), deadline)
         except (OSError, HandshakeUnfinishedError) as error:
             formation.look(_NEWS_COMES_S)
             raise RendezvousError(
                 f"{topology.members[rank]}: {topology.members[peer]} does not answer at its Unix socket ({error}); "
                 "look at its output"
             ) from error
-        connections[peer] = connection
+        connections[peer] = cleanup.enter_context(connection)
     while len(connections) < len(local) - 1:
         left_s = max(0.1, deadline - time.monotonic())
-        listener.settimeout(min(left_s, _LOOK_S))
-        try:
-            connection = cleanup.enter_context(listener.accept()[0])
-        except TimeoutError:
+        arrived = arrivals.take(min(left_s, _LOOK_S))
+        if arrived is None:
             formation.look()
             if left_s > _LOOK_S:
                 continue
@@ -138,16 +148,30 @@ def _connect(
             raise RendezvousTimeoutError(
                 f"{topology.members[rank]}: {', '.join(absent)} published their addresses and then did not connect "
                 "in time; look at their output"
-            ) from None
-        if not _same_user(connection):
-            continue
-        with contextlib.suppress(AuthenticationError):
-            hello = verify(connection, key, _CHANNEL, timeout_s=max(0.1, min(5.0, deadline - time.monotonic())))
-            if rank < hello.rank and hello.rank in local and hello.rank not in connections:
-                connections[hello.rank] = connection
-    for connection in connections.values():
-        connection.setblocking(True)
+            )
+        hello, connection = arrived
+        cleanup.enter_context(connection)
+        if rank < hello.rank and hello.rank in local:
+            connections[hello.rank] = connection  # the latest: it gave up those before
     return connections
+
+
+def _reach(name: str, left_s: float) -> socket.socket:
+    deadline = time.monotonic() + left_s
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(left_s)
+        while True:
+            try:
+                connection.connect(f"\0{name}")
+                return connection
+            except BlockingIOError:  # so many wait there to be accepted that there is no room for more
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _require_alike(members: tuple[Member, ...], setting: str, mine: object, values: list[object], me: Member) -> None:

@@ -7,23 +7,21 @@ higher connects to the lower: once for control and messages, and once for each s
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import time
 from collections.abc import Sequence
 
-from paceline.durations import for_socket
 from paceline.engine.bootstrap import Topology
 from paceline.engine.congestion import set_congestion_control
+from paceline.engine.dialing import Arrivals, dial
 from paceline.engine.formation import Formation
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
-from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
+from paceline.security.handshake import HandshakeUnfinishedError, Hello
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.tcp import listen
 
 _CHANNEL = "links"
-_WELCOME = b"\x01"
 _LOOK_S = 0.5
 _NEWS_COMES_S = 0.5  # of a rank that does not answer
 
@@ -56,21 +54,10 @@ def connect(
     me = topology.members[topology.rank]
     remote = [peer for peer in ranks if peer not in topology.local_ranks]
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
-    arrived: queue.SimpleQueue[tuple[Hello, socket.socket]] = queue.SimpleQueue()
-
-    def admit(connection: socket.socket, hello: Hello) -> None:
-        connection.sendall(_WELCOME)
-        arrived.put((hello, connection))
-
-    doorkeeper = Doorkeeper(
-        listen(address, 0, job_secret()),
-        key,
-        _CHANNEL,
-        admit,
-        number,
-    )
+    arrivals = Arrivals()
+    doorkeeper = Doorkeeper(listen(address, 0, job_secret()), key, _CHANNEL, arrivals.admit, number)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(_close_all, arrived)
+        cleanup.callback(arrivals.close)
         cleanup.callback(doorkeeper.close)
         store = formation.store
         store.set(_key(number, topology.rank), f"{address} {doorkeeper.port}")
@@ -101,9 +88,8 @@ def connect(
         expected = {(peer, lane) for peer in remote for lane in range(1 + streams)}
         while missing := expected - found.keys():
             left_s = max(0.05, deadline - time.monotonic())
-            try:
-                hello, connection = arrived.get(timeout=min(left_s, _LOOK_S))
-            except queue.Empty:
+            arrived = arrivals.take(min(left_s, _LOOK_S))
+            if arrived is None:
                 formation.look()
                 if left_s > _LOOK_S:
                     continue
@@ -111,7 +97,8 @@ def connect(
                 raise RendezvousTimeoutError(
                     f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not connect to {address} "
                     f"within {timeout_s:.0f} s; look at their output"
-                ) from None
+                )
+            hello, connection = arrived
             cleanup.enter_context(connection)
             if hello.rank > topology.rank and (hello.rank, hello.lane) in expected:
                 found[hello.rank, hello.lane] = connection  # the latest: it gave up those before
@@ -121,39 +108,10 @@ def connect(
 
 
 def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float) -> socket.socket:
-    while True:
-        left_s = for_socket(deadline - time.monotonic())
-        connection = socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
-        try:
-            prove(connection, key, hello, left_s)
-            _await_welcome(connection, left_s)
-            connection.settimeout(None)
-            return connection
-        except HandshakeUnfinishedError:
-            # The other end may have been too busy with strangers to answer in time.
-            connection.close()
-            if time.monotonic() >= deadline:
-                raise
-        except BaseException:
-            connection.close()
-            raise
+    def connected(left_s: float) -> socket.socket:
+        return socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
 
-
-def _await_welcome(connection: socket.socket, timeout_s: float) -> None:
-    """A crowd of strangers can push this connection out after its proof was sent and before it was read."""
-    connection.settimeout(timeout_s)
-    try:
-        if connection.recv(1) == _WELCOME:
-            return
-    except OSError:
-        pass
-    raise HandshakeUnfinishedError("the other end closed the connection before it had read the proof")
-
-
-def _close_all(arrived: queue.SimpleQueue[tuple[Hello, socket.socket]]) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            arrived.get_nowait()[1].close()
+    return dial(connected, key, hello, deadline)
 
 
 def _key(number: int, rank: int) -> str:

@@ -62,11 +62,10 @@ class Formation:
         look_s = _FIRST_LOOK_S
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            try:
+            with contextlib.suppress(StoreTimeoutError):
                 self.store.wait(keys, timedelta(seconds=min(look_s, left_s)))
                 return []
-            except StoreTimeoutError:
-                self.look()
+            self.look()
             if left_s <= look_s:
                 return [key for key in keys if not self.store.check([key])]
             look_s = min(2 * look_s, _LONGEST_LOOK_S)

@@ -1,0 +1,39 @@
+"""Processes of the same user that connect to a rank's Unix socket and say nothing hold nobody up."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+
+import torch
+
+import paceline as dist
+from paceline.engine import bootstrap
+
+SILENT = 40  # each is waited for 5 s: one after the other they would outlast the time-out
+TIMEOUT = timedelta(seconds=60)
+
+
+def meet_among_silent_strangers() -> None:
+    strangers = []
+    reach = bootstrap._reach
+
+    def after_a_crowd(name: str, left_s: float) -> socket.socket:
+        for _ in range(SILENT):
+            strangers.append(reach(name, left_s))
+        return reach(name, left_s)
+
+    bootstrap._reach = after_a_crowd
+    dist.init_process_group(timeout=TIMEOUT)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3.0] * 3
+    dist.destroy_process_group()
+    for stranger in strangers:
+        with contextlib.suppress(OSError):
+            stranger.close()
+
+
+def test_silent_strangers_hold_nobody_up(ranks):
+    ranks(3)(meet_among_silent_strangers, timeout_s=80)
