@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,9 @@ class NativeEngine:
             address = own_address(self._peer, self._interface)
             sockets = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
-        links = _core.LinkGroup.create(self._mesh, identity | _LINKS, group_rank, mesh_ranks, sockets, left_s)
+        # Within a host ranks that chose different algorithms do not find each other; between hosts their calls do.
+        local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
+        links = _core.LinkGroup.create(self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, left_s)
         if links is None:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
@@ -142,7 +145,7 @@ class NativeEngine:
                     self._costs = agree_on_costs(formation, topology, links, timeout_s) if measurable else UNMEASURED
                 channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
             else:
-                channel = _core.HostGroup.create(self._mesh, mesh_ranks, identity, SLOT_BYTES, left_s)
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, left_s)
             if channel is None:
                 raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()

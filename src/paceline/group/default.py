@@ -186,7 +186,7 @@ def new_group(
             raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
-    identity = world.engines.count_group(chosen, algorithm)
+    identity = world.engines.count_group(chosen)
     if world.group.rank() not in chosen:
         if backend is not None:
             world.engines.start(choose(backend))
@@ -222,7 +222,7 @@ def _open(
 ) -> ProcessGroup:
     engines.start(backend)
     if identity is None:
-        identity = engines.count_group(ranks, algorithm)
+        identity = engines.count_group(ranks)
     openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))

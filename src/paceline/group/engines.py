@@ -73,10 +73,10 @@ class Engines:
             else:
                 registry.require(name, self._meeting.rank)
 
-    def count_group(self, ranks: Sequence[int], algorithm: str | None) -> int:
+    def count_group(self, ranks: Sequence[int]) -> int:
         """The identity of the next group of those that all ranks count, members or not."""
         self._counted += 1
-        return self._counted << 32 | zlib.crc32(repr([*ranks, algorithm]).encode())
+        return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
     def openers(
         self, backend: Backend, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None = None
