@@ -18,7 +18,7 @@ from paceline.engine.failures import Member
 from paceline.engine.nccl import library, missing_piece
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
 from paceline.engine.nccl.functions import UNIQUE_ID_BYTES, Config, NcclError, UniqueId, without_blocking
-from paceline.engine.nccl.library import LibraryMissingError
+from paceline.engine.nccl.loader import LibraryMissingError
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
 from paceline.engine.nccl.plan import Call, Kind, plan
 from paceline.engine.nccl.types import DataType, RedOp, Reduction, reduction

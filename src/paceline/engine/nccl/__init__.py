@@ -12,7 +12,7 @@ import torch
 from paceline.engine.engine import Meeting
 from paceline.engine.nccl.device import CudaDevice
 from paceline.engine.nccl.engine import NcclEngine
-from paceline.engine.nccl.library import LibraryMissingError, find
+from paceline.engine.nccl.loader import LibraryMissingError, find
 
 
 def missing_piece() -> str | None:

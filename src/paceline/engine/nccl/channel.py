@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from paceline.engine.channel import Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode, dtype_name
 from paceline.engine.failures import Failure
-from paceline.engine.nccl.library import Library, say_version
 from paceline.engine.nccl.line import Line
+from paceline.engine.nccl.loader import Library, say_version
 from paceline.engine.nccl.plan import Plan, Room, plan
 from paceline.engine.nccl.types import Reduction, reduction
 from paceline.engine.nccl.watch import Watch

@@ -12,8 +12,8 @@ from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.nccl.channel import NcclChannel
 from paceline.engine.nccl.device import OpenDevice
-from paceline.engine.nccl.library import Library
 from paceline.engine.nccl.line import Ends, Line
+from paceline.engine.nccl.loader import Library
 from paceline.engine.nccl.messages import NcclMessages
 from paceline.engine.nccl.watch import Watch
 from paceline.store.prefix import PrefixStore

@@ -13,7 +13,7 @@ from paceline.engine.failures import Code, Failure, Member
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
 from paceline.engine.nccl.device import Device, Mark
 from paceline.engine.nccl.functions import NcclError
-from paceline.engine.nccl.library import Library
+from paceline.engine.nccl.loader import Library
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
 from paceline.engine.nccl.peers import Peers
 from paceline.engine.nccl.plan import Plan, Room
