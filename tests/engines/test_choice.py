@@ -16,7 +16,7 @@ def test_backends_name_an_engine_for_each_device():
     assert choose("gloo").engines == {"cpu": "gloo"}
     assert choose("CPU:mpi").text == "mpi"
     assert choose(None).engines["cpu"] == "paceline"
-    with pytest.raises(ValueError, match="there are paceline, gloo, mpi, and one engine for each type of device"):
+    with pytest.raises(ValueError, match="there are paceline, gloo, mpi, nccl, and one engine for each type of device"):
         choose("cpu:telepathy")
     with pytest.raises(ValueError, match="names two engines for cpu"):
         choose("cpu:gloo,cpu:mpi")
