@@ -17,7 +17,7 @@ import torch
 
 from paceline.engine import registry
 from paceline.engine.engine import Meeting
-from paceline.engine.nccl import library
+from paceline.engine.nccl import loader
 from paceline.engine.nccl.engine import NcclEngine
 
 GPU_VARIABLE = "STUB_NCCL_GPU"
@@ -35,7 +35,7 @@ def build(folder: Path) -> Path:
 
 def use(path: Path, folder: Path, log: Path | None = None) -> None:
     """Has backend="nccl" mean the stub at `path` in this process, with its files in `folder`."""
-    os.environ[library.VARIABLE] = str(path)
+    os.environ[loader.VARIABLE] = str(path)
     os.environ["STUB_NCCL_FOLDER"] = str(folder)
     if log is not None:
         os.environ["STUB_NCCL_LOG"] = str(log)
@@ -59,7 +59,7 @@ def missing_piece() -> None:
 
 
 def start(meeting: Meeting) -> NcclEngine:
-    loaded = library.find()
+    loaded = loader.find()
     cuda = stand_in_for_cuda(loaded.path)
     return NcclEngine(meeting, loaded, lambda device: StubDevice(cuda))
 

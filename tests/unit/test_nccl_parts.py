@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import paceline as dist
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.engine.failures import Member
-from paceline.engine.nccl import library, missing_piece
+from paceline.engine.nccl import loader, missing_piece
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
 from paceline.engine.nccl.functions import UNIQUE_ID_BYTES, Config, NcclError, UniqueId, without_blocking
 from paceline.engine.nccl.loader import LibraryMissingError
@@ -28,10 +28,10 @@ MEMBERS = (Member(0, "alpha", 11), Member(1, "beta", 12))
 
 @pytest.fixture
 def search(monkeypatch):
-    """`library.find`, which otherwise finds once a process."""
-    library.find.cache_clear()
+    """`loader.find`, which otherwise finds once a process."""
+    loader.find.cache_clear()
     yield monkeypatch
-    library.find.cache_clear()
+    loader.find.cache_clear()
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
@@ -43,32 +43,32 @@ def test_without_cuda_the_engine_names_the_torch_that_is_needed():
 
 
 def test_a_library_that_is_not_there_is_named_with_the_variable(search):
-    search.setenv(library.VARIABLE, "/nowhere/libnccl.so.2")
+    search.setenv(loader.VARIABLE, "/nowhere/libnccl.so.2")
     with pytest.raises(LibraryMissingError, match=r"/nowhere/libnccl.so.2 cannot be loaded .*PACELINE_NCCL_LIBRARY"):
-        library.find()
+        loader.find()
 
 
 def test_a_library_of_something_else_is_refused(search):
-    search.setenv(library.VARIABLE, ctypes.util.find_library("m"))
+    search.setenv(loader.VARIABLE, ctypes.util.find_library("m"))
     with pytest.raises(LibraryMissingError, match=r"is no NCCL library, or one older than 2\.14\.0"):
-        library.find()
+        loader.find()
 
 
 def test_a_library_that_is_too_old_is_refused_with_the_reason(search, nccl_library):
-    search.setenv(library.VARIABLE, str(nccl_library))
+    search.setenv(loader.VARIABLE, str(nccl_library))
     search.setenv("STUB_NCCL_VERSION", "21003")
     with pytest.raises(LibraryMissingError, match=r"is NCCL 2\.10\.3, older than 2\.14\.0, .* without blocking"):
-        library.find()
+        loader.find()
 
 
 def test_a_library_that_is_loaded_already_is_taken(search, nccl_library, tmp_path):
-    search.delenv(library.VARIABLE, raising=False)
+    search.delenv(loader.VARIABLE, raising=False)
     loaded = tmp_path / "libnccl.so.2"
     loaded.write_bytes(nccl_library.read_bytes())
     kept = ctypes.CDLL(str(loaded))
-    found = library.find()
+    found = loader.find()
     assert found.path == str(loaded) == kept._name
-    assert library.say_version(found.version) == "2.21.5"
+    assert loader.say_version(found.version) == "2.21.5"
 
 
 def test_structures_have_the_sizes_of_nccl_h():
@@ -192,10 +192,10 @@ def test_two_ranks_with_one_gpu_are_named_with_the_fix(monkeypatch):
 
 @pytest.fixture
 def functions(search, nccl_library, tmp_path):
-    search.setenv(library.VARIABLE, str(nccl_library))
+    search.setenv(loader.VARIABLE, str(nccl_library))
     search.setenv("STUB_NCCL_FOLDER", str(tmp_path))
     search.setenv("STUB_NCCL_LOG", str(tmp_path / "log"))
-    return library.find().functions
+    return loader.find().functions
 
 
 def alone(functions, size: int = 1, wait_s: float = 5.0) -> Communicator:
@@ -221,7 +221,7 @@ def test_a_start_that_nobody_joins_is_aborted(functions, tmp_path):
 
 def test_calls_of_a_plan_are_one_group_and_a_refusal_has_the_librarys_words(functions, tmp_path):
     made = alone(functions)
-    stream = nccl_stub.stand_in_for_cuda(library.find().path).stubOpenStream()
+    stream = nccl_stub.stand_in_for_cuda(loader.find().path).stubOpenStream()
     memory = torch.ones(6)
     address = memory.data_ptr()
     calls = [Call(Kind.ALL_REDUCE, address, address, 8), Call(Kind.ALL_REDUCE, address + 8, address + 8, 16)]
