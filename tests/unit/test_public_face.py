@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -45,8 +46,11 @@ def test_importing_paceline_does_not_import_torch():
 def test_what_a_worker_needs_to_meet_the_others_is_little():
     slow = {"dataclasses", "inspect", "json", "logging", "pathlib", "re", "shutil", "tempfile", "typing", "urllib"}
     code = f"import sys, paceline.rendezvous.methods as _; print(sorted({slow} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-S", "-c", code], timeout=60, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", "256 workers each pay for it"
+    environment = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], timeout=60, capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.strip() == "[]", f"256 workers each pay for it\n{done.stderr}"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Formation:
         self._topic = _INIT if what is None else f"group/{what}"
         self._open = False
         self._heard = False
-        self._gone: Callable[[], Member | None] = lambda: None
+        self._gone: Callable[[], Member | None] = _nobody
 
     @property
     def is_open(self) -> bool:
@@ -100,7 +100,13 @@ class Formation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open = False
+        try:
+            self._leave(error)
+        finally:
+            self._open = False
+            self._gone = _nobody
+
+    def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, StoreConnectionError):
             # Whoever served it may have left because of another.
             lost = self._gone()
@@ -129,6 +135,10 @@ class Formation:
         if self._topic == _INIT and self.rank == _SERVES_THE_STORE:
             keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
             self.store.wait(keys, timedelta(seconds=_PARTING_S))
+
+
+def _nobody() -> None:
+    return None
 
 
 _ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"

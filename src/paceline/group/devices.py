@@ -52,7 +52,8 @@ class Devices:
             return self._open[device]
 
     def close(self) -> None:
-        """Ends the group on all devices; idempotent."""
+        """Ends the group on all devices, and lets go of what would open it on others; idempotent."""
+        self._openers = {}
         self._on_cpu.close()
         for opened in self._open.values():
             opened.close()
