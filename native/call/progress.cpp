@@ -37,7 +37,10 @@ void Progress::close() {
         cancelled_.store(true, std::memory_order_relaxed);
     }
     queued_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    {
+        const std::lock_guard hold(joining_);
+        if (thread_.joinable()) thread_.join();
+    }
     const std::lock_guard hold(running_);  // a call that another thread makes has ended as well
 }
 

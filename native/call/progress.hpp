@@ -60,6 +60,7 @@ class Progress {
     std::atomic<std::uint64_t> pending_{0};
     std::atomic<bool> cancelled_{false};
     bool closing_ = false;
+    std::mutex joining_;
     std::thread thread_;
 };
 

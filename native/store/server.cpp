@@ -84,6 +84,7 @@ void Server::close() {
         closing_ = true;
     }
     eventfd_write(wake_, 1);
+    const std::lock_guard hold(joining_);
     if (thread_.joinable()) thread_.join();
 }
 

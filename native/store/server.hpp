@@ -57,7 +57,8 @@ class Server {
     Connections connections_;
     std::vector<std::string> changed_;
     std::unique_ptr<char[]> buffer_;
-    std::thread thread_;
+    std::mutex joining_;
+    std::thread thread_;  // guarded by joining_ once it runs
 };
 
 }  // namespace paceline::store

@@ -284,6 +284,23 @@ def test_a_late_server_is_found() -> None:
     servers[0].close()
 
 
+def test_threads_that_end_a_server_at_once_all_return() -> None:
+    for _ in range(30):
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        start = threading.Barrier(4)
+
+        def end(server: TCPStore = server, start: threading.Barrier = start) -> None:
+            start.wait(DEADLINE_S)
+            server.close()
+
+        threads = [threading.Thread(target=end, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_server_that_ends_is_said_to_have_ended() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port)
