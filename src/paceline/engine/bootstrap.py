@@ -27,7 +27,6 @@ MAX_RANKS_OF_HOST = 64
 _CHANNEL = "mesh"
 _LOOK_S = 0.5
 _PAUSE_S = 0.005
-_NEWS_COMES_S = 0.5  # of a rank that does not answer
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -131,7 +130,7 @@ def _connect(
         try:
             connection = dial(functools.partial(_reach, names[peer]), key, Hello(_CHANNEL, rank), deadline)
         except (OSError, HandshakeUnfinishedError) as error:
-            formation.look(_NEWS_COMES_S)
+            formation.await_news()
             raise RendezvousError(
                 f"{topology.members[rank]}: {topology.members[peer]} does not answer at its Unix socket ({error}); "
                 "look at its output"

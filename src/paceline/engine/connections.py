@@ -23,7 +23,6 @@ from paceline.store.tcp import listen
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
-_NEWS_COMES_S = 0.5  # of a rank that does not answer
 
 Sockets = list[list[int]]
 
@@ -79,7 +78,7 @@ def connect(
                         host, int(port), address, key, Hello(_CHANNEL, topology.rank, number, lane), deadline
                     )
                 except (OSError, HandshakeUnfinishedError) as error:
-                    formation.look(_NEWS_COMES_S)
+                    formation.await_news()
                     raise RendezvousError(
                         f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "
                         "check the route and the firewall between the hosts, or choose an interface with PACELINE_IFACE"

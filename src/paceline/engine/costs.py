@@ -26,7 +26,6 @@ _BUDGET_S = 0.02  # for each of the two kinds of link
 _BULK = 512 << 10
 _REDUCED = 1 << 20
 _TIMEOUT_NS = 60_000_000_000
-_NEWS_COMES_S = 0.5  # of a rank that is gone
 _ALONE = 1  # nothing follows the number
 # Where nothing can be measured: shared memory, and a fast Ethernet.
 _WITHIN_HOST = LinkCost(2e-6, 1e-10)
@@ -88,7 +87,7 @@ class _Way:
         message = call(self._peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
         message.wait(_TIMEOUT_NS)
         if message.outcome() is not None:
-            self._formation.look(_NEWS_COMES_S)
+            self._formation.await_news()
             raise RendezvousError(
                 f"{self._topology.members[self._topology.rank]}: {self._topology.members[self._peer]} died, left or "
                 "stopped while the speed of the connection to it was measured; look at its output"

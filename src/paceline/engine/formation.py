@@ -21,6 +21,7 @@ from paceline.store.base import Store
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
 _PARTING_S = 2.0
+_NEWS_COMES_S = 0.5  # of a rank that is gone or does not answer
 _SERVES_THE_STORE = 0  # if any rank does
 
 
@@ -87,6 +88,14 @@ class Formation:
             time.sleep(_FIRST_LOOK_S)
         if lost := self._gone():
             raise self._without(lost)
+
+    def await_news(self) -> None:
+        """`look`, for as long as news of a rank that does not answer needs to come.
+
+        Raises:
+            RendezvousError: one gave up or died.
+        """
+        self.look(_NEWS_COMES_S)
 
     def __enter__(self) -> Formation:
         self._open = True

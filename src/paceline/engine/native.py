@@ -28,7 +28,6 @@ from paceline.schedule.cost import CostModel
 SLOT_BYTES = 128 << 10
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
-_NEWS_COMES_S = 0.5  # of a rank that is gone
 _MOST_STREAMS = 64
 _START = "native"  # of the engine, if it is not there from the start of the job
 _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
@@ -168,7 +167,7 @@ class NativeEngine:
         return self._topology.members[gone[0]] if gone else None
 
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
-        formation.look(_NEWS_COMES_S)
+        formation.await_news()
         return RendezvousTimeoutError(
             f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for its "
             f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
