@@ -113,12 +113,13 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = sorted([*_MODULE_OF, "group"])  # group for group.WORLD
+_MODULES = ("functional", "group")  # group for group.WORLD
+__all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> object:
-    if name == "group":
-        return import_module("paceline.group")
+    if name in _MODULES:
+        return import_module(f"paceline.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     value: object = getattr(import_module(_MODULE_OF[name]), name)

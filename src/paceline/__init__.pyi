@@ -1,5 +1,6 @@
 """The public face, spelt out for type checkers; see `__init__.py`."""
 
+from paceline import functional as functional
 from paceline import group as group
 from paceline.data.evaluation import DistributedEvalSampler as DistributedEvalSampler
 from paceline.data.evaluation import mean_over_samples as mean_over_samples
