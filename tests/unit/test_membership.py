@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import paceline
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.membership import Membership, Orders, Phase, Policy, pause_s
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
@@ -37,7 +38,7 @@ class Play:
             self.told.setdefault(node, []).append(order)
 
     def join(self, node: str, workers: int = 1, **rest: object) -> None:
-        join = Join(node, 1, f"address-{node}", 1000, workers, **rest)
+        join = Join(node, 1, f"address-{node}", 1000, workers, **{"version": paceline.__version__, **rest})
         self.take(self.membership.joined(node, join, self.now_s))
 
     def fail(self, node: str, what: Failure) -> None:

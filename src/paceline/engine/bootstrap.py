@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import secrets
 import socket
@@ -18,6 +17,7 @@ from paceline import _core
 from paceline.engine.dialing import Arrivals, dial
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
+from paceline.engine.introduction import introduce, read
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
@@ -60,7 +60,8 @@ def join(
         settings: what all ranks must have set alike, by name.
 
     Raises:
-        RendezvousError: a rank gave up or died, a host has more ranks than are connected, or settings differ.
+        RendezvousError: a rank gave up or died, a host has more ranks than are connected, or versions or settings
+            differ.
         RendezvousTimeoutError: a rank did not publish its address, or did not connect.
         AuthenticationError: another process answered at a rank's address.
     """
@@ -73,29 +74,27 @@ def join(
         listener.listen(MAX_RANKS_OF_HOST)
         if rank == 0:
             store.set("engine/nonce", secrets.token_hex(16))
-        me = {"host_id": host_id(), "host": socket.gethostname(), "pid": os.getpid(), "socket": name, **settings}
-        store.set(f"engine/{rank}", json.dumps(me))
+        store.set(f"engine/{rank}", introduce(host_id=host_id(), socket=name, **settings))
         if late := formation.absent([f"engine/{r}" for r in range(world_size)], deadline):
             named = ", ".join(f"rank {key.rpartition('/')[2]}" for key in late)
             raise RendezvousTimeoutError(
                 f"rank {rank} waited {timeout_s:.0f} s for {named} to say where to connect; look at the output there"
             )
         nonce, *answers = store.multi_get(["engine/nonce", *(f"engine/{r}" for r in range(world_size))])
-        peers = [json.loads(answer) for answer in answers]
-        members = tuple(Member(r, peer["host"], peer["pid"]) for r, peer in enumerate(peers))
+        members, peers = read(answers, rank)
         for setting, value in settings.items():
             _require_alike(members, setting, value, [peer.get(setting) for peer in peers], members[rank])
 
         hosts: dict[str, list[int]] = {}
         for peer, entry in enumerate(peers):
-            hosts.setdefault(entry["host_id"], []).append(peer)
+            hosts.setdefault(str(entry["host_id"]), []).append(peer)
         topology = Topology(rank, members, tuple(map(tuple, hosts.values())), nonce.decode())
         local = topology.local_ranks
         if len(local) > MAX_RANKS_OF_HOST:
             raise RendezvousError(
                 f"{members[rank]}: {len(local)} ranks are on this host; at most {MAX_RANKS_OF_HOST} are connected there"
             )
-        names = {r: peers[r]["socket"] for r in local}
+        names = {r: str(peers[r]["socket"]) for r in local}
         connections = _connect(formation, topology, names, listener, cleanup, deadline)
         sockets = [-1 if peer == rank else connections[peer].detach() for peer in local]
     return topology, _core.Mesh(local.index(rank), sockets)

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import Operation, ReduceCode, dtype_name
+from paceline.engine.processes import Process
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from paceline.schedule.registry import ALGORITHMS
 
@@ -30,6 +31,7 @@ class Failure:
 
     Args:
         said: what the library said about it, in its words.
+        seen: what is known of the ranks in `gone`, where neither that they died nor that they left is.
     """
 
     code: Code
@@ -46,15 +48,17 @@ class Failure:
     split_expected: int = -1
     calls: Sequence[HeaderFields] = ()
     algorithms: Sequence[int] = ()
+    seen: str = ""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the default group and its process."""
+    """A rank of the default group and its process; `process` tells whether that has ended."""
 
     rank: int
     host: str
     pid: int
+    process: Process | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -123,7 +127,10 @@ def _absence(missing: Sequence[Member], calls: str) -> str:
 
 def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
     gone = _select(members, outcome.gone)
-    if outcome.gone == outcome.left:
+    if isinstance(outcome, Failure) and outcome.seen:
+        seen = outcome.seen
+        advice = "Look at its output; if its host cannot be reached, look at the network"
+    elif outcome.gone == outcome.left:
         seen = "left the group (its script ended, or it destroyed the process group)"
         advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
     else:

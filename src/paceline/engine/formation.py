@@ -44,6 +44,7 @@ class Formation:
         self._open = False
         self._heard = False
         self._gone: Callable[[], Member | None] = _nobody
+        self._bequest = ("", "")
 
     @property
     def is_open(self) -> bool:
@@ -53,6 +54,10 @@ class Formation:
     def watch(self, gone: Callable[[], Member | None]) -> None:
         """`gone` is asked now and then for a rank that has died or left."""
         self._gone = gone
+
+    def bequeath(self, key: str, value: str) -> None:
+        """Has the store's server set `key` if this rank ends at any time after the group has formed."""
+        self._bequest = key, value
 
     def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
         """Waits for `keys` until `deadline`, of the monotonic clock; those that were not set by then.
@@ -122,7 +127,7 @@ class Formation:
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:
             with contextlib.suppress(StoreConnectionError):
-                self.store.set_last_will("", "")
+                self.store.set_last_will(*(self._bequest if error is None else ("", "")))
         if error is not None:
             with contextlib.suppress(StoreError):
                 self._tell(error)

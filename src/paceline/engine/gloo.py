@@ -23,7 +23,7 @@ from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.inquiry import Inquiry
 from paceline.engine.interface import VARIABLE, own_address
-from paceline.engine.membership import await_members, by_host
+from paceline.engine.membership import announce_death, announce_leave, await_members, by_host
 from paceline.engine.memory import Stretch, tensor_at
 from paceline.engine.over_messages import OverMessages, Transfer
 from paceline.engine.scheduled import known_algorithm
@@ -55,6 +55,7 @@ def missing_piece() -> str | None:
 
 def start(meeting: Meeting) -> GlooEngine:
     """Connects nobody yet: groups do."""
+    announce_death(meeting)
     return GlooEngine(meeting)
 
 
@@ -130,7 +131,7 @@ class GlooEngine:
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address(meeting))]
         options._threads = _THREADS
         deadline = time.monotonic() + timeout_s
-        await_members(meeting.store, f"gloo/{identity}", members, group_rank, timeout_s)
+        await_members(meeting, f"gloo/{identity}", members, group_rank, timeout_s)
         options._timeout = max(_SHORTEST, timedelta(seconds=deadline - time.monotonic()))
         store = _TorchStore(meeting.store, f"gloo/{identity}/")
         try:
@@ -154,6 +155,7 @@ class GlooEngine:
         for group in self._groups:
             group.close()
         self._groups.clear()
+        announce_leave(self._meeting)
 
 
 class GlooChannel(TurnChannel):

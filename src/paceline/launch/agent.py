@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from paceline import __version__
 from paceline.launch.environment import free_port
 from paceline.launch.events import Events
 from paceline.launch.failures import Failure, describe, first_failure, report, shortened
@@ -120,6 +121,7 @@ class _Agent:
                 role=job.role,
                 node_rank=job.meeting.node_rank,
                 serves=self._meeting.server is not None or job.meeting.address is None,
+                version=__version__,
             )
         )
         while self._end is None or self._generation is not None:

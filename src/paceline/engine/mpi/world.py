@@ -18,7 +18,7 @@ import torch
 from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.inquiry import Inquiry
-from paceline.engine.membership import await_members, by_host
+from paceline.engine.membership import announce_death, announce_leave, await_members, by_host
 from paceline.engine.scheduled import known_algorithm
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ def start(meeting: Meeting) -> MpiEngine:
             f"start the script with `mpirun -n {meeting.world_size} python {os.path.basename(sys.argv[0])}` and call "
             "init_process_group(backend='mpi') without rank and world_size"
         )
+    announce_death(meeting)
     return MpiEngine(meeting, mpi)
 
 
@@ -140,7 +141,7 @@ class MpiEngine:
 
         mpi, members = self._mpi, [self.members[rank] for rank in ranks]
         group_rank = list(ranks).index(self._meeting.rank)
-        await_members(self._meeting.store, f"mpi/{identity}", members, group_rank, timeout_s)
+        await_members(self._meeting, f"mpi/{identity}", members, group_rank, timeout_s)
         with self._lock:
             everyone = mpi.COMM_WORLD.Get_group()
             comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
@@ -161,6 +162,7 @@ class MpiEngine:
         for group in self._groups:
             group.close()
         self._groups.clear()
+        announce_leave(self._meeting)
 
 
 def _finalize() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from paceline import __version__
 from paceline.launch.failures import Failure, first_failure, shortened
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 
@@ -84,6 +85,8 @@ class Membership:
         """A node has come."""
         if self.phase is Phase.OVER:
             return [(node, End(1, "the job is over"))]
+        if wrong := _wrong_version(join):
+            return [(node, End(2, wrong))]
         if self.policy.is_static and (wrong := self._wrong_number(join)):
             return [(node, End(2, wrong))]
         self.nodes[node] = join
@@ -267,6 +270,15 @@ class Membership:
         self.phase = Phase.OVER
         self.deadline_s = None
         return _to(self.nodes, end)
+
+
+def _wrong_version(join: Join) -> str | None:
+    if join.version == __version__:
+        return None
+    return (
+        f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the launcher where "
+        f"the machines meet runs {__version__}; install the same version on all machines"
+    )
 
 
 def _to(nodes: Iterable[str], order: Order) -> Orders:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
+from paceline import __version__
 from paceline.launch.failures import Failure, Record
 
 LARGEST = 1 << 22
@@ -25,6 +26,7 @@ class Join:
     role: str = "default"
     node_rank: int | None = None
     serves: bool = False
+    version: str = ""  # of Paceline; a version before 0.1.0 does not say it
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def decode(body: bytes) -> Message:
         content = json.loads(body)
         kind = _KINDS[content.pop("kind")]
         known = {each.name: str(each.type) for each in fields(kind)}
+        if kind is Join and content.get("version") != __version__:  # to be refused with the reason, whatever it says
+            content = {name: value for name, value in content.items() if name in known}
         values = {name: _value(known[name], value) for name, value in content.items()}
         make: Callable[..., Message] = kind
         return make(**values)

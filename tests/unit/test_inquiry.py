@@ -1,0 +1,156 @@
+"""What a rank concludes about the others when a call has failed, from what they said and what is known of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+import paceline as dist
+from paceline.engine.failures import Code, Member, to_error
+from paceline.engine.inquiry import Inquiry
+from paceline.engine.introduction import introduce, read
+from paceline.engine.membership import fate_of
+from paceline.engine.processes import Process
+
+HISTORY = [(7, 2, 11, 0, -1, 3)]
+ELSEWHERE = Process("another boot/1/2", 4321, 99)
+
+
+def process_of(pid: int) -> Process:
+    with open(f"/proc/{pid}/stat") as stat:
+        return dataclasses.replace(Process.mine(), pid=pid, started=int(stat.read().rpartition(")")[2].split()[19]))
+
+
+@pytest.fixture
+def child():
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as running:
+        yield running
+        running.kill()
+
+
+def test_a_process_that_runs_has_not_ended(child):
+    assert Process.mine().has_ended() is False
+    assert process_of(child.pid).has_ended() is False
+
+
+def test_a_process_has_ended_even_if_nobody_has_waited_for_it(child):
+    process = process_of(child.pid)
+    child.kill()
+    while open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        pass
+    assert process.has_ended() is True
+    child.wait()
+    assert process.has_ended() is True
+
+
+def test_a_later_process_of_the_same_number_is_another_one():
+    mine = Process.mine()
+    assert dataclasses.replace(mine, started=mine.started - 1).has_ended() is True
+
+
+def test_a_process_of_another_namespace_is_not_judged():
+    assert ELSEWHERE.has_ended() is None
+
+
+class Gone(dist.HashStore):
+    """A store whose server has ended."""
+
+    def _apply(self, *_: object) -> object:
+        raise dist.StoreConnectionError("the process that serves it has ended")
+
+
+def members(*processes: Process | None) -> list[Member]:
+    return [Member(rank, "host", 100 + rank, process) for rank, process in enumerate(processes)]
+
+
+def finds(store: dist.Store, them: list[Member], said: str = "", rank: int = 0):
+    failure = Inquiry(store, 1, them, rank).find_out(HISTORY, said, 10**9)
+    return failure, str(to_error(failure, them, rank, "all_reduce(float32, 3 elements, SUM)"))
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr("paceline.engine.inquiry._PATIENCE_S", 0.05)
+
+
+def test_a_silent_rank_elsewhere_did_not_come():
+    failure, text = finds(dist.HashStore(), members(Process.mine(), ELSEWHERE))
+    assert failure.code == Code.TIMED_OUT and failure.missing == [1]
+    assert "rank 1 (host, pid 101) did not come" in text
+
+
+def test_a_silent_rank_elsewhere_did_not_answer_rather_than_die():
+    failure, text = finds(dist.HashStore(), members(Process.mine(), ELSEWHERE), "Connection closed by peer")
+    assert failure.code == Code.PEER_LOST and failure.gone == [1]
+    assert "rank 1 (host, pid 101) did not answer" in text and "died" not in text
+    assert "Connection closed by peer" in text
+
+
+def test_a_rank_elsewhere_died_if_the_store_says_so():
+    store = dist.HashStore()
+    store.set("fate/1", "died")
+    _, text = finds(store, members(Process.mine(), ELSEWHERE), "Connection closed by peer")
+    assert "rank 1 (host, pid 101) died" in text
+
+
+def test_a_rank_that_left_after_its_time_was_over_left():
+    store = dist.HashStore()
+    store.set("fate/1", "left")
+    ended = dataclasses.replace(Process.mine(), started=1)
+    _, text = finds(store, members(Process.mine(), ended), "Connection closed by peer")
+    assert "rank 1 (host, pid 101) left the group" in text
+
+
+def test_the_rank_that_died_is_named_and_not_those_that_left_for_it():
+    store = dist.HashStore()
+    store.set("inquiry/1/1", "left")
+    ended = dataclasses.replace(Process.mine(), started=1)
+    failure, text = finds(store, members(Process.mine(), Process.mine(), ended))
+    assert failure.gone == [2] and "rank 2 (host, pid 102) died" in text
+
+
+def test_a_rank_does_not_name_itself_when_the_store_is_gone():
+    failure, text = finds(Gone(), members(ELSEWHERE, Process.mine()), "Connection closed by peer", rank=1)
+    assert failure.gone == [0]
+    assert "rank 0 (host, pid 100) did not answer" in text
+    failure, text = finds(Gone(), members(ELSEWHERE, Process.mine()), rank=1)
+    assert failure.code == Code.TIMED_OUT and "the engine cannot tell who did not come" in text
+
+
+def test_a_process_that_ended_with_the_store_is_not_called_dead():
+    ended = dataclasses.replace(Process.mine(), started=1)
+    _, text = finds(Gone(), members(ended, Process.mine()), "Connection closed by peer", rank=1)
+    assert "rank 0 (host, pid 100) ended (it died or left" in text
+
+
+def test_a_message_to_a_rank_elsewhere_is_given_up_without_a_verdict():
+    them = members(Process.mine(), ELSEWHERE)
+    assert Inquiry(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
+    assert Inquiry(Gone(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
+
+
+def test_ranks_of_one_version_know_each_other():
+    ranks, entries = read([introduce(socket="a").encode(), introduce(socket="b").encode()], 0)
+    assert [str(rank).partition(" (")[0] for rank in ranks] == ["rank 0", "rank 1"]
+    assert [entry["socket"] for entry in entries] == ["a", "b"]
+    assert fate_of(dist.HashStore(), ranks[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (json.dumps({"version": "7.1", "host": "alpha", "pid": 11}), "7.1 on rank 1 (alpha, pid 11)"),
+        (json.dumps({"version": "7.1", "where": ["alpha", 11]}), "7.1 on rank 1"),
+        (json.dumps({"host_id": "x", "host": "alpha", "pid": 11}), "a version before 0.1.0 on rank 1 (alpha, pid 11)"),
+        (json.dumps(["alpha", 11]), "a version before 0.1.0 on rank 1"),
+        ("\x80", "a version before 0.1.0 on rank 1"),
+    ],
+)
+def test_ranks_of_different_versions_are_refused_with_both(answer, told):
+    with pytest.raises(dist.RendezvousError, match="different versions of Paceline") as caught:
+        read([introduce().encode(), answer.encode()], 0)
+    assert f"{dist.__version__} on rank 0 (" in str(caught.value) and told in str(caught.value)
