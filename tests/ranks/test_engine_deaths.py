@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -17,36 +16,37 @@ from world import free_port
 
 import paceline as dist
 
-# The number that the rank has in a namespace of its own is nobody's in the others.
+# Each rank has a number in its own PID namespace that nobody has in the others.
 _ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]
 _PROGRAM = """
-import sys
+import os, sys
 from datetime import timedelta
 import torch
 import paceline as dist
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-dist.all_reduce(torch.ones(2))
+pairs = [None, *(dist.new_group([0, other]) for other in (1, 2, 3))]
+dist.barrier()
 print("met", flush=True)
 for line in sys.stdin:
+    if line.strip() == "leave":
+        break
+    other, timeout_s = line.split()
     try:
-        if line.strip() == "leave":
-            break
-        dist.all_reduce(torch.ones(2), timeout=timedelta(seconds=float(line)))
-        print("done", flush=True)
+        dist.all_reduce(torch.ones(2), group=pairs[int(other)], timeout=timedelta(seconds=float(timeout_s)))
     except dist.PacelineError as error:
-        print(type(error).__name__, str(error).replace("\\n", " "), flush=True)
+        print(type(error).__name__, error, flush=True)
 """
-_permitted = subprocess.run([*_ALONE, "true"], capture_output=True).returncode == 0
-needs_namespaces = pytest.mark.skipif(not _permitted, reason="PID namespaces are not permitted here")
 
 
-@contextmanager
-def in_namespaces(size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks that each run in a PID namespace of their own and make an all-reduce for each line that they read."""
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, str]:
+    """What rank 0 says of one that is silent, one that left and one that was killed, each in its own namespace."""
+    if subprocess.run([*_ALONE, "true"], capture_output=True).returncode:
+        pytest.skip("PID namespaces are not permitted here")
     environment = {
         **os.environ,
-        "WORLD_SIZE": str(size),
+        "WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1")),
         "PACELINE_SECRET": "ab" * 16,
@@ -54,7 +54,7 @@ def in_namespaces(size: int) -> Iterator[list[subprocess.Popen[str]]]:
     }
     with ExitStack() as stack:
         ranks = []
-        for rank in range(size):
+        for rank in range(4):
             script = f'for _ in {"x " * (3 * rank + 1)}; do /bin/true; done; "$0" -c "$1"; exit'
             process = subprocess.Popen(
                 [*_ALONE, script, sys.executable, _PROGRAM],
@@ -67,48 +67,35 @@ def in_namespaces(size: int) -> Iterator[list[subprocess.Popen[str]]]:
             stack.callback(process.kill)  # and all in its namespace with it
             ranks.append(process)
         for process in ranks:
-            assert hear(process) == "met"
-        yield ranks
+            assert _answer(process) == "met"
+        first, _, leaving, dying = ranks
+        silent = _answer(first, "1 1")
+        assert leaving.communicate("leave\n", timeout=60) == ("", None)
+        left = _answer(first, "2 20")
+        dying.kill()
+        dying.wait()
+        return {"silent": silent, "left": left, "died": _answer(first, "3 20")}
 
 
-def tell(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{line}\n")
-    process.stdin.flush()
+def _answer(rank: subprocess.Popen[str], order: str | None = None) -> str:
+    assert rank.stdin is not None and rank.stdout is not None
+    if order is not None:
+        rank.stdin.write(f"{order}\n")
+        rank.stdin.flush()
+    return rank.stdout.readline().strip()
 
 
-def hear(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def test_a_live_rank_of_another_namespace_is_not_dead(verdicts):
+    said = verdicts["silent"]
+    assert said.startswith("CollectiveTimeoutError") and "rank 1 (" in said and "did not come" in said
 
 
-@needs_namespaces
-def test_a_live_rank_of_another_namespace_is_not_dead():
-    with in_namespaces(2) as (first, _):
-        tell(first, "1")
-        answer = hear(first)
-    assert answer.startswith("CollectiveTimeoutError") and "rank 1 (" in answer and "did not come" in answer, answer
+def test_a_rank_that_left_in_another_namespace_left(verdicts):
+    assert verdicts["left"].startswith("PeerLostError rank 2 (") and ") left the group" in verdicts["left"]
 
 
-@needs_namespaces
-def test_a_rank_killed_in_another_namespace_died():
-    with in_namespaces(3) as (first, second, third):
-        third.kill()
-        tell(first, "30")
-        tell(second, "30")
-        for survivor in (first, second):
-            answer = hear(survivor)
-            assert answer.startswith("PeerLostError rank 2 (") and ") died, seen by" in answer, answer
-
-
-@needs_namespaces
-def test_a_rank_that_left_another_namespace_left():
-    with in_namespaces(2) as (first, second):
-        tell(second, "leave")
-        second.wait()
-        tell(first, "30")
-        answer = hear(first)
-    assert answer.startswith("PeerLostError rank 1 (") and "left the group" in answer, answer
+def test_a_rank_killed_in_another_namespace_died(verdicts):
+    assert verdicts["died"].startswith("PeerLostError rank 3 (") and ") died, seen by" in verdicts["died"]
 
 
 def a_group_without_a_member() -> tuple[str, float]:

@@ -70,6 +70,18 @@ class Play:
         return self.hear(node)[-1]
 
 
+@pytest.mark.parametrize(("version", "told"), [("9.8.7", "9.8.7"), ("", "of a version before 0.1.0")])
+def test_a_machine_with_another_version_is_told_both(version, told):
+    play = Play(policy(2, 2))
+    play.join("a")
+    play.hear("a")
+    play.join("b", version=version)
+    end = play.last("b")
+    assert isinstance(end, End) and end.code == 2
+    assert f"b (pid 1) runs Paceline {told}" in end.reason and f"runs {paceline.__version__};" in end.reason
+    assert not play.hear("a") and play.membership.phase is Phase.GATHERING
+
+
 def test_one_machine_starts_at_once_and_ends_well():
     play = Play(policy())
     play.join("a", workers=4)

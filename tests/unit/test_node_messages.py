@@ -43,6 +43,13 @@ def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
     assert arrived == [message, message]
 
 
+def test_a_join_of_another_version_is_understood_as_far_as_it_can_be():
+    join = MESSAGES[1]
+    content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "colour": "blue"}
+    decoded = decode(json.dumps(content).encode())
+    assert isinstance(decoded, Join) and decoded.version == "9.8.7" and decoded.host == "h0"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -86,6 +86,8 @@ def describe_call(header: HeaderFields) -> str:
 def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call: str) -> CollectiveError:
     """The error for `outcome`. `members` are the group's, by group rank; `call` is what this rank did."""
     me = members[group_rank]
+    if isinstance(outcome, Failure) and outcome.seen:
+        return _not_heard_of(outcome, members, me, call)
     if outcome.code == Code.MISMATCH:
         return _mismatch(outcome, members, me)
     if outcome.code == Code.PEER_LOST:
@@ -127,10 +129,7 @@ def _absence(missing: Sequence[Member], calls: str) -> str:
 
 def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
     gone = _select(members, outcome.gone)
-    if isinstance(outcome, Failure) and outcome.seen:
-        seen = outcome.seen
-        advice = "Look at its output; if its host cannot be reached, look at the network"
-    elif outcome.gone == outcome.left:
+    if outcome.gone == outcome.left:
         seen = "left the group (its script ended, or it destroyed the process group)"
         advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
     else:
@@ -145,6 +144,17 @@ def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: st
         rank=first.rank,
         host=first.host,
         pid=first.pid,
+    )
+
+
+def _not_heard_of(outcome: Failure, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
+    gone = _select(members, outcome.gone)
+    return PeerLostError(
+        f"{_names(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be reached, at "
+        f"the network. {_BROKEN}",
+        rank=gone[0].rank,
+        host=gone[0].host,
+        pid=gone[0].pid,
     )
 
 

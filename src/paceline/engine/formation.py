@@ -44,7 +44,7 @@ class Formation:
         self._open = False
         self._heard = False
         self._gone: Callable[[], Member | None] = _nobody
-        self._bequest = ("", "")
+        self._bequest: tuple[str, str] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -52,8 +52,9 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], Member | None]) -> None:
-        """`gone` is asked now and then for a rank that has died or left."""
-        self._gone = gone
+        """`gone` is asked now and then for a rank that has died or left, as are those given before."""
+        before = self._gone
+        self._gone = lambda: before() or gone()
 
     def bequeath(self, key: str, value: str) -> None:
         """Has the store's server set `key` if this rank ends at any time after the group has formed."""
@@ -127,10 +128,13 @@ class Formation:
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:
             with contextlib.suppress(StoreConnectionError):
-                self.store.set_last_will(*(self._bequest if error is None else ("", "")))
+                self.store.set_last_will("", "")
         if error is not None:
             with contextlib.suppress(StoreError):
                 self._tell(error)
+        elif self._bequest is not None:
+            with contextlib.suppress(StoreConnectionError):
+                self.store.set_last_will(*self._bequest)
 
     def _without(self, lost: Member) -> RendezvousError:
         return RendezvousError(f"{self._me} cannot go on: {lost} died or left while the group formed; {_ADVICE}")

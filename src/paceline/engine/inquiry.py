@@ -76,9 +76,7 @@ class Inquiry:
         with contextlib.suppress(StoreError):
             self._store.set(self._keys[self._rank], _LEFT)
 
-    def _lost(
-        self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool
-    ) -> Failure | None:
+    def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> Failure | None:
         """The loss of ranks; those that died are why others left, so they come first."""
         store = self._store if is_store_there else None
         fates = {rank: fate_of(store, self._members[rank]) for rank in silent}

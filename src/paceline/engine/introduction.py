@@ -65,5 +65,7 @@ def _version(answer: bytes, rank: int) -> tuple[str, str]:
     except ValueError:
         said = None
     entry: Mapping[str, object] = said if isinstance(said, dict) else {}
-    name = str(Member(rank, str(entry["host"]), int(str(entry["pid"])))) if {"host", "pid"} <= {*entry} else f"rank {rank}"
+    name = (
+        str(Member(rank, str(entry["host"]), int(str(entry["pid"])))) if {"host", "pid"} <= {*entry} else f"rank {rank}"
+    )
     return str(entry.get("version", f"a version before {_FIRST_TO_SAY}")), name

@@ -276,8 +276,8 @@ def _wrong_version(join: Join) -> str | None:
     if join.version == __version__:
         return None
     return (
-        f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the launcher where "
-        f"the machines meet runs {__version__}; install the same version on all machines"
+        f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the launcher "
+        f"where the machines meet runs {__version__}; install the same version on all machines"
     )
 
 
