@@ -150,8 +150,8 @@ def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: st
 def _not_heard_of(outcome: Failure, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
     gone = _select(members, outcome.gone)
     return PeerLostError(
-        f"{_names(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be reached, "
-        f"at the network. {_BROKEN}",
+        f"{_names(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
+        f"reached, at the network. {_BROKEN}",
         rank=gone[0].rank,
         host=gone[0].host,
         pid=gone[0].pid,
