@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.group.default import get_group_rank
@@ -37,10 +39,39 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: st
     """
     if whole.numel() != count * group.size():
         raise ValueError(
-            f"{call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} elements it must have "
+            f"{own_rank(group)}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} elements it must have "
             f"{count * group.size()}"
         )
     if not whole.is_contiguous():
-        raise ValueError(f"{call}: {name} is not contiguous; pass {name}.contiguous()")
+        raise ValueError(f"{own_rank(group)}: {call}: {name} is not contiguous; pass {name}.contiguous()")
     flat = whole.detach().view(-1)
     return [flat[r * count : (r + 1) * count] for r in range(group.size())]
+
+
+def rows_by_rank(
+    whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, call: str, name: str
+) -> list[torch.Tensor]:
+    """The ranks' parts of `whole`: `sizes[r]` rows of its first dimension for rank r, with None equally many for each.
+
+    Raises:
+        ValueError: the sizes do not add up to the number of rows, or that cannot be shared evenly.
+    """
+    rows = whole.shape[0] if whole.dim() else 0
+    if sizes is None:
+        if rows % group.size():
+            raise ValueError(
+                f"{own_rank(group)}: {call}: {name} has {rows} rows, which {group.size()} ranks cannot share evenly; "
+                f"give {name}_split_sizes"
+            )
+        sizes = [rows // group.size()] * group.size()
+    if len(sizes) != group.size() or sum(sizes) != rows:
+        raise ValueError(
+            f"{own_rank(group)}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
+            f"{rows}"
+        )
+    return list(whole.detach().split(list(sizes)))
+
+
+def own_rank(group: ProcessGroup) -> str:
+    """How messages name this rank: by its rank in the default group."""
+    return f"rank {group.ranks[group.rank()]}"

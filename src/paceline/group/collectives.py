@@ -19,10 +19,9 @@ from datetime import timedelta
 
 import torch
 
-from paceline.group.arguments import parts_by_rank, root_rank
+from paceline.group.arguments import parts_by_rank, root_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
-from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work, ended
 from paceline.schedule.steps import OPERATIONS, Operation
@@ -210,8 +209,8 @@ def all_to_all_single(
     chosen = resolve(group)
     if chosen is None:
         return None
-    outputs = _split(output, output_split_sizes, chosen, "output")
-    inputs = _split(input, input_split_sizes, chosen, "input")
+    outputs = rows_by_rank(output, output_split_sizes, chosen, "all_to_all_single", "output")
+    inputs = rows_by_rank(input, input_split_sizes, chosen, "all_to_all_single", "input")
     return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
@@ -244,19 +243,3 @@ def explain(operation: Operation, nbytes: int, group: Group = None) -> str:
     if operation not in OPERATIONS:
         raise ValueError(f"explain: there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
     return chosen.explain(operation, nbytes)
-
-
-def _split(whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, name: str) -> list[torch.Tensor]:
-    rows = whole.shape[0] if whole.dim() else 0
-    if sizes is None:
-        if rows % group.size():
-            raise ValueError(
-                f"all_to_all_single: {name} has {rows} rows, which {group.size()} ranks cannot share evenly; "
-                f"give {name}_split_sizes"
-            )
-        sizes = [rows // group.size()] * group.size()
-    if len(sizes) != group.size() or sum(sizes) != rows:
-        raise ValueError(
-            f"all_to_all_single: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum {rows}"
-        )
-    return list(whole.detach().split(list(sizes)))

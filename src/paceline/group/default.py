@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import util
 
@@ -34,7 +34,8 @@ class _GroupMemberType(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
         """The default group, None before `init_process_group`."""
-        return _world.group if _world is not None else None
+        world = _find_world()
+        return None if world is None else world.group
 
 
 class GroupMember(metaclass=_GroupMemberType):
@@ -46,23 +47,65 @@ class GroupMember(metaclass=_GroupMemberType):
 Group = ProcessGroup | NonMember | None
 
 
-class _World:
-    """The default group with all it owns."""
+class World:
+    """A default group with all that belongs to it.
 
-    def __init__(
-        self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
-    ) -> None:
+    Args:
+        store: where the ranks met.
+        engines: what `group` and its sub-groups are made with.
+        group: of all ranks.
+        timeout: for groups that are given none.
+    """
+
+    def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout: timedelta) -> None:
         self.store = store
-        self.owns_store = owns_store
         self.engines = engines
         self.group = group
         self.timeout = timeout
         self.subgroups: list[ProcessGroup] = []
+
+    def close_subgroups(self) -> None:
+        """Ends all groups that were made of the ranks of `group`; idempotent."""
+        for each in self.subgroups:
+            each.close()
+        self.subgroups.clear()
+
+    def close(self) -> None:
+        """Ends all groups for this rank; idempotent."""
+        self.close_subgroups()
+        self.group.close()
+        self.engines.close()
+
+
+class _OwnWorld(World):
+    """One that `init_process_group` made."""
+
+    def __init__(
+        self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
+    ) -> None:
+        super().__init__(store, engines, group, timeout)
+        self._owns_store = owns_store
         # Processes of multiprocessing end without running what atexit knows.
-        self.leaving = util.Finalize(None, _leave_at_exit, exitpriority=0)
+        self._leaving = util.Finalize(None, _leave_at_exit, exitpriority=0)
+
+    def close(self) -> None:
+        self._leaving.cancel()
+        super().close()
+        if self._owns_store:
+            self.store.close()
 
 
-_world: _World | None = None
+_world: _OwnWorld | None = None
+_borrow: Callable[[], World | None] | None = None
+
+
+def borrow_world(find: Callable[[], World | None]) -> None:
+    """Has calls use the default group of the world that `find` returns for as long as `init_process_group` made none.
+
+    Whoever made that world ends it. `find` is asked at each call, and returns None when there is none.
+    """
+    global _borrow
+    _borrow = find
 
 
 def init_process_group(
@@ -80,6 +123,8 @@ def init_process_group(
     between_hosts: str | None = None,
 ) -> None:
     """Makes the default process group; every rank calls this once, and it returns when all have come.
+
+    Without this call the default group of torch.distributed is used, if its backend is "paceline".
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
@@ -132,11 +177,14 @@ def init_process_group(
             world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
             world.barrier()  # nobody leaves before all have read what they need from the store
         undo.pop_all()
-    _world = _World(joined.store, store is None, engines, world, timeout)
+    _world = _OwnWorld(joined.store, store is None, engines, world, timeout)
 
 
 def destroy_process_group(group: Group = None) -> None:
     """Ends `group`, or without one the default group and all others; waits for nobody.
+
+    A default group that torch.distributed made goes on until `torch.distributed.destroy_process_group()`; only the
+    groups that were made of its ranks here end.
 
     Raises:
         ValueError: there is none.
@@ -148,13 +196,11 @@ def destroy_process_group(group: Group = None) -> None:
     if group is not None and group is not world.group:
         group.close()
         return
+    if world is not _world:
+        world.close_subgroups()
+        return
     _world = None
-    world.leaving.cancel()
-    for each in (*world.subgroups, world.group):
-        each.close()
-    world.engines.close()
-    if world.owns_store:
-        world.store.close()
+    world.close()
 
 
 def new_group(
@@ -278,15 +324,31 @@ def resolve(group: Group) -> ProcessGroup | None:
     return None if isinstance(group, NonMember) else group
 
 
-def _require_world() -> _World:
-    if _world is None:
-        raise ValueError("the default process group does not exist; call paceline.init_process_group() first")
-    return _world
+def _find_world() -> World | None:
+    if _world is not None:
+        return _world
+    return None if _borrow is None else _borrow()
+
+
+def _require_world() -> World:
+    world = _find_world()
+    if world is None:
+        raise ValueError(f"the default process group does not exist; call paceline.init_process_group() first{_hint()}")
+    return world
+
+
+def _hint() -> str:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ""
+    return (
+        f" (torch.distributed's default group has the backend {torch.distributed.get_backend()!r}; Paceline would use "
+        "one that torch.distributed.init_process_group('paceline') made)"
+    )
 
 
 def is_initialized() -> bool:
     """Whether the default process group exists."""
-    return _world is not None
+    return _find_world() is not None
 
 
 def is_available() -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed.distributed_c10d import _world
 
-from paceline.engine.native import NativeEngine
-from paceline.group.process_group import ProcessGroup
+from paceline.group.default import World
 
 _CPU = torch.device("cpu")
 
@@ -27,10 +26,12 @@ class Identity(torch_dist.ProcessGroup):
     supports_window = False
     bound_device_id: torch.device | None = None
 
-    def __init__(self, engine: NativeEngine, group: ProcessGroup) -> None:
+    def __init__(self, world: World, store: Any) -> None:
+        group = world.group
         super().__init__(group.rank(), group.size())
-        self._engine = engine
+        self._world = world
         self._group = group
+        self._store = store
         self._rank, self._size = group.rank(), group.size()
         self._name = ""
         self._description = "undefined"
@@ -44,6 +45,11 @@ class Identity(torch_dist.ProcessGroup):
 
     name = getBackendName
     _get_backend_name = getBackendName
+
+    @property
+    def world(self) -> World | None:
+        """What Paceline's calls use while this is the default group; None after its end."""
+        return vars(self).get("_world")
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -77,6 +83,10 @@ class Identity(torch_dist.ProcessGroup):
 
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
+
+    def get_group_store(self) -> Any:
+        """The store over which the ranks met."""
+        return self._store
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -120,14 +130,13 @@ class Identity(torch_dist.ProcessGroup):
         """Ends the group for this rank; idempotent."""
         if "_group" not in vars(self):
             return
-        self._group.close()
-        self._engine.close()
-        del self._group, self._engine  # meshes keep the group after its end, and its descriptors with it
+        self._world.close()
+        del self._group, self._world, self._store  # meshes keep the group after its end, and its descriptors with it
 
     abort = shutdown
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name == "_group":
+        if name in ("_group", "_world", "_store"):
             raise ValueError(
                 f"rank {self._rank}: {self!r} was destroyed (destroy_process_group); make a new one with "
                 "init_process_group or new_group"

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 
 from paceline.durations import to_seconds
+from paceline.engine.engine import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.engine.native import NativeEngine
+from paceline.engine.registry import choose
 from paceline.errors import AuthenticationError
+from paceline.group.default import World, borrow_world
+from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
 from paceline.plugin.process_group import TorchProcessGroup
 from paceline.plugin.store import BorrowedStore
@@ -40,23 +44,27 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     store = BorrowedStore(options.store, timeout)
     timeout_s = to_seconds(timeout)
-    with Formation(store, rank, size) as formation, _secret_of_group(store, rank):
-        engine = NativeEngine(formation, timeout_s, peer=os.environ.get("MASTER_ADDR"))
-        try:
-            opened = engine.open_group(range(size), timeout_s)
-        except BaseException:
-            engine.close()
-            raise
-    world_ranks = options.global_ranks_in_group or range(size)
-    members = [Member(of, each.host, each.pid) for of, each in zip(world_ranks, engine.members, strict=True)]
-    group = ProcessGroup(opened, members, rank, timeout, str(options.group_id))
-    try:
+    backend = choose("paceline")
+    with contextlib.ExitStack() as undo:
+        with Formation(store, rank, size) as formation, _secret_of_group(store, rank):
+            start = Meeting(store, rank, size, timeout_s, formation, peer=os.environ.get("MASTER_ADDR"))
+            engines = undo.enter_context(contextlib.closing(Engines(start, backend)))
+            opener = engines.openers(backend, range(size), timeout_s, engines.count_group(range(size)))["cpu"]
+            opened = opener(torch.device("cpu"))
+        world_ranks = options.global_ranks_in_group or range(size)
+        members = [Member(of, each.host, each.pid) for of, each in zip(world_ranks, engines.members, strict=True)]
+        group = ProcessGroup(opened, members, rank, timeout, str(options.group_id))
+        undo.callback(group.close)
         group.barrier()
-    except BaseException:
-        group.close()
-        engine.close()
-        raise
-    return TorchProcessGroup(engine, group)
+        undo.pop_all()
+    borrow_world(_default_world)
+    return TorchProcessGroup(World(store, engines, group, timeout), options.store)
+
+
+def _default_world() -> World | None:
+    """Paceline's view of torch's default group, if that is one of Paceline's."""
+    group = torch_dist.group.WORLD
+    return group.world if isinstance(group, TorchProcessGroup) else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ def create_alone(
     return create(_Options(store, rank, world_size, timeout))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _secret_of_group(store: BorrowedStore, rank: int) -> Iterator[None]:
     """Without a job's secret the ranks take one from torch's store, which trusts everybody who reaches it anyway."""
     mine = job_secret()

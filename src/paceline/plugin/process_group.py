@@ -1,6 +1,8 @@
 """torch.distributed's process group over Paceline's engine.
 
-Every method of torch's is one call of a Paceline group. PyTorch renamed some of them over time; those have both names.
+Every method of torch's is one call of Paceline's. PyTorch renamed some of them over time; those have both names. Where
+torch takes an option object it also takes the values that would be in one: `opts` may be a root's rank, a reduction or a
+time limit, and then one tensor need not be in a list.
 """
 
 from __future__ import annotations
@@ -12,136 +14,181 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
-from paceline.engine.native import NativeEngine
-from paceline.group.coalesced import all_reduce_coalesced
-from paceline.group.process_group import ProcessGroup
-from paceline.group.work import JoinedWork, Work, ended
+from paceline.group import coalesced, collectives
+from paceline.group.arguments import parts_by_rank
+from paceline.group.buffers import Tensors
+from paceline.group.default import World
+from paceline.group.work import JoinedWork, Work
 from paceline.plugin.identity import Identity
-from paceline.plugin.options import asynchronous, one_list, reduction, time_limit
+from paceline.plugin.options import asynchronous, one_list, reduction, root_rank, time_limit
 from paceline.plugin.works import FinishedWork, RunningWork, kept
 
 Call = Callable[[bool, timedelta | None], Work | None]
+Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class TorchProcessGroup(Identity):
     """A group of ranks; made by torch.distributed's `init_process_group` and `new_group`."""
 
-    def __init__(self, engine: NativeEngine, group: ProcessGroup) -> None:
-        super().__init__(engine, group)
+    def __init__(self, world: World, store: Any) -> None:
+        super().__init__(world, store)
         self._coalescing: list[Work] | None = None
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> TorchWork:
         """Of one tensor, or several as if they were one."""
-        op = reduction(opts)
-        return self._finish(opts, tensors, lambda a, t: self._group.all_reduce(_only(tensors), op, a, t))
+        by = reduction(opts if op is None else op)
+        return self._finish(opts, timeout, tensors, lambda a, t: self._group.all_reduce(_only(tensors), by, a, t))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Of several tensors, of several types."""
-        op = reduction(opts)
-        return self._finish(opts, tensors, lambda a, t: all_reduce_coalesced(tensors, op, self._group, a, t))
+        by = reduction(opts)
+        return self._finish(
+            opts, None, tensors, lambda a, t: coalesced.all_reduce_coalesced(tensors, by, self._group, a, t)
+        )
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> TorchWork:
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> TorchWork:
         """From the root."""
-        return self._finish(opts, tensors, lambda a, t: self._group.broadcast(tensors, opts.rootRank, a, t))
+        source = root_rank(opts if root is None else root)
+        return self._finish(opts, timeout, tensors, lambda a, t: self._group.broadcast(tensors, source, a, t))
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> TorchWork:
+    def reduce(
+        self,
+        tensors: Tensors,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> TorchWork:
         """To the root."""
-        op = reduction(opts)
-        return self._finish(opts, tensors, lambda a, t: self._group.reduce(tensors, opts.rootRank, op, a, t))
+        target = root_rank(opts if root is None else root)
+        by = reduction(opts if op is None and hasattr(opts, "reduceOp") else op)
+        return self._finish(opts, timeout, tensors, lambda a, t: self._group.reduce(tensors, target, by, a, t))
 
     def allgather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any = None
+        self, output_tensors: Lists, input_tensors: Tensors, opts: Any = None, *, timeout: timedelta | None = None
     ) -> TorchWork:
         """Every rank's tensor to all."""
         outputs = one_list(output_tensors)
-        return self._finish(opts, outputs, lambda a, t: self._group.all_gather(outputs, input_tensors, a, t))
+        return self._finish(opts, timeout, outputs, lambda a, t: self._group.all_gather(outputs, input_tensors, a, t))
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """`output_lists[i]` takes all ranks' i-th tensors."""
-        pairs = list(zip(output_lists, input_list, strict=True))
-        return self._each(
+        """`output_lists[r]` takes all of rank r's tensors."""
+        return self._finish(
             opts,
+            None,
             [output for outputs in output_lists for output in outputs],
-            [lambda a, t, o=outputs, i=tensor: self._group.all_gather(o, i, a, t) for outputs, tensor in pairs],
+            lambda a, t: coalesced.all_gather_coalesced(output_lists, input_list, self._group, a, t),
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Every rank's tensor to one of all, one behind the other."""
-        return self._finish(opts, [output], lambda a, t: self._group.all_gather(self._parts(output), input, a, t))
+        """Every rank's tensor to one of all, concatenated in rank order."""
+        return self._finish(
+            opts, None, [output], lambda a, t: collectives.all_gather_into_tensor(output, input, self._group, a, t)
+        )
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Several of `all_gather_single`."""
-        pairs = list(zip(outputs, inputs, strict=True))
-        return self._each(
+        return self._finish(
             opts,
+            None,
             outputs,
-            [lambda a, t, o=out, i=tensor: self._group.all_gather(self._parts(o), i, a, t) for out, tensor in pairs],
+            lambda a, t: coalesced.all_gather_into_tensor_coalesced(outputs, inputs, self._group, a, t),
         )
 
     def gather(
-        self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any
+        self,
+        output_tensors: Lists,
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> TorchWork:
         """Every rank's tensor to the root."""
-        outputs = one_list(output_tensors) if self.rank() == opts.rootRank else None
+        target = root_rank(opts if root is None else root)
+        outputs = one_list(output_tensors) if self.rank() == target else None
         return self._finish(
-            opts, outputs or [], lambda a, t: self._group.gather(outputs, input_tensors, opts.rootRank, a, t)
+            opts, timeout, outputs or [], lambda a, t: self._group.gather(outputs, input_tensors, target, a, t)
         )
 
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> TorchWork:
-        """Every rank's tensor to one of the root's, one behind the other."""
-        outputs = self._parts(output) if self.rank() == opts.rootRank else None
-        return self._finish(opts, [output], lambda a, t: self._group.gather(outputs, input, opts.rootRank, a, t))
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+        """Every rank's tensor to one of the root's, concatenated in rank order."""
+        target = root_rank(opts)
+        parts = None
+        if self.rank() == target:
+            parts = parts_by_rank(output, input.numel(), self._group, "gather_single", "output")
+        return self._finish(opts, None, [output], lambda a, t: self._group.gather(parts, input, target, a, t))
 
     def scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any
+        self,
+        output_tensors: Tensors,
+        input_tensors: Lists,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> TorchWork:
         """One tensor of the root's to each rank."""
-        inputs = one_list(input_tensors) if self.rank() == opts.rootRank else None
+        source = root_rank(opts if root is None else root)
+        inputs = one_list(input_tensors) if self.rank() == source else None
         return self._finish(
-            opts, output_tensors, lambda a, t: self._group.scatter(output_tensors, inputs, opts.rootRank, a, t)
+            opts, timeout, output_tensors, lambda a, t: self._group.scatter(output_tensors, inputs, source, a, t)
         )
 
     def reduce_scatter(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[list[torch.Tensor]], opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: Lists,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
     ) -> TorchWork:
         """Every rank gets the reduction of its part."""
-        op, inputs = reduction(opts), one_list(input_tensors)
+        by, inputs = reduction(opts if op is None else op), one_list(input_tensors)
         return self._finish(
-            opts, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, op, a, t)
+            opts, timeout, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, by, a, t)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Likewise, of parts that lie one behind the other."""
-        op = reduction(opts)
+        """Like `reduce_scatter`, of parts that are concatenated in rank order."""
+        by = reduction(opts)
         return self._finish(
-            opts, [output], lambda a, t: self._group.reduce_scatter(output, self._parts(input), op, a, t)
+            opts, None, [output], lambda a, t: collectives.reduce_scatter_tensor(output, input, by, self._group, a, t)
         )
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         """Several of `reduce_scatter_single`."""
-        op = reduction(opts)
-        pairs = list(zip(outputs, inputs, strict=True))
-        return self._each(
+        by = reduction(opts)
+        return self._finish(
             opts,
+            None,
             outputs,
-            [
-                lambda a, t, o=out, i=tensor: self._group.reduce_scatter(o, self._parts(i), op, a, t)
-                for out, tensor in pairs
-            ],
+            lambda a, t: coalesced.reduce_scatter_tensor_coalesced(outputs, inputs, by, self._group, a, t),
         )
 
     def alltoall(
-        self, output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], opts: Any = None
+        self,
+        output_tensors: list[torch.Tensor],
+        input_tensors: list[torch.Tensor],
+        opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
     ) -> TorchWork:
         """One tensor from each rank to each."""
         return self._finish(
-            opts, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
+            opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
         )
 
     def all_to_all_single(
@@ -151,14 +198,21 @@ class TorchProcessGroup(Identity):
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
+        *,
+        timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Likewise, of parts that lie one behind the other."""
-        outputs, inputs = self._rows(output, output_split_sizes), self._rows(input, input_split_sizes)
-        return self._finish(opts, [output], lambda a, t: self._group.all_to_all(outputs, inputs, a, t))
+        """Like `alltoall`, of parts that are concatenated in rank order; without split sizes they are equally long."""
+        given, taken = output_split_sizes or None, input_split_sizes or None
+        return self._finish(
+            opts,
+            timeout,
+            [output],
+            lambda a, t: collectives.all_to_all_single(output, input, given, taken, self._group, a, t),
+        )
 
-    def barrier(self, opts: Any = None) -> TorchWork:
+    def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
         """Over when all ranks have come."""
-        return self._finish(opts, [], self._group.barrier)
+        return self._finish(opts, timeout, [], self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names who did not come, which all calls do."""
@@ -192,36 +246,19 @@ class TorchProcessGroup(Identity):
         works, self._coalescing = self._coalescing or [], None
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
-    def _finish(self, opts: Any, results: Sequence[torch.Tensor], call: Call) -> TorchWork:
-        return self._as_torchs(call(self._asynchronous(opts), time_limit(opts)), results)
+    def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
+        background = self._coalescing is not None or asynchronous(opts)
+        return self._as_torchs(call(background, time_limit(opts, timeout)), results)
 
-    def _each(self, opts: Any, results: Sequence[torch.Tensor], calls: Sequence[Call]) -> TorchWork:
-        asynchronously, limit = self._asynchronous(opts), time_limit(opts)
-        works = [call(asynchronously, limit) for call in calls]
-        return self._as_torchs(ended(works, "coalesced calls", results), results)
-
-    def _asynchronous(self, opts: Any) -> bool:
-        return self._coalescing is not None or asynchronous(opts)
-
-    def _as_torchs(self, work: Work | None, results: Sequence[torch.Tensor]) -> TorchWork:
+    def _as_torchs(self, work: Work | None, results: Tensors) -> TorchWork:
+        written = [results] if isinstance(results, torch.Tensor) else results
         if work is None:
-            return kept(FinishedWork(results))
+            return kept(FinishedWork(written))
         if self._coalescing is not None:
             self._coalescing.append(work)
-        return kept(RunningWork(work, results))
-
-    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        if not whole.is_contiguous():
-            raise ValueError("tensors that hold all ranks' parts must be contiguous")
-        flat = whole.detach().view(-1)
-        each = flat.numel() // self.size()
-        return [flat[r * each : (r + 1) * each] for r in range(self.size())]
-
-    def _rows(self, whole: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        rows = whole.shape[0] if whole.dim() else 0
-        return list(whole.detach().split(list(sizes) or [rows // self.size()] * self.size()))
+        return kept(RunningWork(work, written))
 
 
-def _only(tensors: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+def _only(tensors: Tensors) -> Tensors:
     """One tensor by itself takes the fastest way."""
-    return tensors[0] if len(tensors) == 1 else tensors
+    return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
