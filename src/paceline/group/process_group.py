@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Literal, TypeGuard
 
 import torch
+from torch.autograd import profiler
 
 from paceline import _core
 from paceline.durations import to_nanoseconds
@@ -20,6 +21,7 @@ from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
 from paceline.group.devices import Devices, Opener
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
+from paceline.group.profiling import Recording
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work
 from paceline.schedule.cost import explain_text
@@ -114,7 +116,7 @@ class ProcessGroup:
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; `any_order` as in `Buffers`."""
         if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and _is_plain(op):
-            code = DTYPE_CODES.get(tensors.dtype)
+            code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
             if code is not None and tensors.is_cpu and is_plain_strided(tensors) and _reduces(code, op):
                 if self._closed:
                     raise self._closed_error()
@@ -221,7 +223,7 @@ class ProcessGroup:
         flat_inputs = [buffers.read(each) for each in read]
         plain = Buffers()
         flat_outputs = [plain.write(written)]
-        plain.kept += buffers.kept
+        plain.kept[:0] = buffers.kept
         return self._run(
             Operation.REDUCE_SCATTER,
             code,
@@ -300,10 +302,7 @@ class ProcessGroup:
         buffers = Buffers()
         pieces = buffers.read(listed)
         work = self._pass("send", listed, pieces, dst, tag, buffers, async_op, timeout)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return work if async_op else None
 
     def recv(
         self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
@@ -315,10 +314,7 @@ class ProcessGroup:
         listed = as_list(tensors, "recv")
         buffers = Buffers()
         pieces = buffers.write(listed)
-        work = self._pass("recv", listed, pieces, src, tag, buffers, async_op, timeout)
-        if not async_op:
-            work.wait()
-        return work
+        return self._pass("recv", listed, pieces, src, tag, buffers, async_op, timeout)
 
     def _pass(
         self,
@@ -331,18 +327,30 @@ class ProcessGroup:
         background: bool,
         timeout: timedelta | None,
     ) -> Work:
+        """Starts a message, and without `background` waits for it."""
         if self._closed:
             raise self._closed_error()
         code = dtype_code(tensors, name)
+        recording = Recording(name, tensors) if profiler._is_profiler_enabled else None
         links = self._devices.of(tensors, name).links
         start = links.send if name == "send" else links.receive
         message = start(peer, tag, code, pieces, self._limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {other_end}, tag {tag})"
 
-        return Work(
+        work = Work(
             message, name, buffers.kept, buffers.finish, lambda outcome: self._failed(outcome, call), results=tensors
         )
+        if background:
+            if recording is not None:
+                work.when_over(recording.end)
+            return work
+        try:
+            work.wait()
+        finally:
+            if recording is not None:
+                recording.end()
+        return work
 
     def explain(self, operation: OperationName, nbytes: int) -> str:
         """Which algorithm the group takes for a call of that size, and why."""
@@ -403,11 +411,12 @@ class ProcessGroup:
             raise self._closed_error()
         timeout_ns = self._limit_ns(timeout)
         header = (0, operation, dtype, reduce_op, root, count)
-        channel = self._devices.of(buffers.kept, operation.name.lower()).channel
+        name = operation.name.lower()
+        recording = Recording(name, _shown(buffers, inputs)) if profiler._is_profiler_enabled else None
+        channel = self._devices.of(buffers.kept, name).channel
         if async_op:
             submitted = channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
-            name = operation.name.lower()
-            return Work(
+            work = Work(
                 submitted,
                 name,
                 buffers.kept,
@@ -415,7 +424,12 @@ class ProcessGroup:
                 lambda outcome: self._abandon(outcome, header, buffers),
                 buffers.written,
             )
+            if recording is not None:
+                work.when_over(recording.end)
+            return work
         outcome = channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        if recording is not None:
+            recording.end()
         if outcome is not None:
             raise self._abandon(outcome, header, buffers)
         if buffers.finish is not None:
@@ -490,6 +504,11 @@ def _other_end(members: Sequence[Member], name: str, peer: int) -> str:
     if peer < 0:
         return "from any rank"
     return f"{'to' if name == 'send' else 'from'} rank {members[peer].rank}"
+
+
+def _shown(buffers: Buffers, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The tensors that a profile shows: the inputs, which a call reads first, or those that it works on in place."""
+    return buffers.kept[: sum(len(flat) // 2 for flat in inputs)] or buffers.kept
 
 
 def _count(tensors: Sequence[torch.Tensor]) -> int:

@@ -112,7 +112,7 @@ class Work:
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
-        self._when_over(lambda: self._complete(future))
+        self.when_over(lambda: self._complete(future))
         return future
 
     def yielding(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
@@ -128,8 +128,8 @@ class Work:
                 finish()
         return self
 
-    def _when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` at the end: at once if that has come, on the completion thread otherwise."""
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Calls `then` at the end, whatever it is: at once if that has come, on the completion thread otherwise."""
         if self._settled or self._work is None:
             then()
         else:
@@ -175,10 +175,10 @@ class JoinedWork(Work):
         self._works = works
         super().__init__(_All(works), name, results)
 
-    def _when_over(self, then: Callable[[], None]) -> None:
+    def when_over(self, then: Callable[[], None]) -> None:
         countdown = _Countdown(len(self._works), then)
         for work in self._works:
-            work._when_over(countdown.step)
+            work.when_over(countdown.step)
 
     def _failure(self) -> Exception | None:
         return next((error for error in (work.exception() for work in self._works) if error is not None), None)
