@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from world import free_port
 
 import paceline
+import paceline.plugin
 
 
 def use_torchs(directory: str) -> None:
@@ -59,3 +60,47 @@ def keep_apart(directory: str) -> None:
 
 def test_a_group_of_its_own_takes_precedence(ranks, tmp_path):
     ranks(2)(keep_apart, str(tmp_path))
+
+
+def shard() -> None:
+    paceline.plugin.register()
+    paceline.init_process_group()
+    port = [free_port("127.0.0.1")]
+    paceline.broadcast_object_list(port, 0)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))  # where Paceline's own store is not
+    model = fully_shard(nn.Linear(4, 2))
+    assert torch_dist.group.WORLD.name() == "paceline"
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 2
+    torch_dist.destroy_process_group()
+    paceline.destroy_process_group()
+    assert torch_dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="fully_shard needs a later torch on CPU")
+def test_fully_shard_makes_a_group_of_paceline_s(ranks):
+    ranks(2)(shard)
+
+
+def lend(directory: str) -> None:
+    with pytest.raises(ValueError, match=r"call paceline.init_process_group\(\) first"):
+        paceline.plugin.lend_default_group()
+    paceline.init_process_group()
+    paceline.plugin.lend_default_group()
+    group = torch_dist.new_group([1, 0])
+    for each in (None, group):
+        torch_dist.all_reduce(tensor := torch.ones(3), group=each)
+        assert tensor.tolist() == [2, 2, 2]
+    assert torch_dist.get_backend() == "paceline"
+    with pytest.raises(ValueError, match="twice"):
+        paceline.plugin.lend_default_group()
+    torch_dist.destroy_process_group()
+    with torch_group("gloo", directory):  # a program may still choose another
+        assert torch_dist.get_backend() == "gloo"
+        torch_dist.all_reduce(tensor)
+        paceline.all_reduce(tensor)
+        assert tensor.tolist() == [8, 8, 8]
+
+
+def test_a_lent_default_group_is_torchs(ranks, tmp_path):
+    ranks(2)(lend, str(tmp_path))

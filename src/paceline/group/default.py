@@ -15,6 +15,7 @@ from paceline.durations import to_seconds
 from paceline.engine.engine import Meeting
 from paceline.engine.formation import Formation
 from paceline.engine.registry import Backend, choose, meeting
+from paceline.group import torch_backend
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.methods import Joined, rendezvous
@@ -87,8 +88,10 @@ class _OwnWorld(World):
         self._owns_store = owns_store
         # Processes of multiprocessing end without running what atexit knows.
         self._leaving = util.Finalize(None, _leave_at_exit, exitpriority=0)
+        torch_backend.offer()
 
     def close(self) -> None:
+        torch_backend.withdraw()
         self._leaving.cancel()
         super().close()
         if self._owns_store:
@@ -124,7 +127,8 @@ def init_process_group(
 ) -> None:
     """Makes the default process group; every rank calls this once, and it returns when all have come.
 
-    Without this call the default group of torch.distributed is used, if its backend is "paceline".
+    Without this call the default group of torch.distributed is used, if its backend is "paceline". While the group exists,
+    torch.distributed takes Paceline for CPU tensors where a program names no backend, as `fully_shard` does.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
@@ -306,6 +310,15 @@ def _make_current(device_id: torch.device | int | None, backend: Backend) -> Non
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def default_world() -> World:
+    """The default group with what it is made of.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _require_world()
 
 
 def default_group() -> ProcessGroup:

@@ -38,3 +38,19 @@ def _create_alone(store: Any, rank: int, world_size: int, timeout: Any, device: 
     from paceline.plugin.joining import create_alone
 
     return create_alone(store, rank, world_size, timeout, device, options)
+
+
+def lend_default_group() -> None:
+    """Makes torch.distributed's default group, with the backend "paceline", of the ranks of Paceline's default group.
+
+    Every rank calls this after `paceline.init_process_group()`. The ranks meet over Paceline's store, so the variables
+    and the port that torch's own `env://` needs are not used. End torch's group first, with
+    `torch.distributed.destroy_process_group()`.
+
+    Raises:
+        ValueError: Paceline's default group does not exist, or torch's does already.
+    """
+    from paceline.plugin.lending import lend
+
+    register()
+    lend()
