@@ -48,9 +48,9 @@ def test_torchs_default_group_is_paceline_s(ranks, tmp_path):
 
 
 def keep_apart(directory: str) -> None:
-    with torch_group("gloo", directory):
-        with pytest.raises(ValueError, match=r"torch.distributed's default group has the backend 'gloo'"):
-            paceline.barrier()
+    told = r"torch.distributed's default group has the backend 'gloo'"
+    with torch_group("gloo", directory), pytest.raises(ValueError, match=told):
+        paceline.barrier()
     with torch_group("paceline", directory):
         paceline.init_process_group()
         assert paceline.GroupMember.WORLD is not torch_dist.group.WORLD.world.group

@@ -115,12 +115,17 @@ def test_a_rank_that_stays_away_is_named(ranks, tmp_path):
 def refuse(directory: str) -> None:
     with torch_group("paceline", directory):
         group = torch_dist.group.WORLD
-        with pytest.raises(TypeError, match="has no engine for it: pass tensor.cpu"):
+        with pytest.raises(TypeError, match=r"no engine for it: make a second group.*pass tensor.cpu"):
             torch_dist.all_reduce(torch.ones(3, device="meta"))
         with pytest.raises(RuntimeError, match="no backend for the device cuda"):
             group._get_backend(torch.device("cuda"))
         with pytest.raises(ValueError, match="rank [01]: .* is not contiguous"):
             torch_dist.all_gather_into_tensor(torch.empty(4, 6).t(), torch.ones(12))
+        mixed = torch_dist.new_group(backend="cpu:paceline,cuda:nccl")  # PyTorch makes the first only
+        torch_dist.all_reduce(tensor := torch.ones(3), group=mixed)
+        assert tensor.tolist() == [2, 2, 2]
+        with pytest.raises(RuntimeError, match=r"device cuda.*mixture .* does not help: PyTorch hands the whole group"):
+            mixed._get_backend(torch.device("cuda"))
         with pytest.raises(ValueError, match="has no options"):
             torch_dist.new_group(pg_options=object())
 

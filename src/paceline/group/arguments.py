@@ -39,8 +39,8 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: st
     """
     if whole.numel() != count * group.size():
         raise ValueError(
-            f"{own_rank(group)}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} elements it must have "
-            f"{count * group.size()}"
+            f"{own_rank(group)}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
+            f"elements it must have {count * group.size()}"
         )
     if not whole.is_contiguous():
         raise ValueError(f"{own_rank(group)}: {call}: {name} is not contiguous; pass {name}.contiguous()")

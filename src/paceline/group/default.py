@@ -127,8 +127,8 @@ def init_process_group(
 ) -> None:
     """Makes the default process group; every rank calls this once, and it returns when all have come.
 
-    Without this call the default group of torch.distributed is used, if its backend is "paceline". While the group exists,
-    torch.distributed takes Paceline for CPU tensors where a program names no backend, as `fully_shard` does.
+    Without this call the default group of torch.distributed is used, if its backend is "paceline". While the group
+    exists, torch.distributed takes Paceline for CPU tensors where a program names no backend, as `fully_shard` does.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like

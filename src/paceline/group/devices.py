@@ -20,12 +20,14 @@ class Devices:
         on_cpu: the group on CPU tensors.
         openers: what opens it on other devices, by the device's type.
         backend: for messages.
+        advice: what a user does about a tensor on another device; by default the engine for it is named.
     """
 
-    def __init__(self, on_cpu: OpenGroup, openers: Mapping[str, Opener], backend: str) -> None:
+    def __init__(self, on_cpu: OpenGroup, openers: Mapping[str, Opener], backend: str, advice: str = "") -> None:
         self._on_cpu = on_cpu
         self._openers = openers
         self._backend = backend
+        self._advice = advice
         self._open: dict[torch.device, OpenGroup] = {}
         self._opening = threading.Lock()
 
@@ -62,11 +64,11 @@ class Devices:
         opener = self._openers.get(device.type)
         if opener is None:
             fitting = engines_for(device.type)
-            advice = (
-                f"choose one with backend='cpu:paceline,{device.type}:{fitting[0]}', or pass " if fitting else "pass "
+            advice = self._advice or (
+                f"choose one with backend='cpu:paceline,{device.type}:{fitting[0]}', or " if fitting else ""
             )
             raise TypeError(
                 f"{call} got a tensor on {device}; the group's backend {self._backend!r} has no engine for it: "
-                f"{advice}tensor.cpu()"
+                f"{advice}pass tensor.cpu()"
             )
         return opener

@@ -48,6 +48,7 @@ class ProcessGroup:
         opened: the group on CPU tensors.
         backend: what `get_backend` says of it.
         openers: what opens it on other devices, by the device's type.
+        advice: what a user does about a tensor on a device that there is no opener for; by default an engine is named.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class ProcessGroup:
         name: str,
         backend: str = "paceline",
         openers: Mapping[str, Opener] | None = None,
+        advice: str = "",
     ) -> None:
         self.ranks = [member.rank for member in members]
         self.name = name
         self.backend = backend
-        self._devices = Devices(opened, openers or {}, backend)
+        self._devices = Devices(opened, openers or {}, backend, advice)
         self._channel = opened.channel
         self._members = list(members)
         self._rank = group_rank

@@ -176,6 +176,7 @@ class JoinedWork(Work):
         super().__init__(_All(works), name, results)
 
     def when_over(self, then: Callable[[], None]) -> None:
+        """Calls `then` when the last of them has ended."""
         countdown = _Countdown(len(self._works), then)
         for work in self._works:
             work.when_over(countdown.step)

@@ -12,6 +12,11 @@ from torch.distributed.distributed_c10d import _world
 from paceline.group.default import World
 
 _CPU = torch.device("cpu")
+OTHER_DEVICES = (
+    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (a "
+    "mixture such as 'cpu:paceline,cuda:nccl' does not help: PyTorch hands the whole group to a backend that is "
+    "written in Python), or "
+)
 
 
 class Identity(torch_dist.ProcessGroup):
@@ -98,8 +103,7 @@ class Identity(torch_dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Identity:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
-                f"{self!r} has no backend for the device {device}; it takes CPU tensors. Use another group, such as "
-                "new_group(backend='nccl'), for those"
+                f"{self!r} has no backend for the device {device}; it takes CPU tensors: {OTHER_DEVICES}move them to it"
             )
         return self
 

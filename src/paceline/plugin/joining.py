@@ -22,6 +22,7 @@ from paceline.errors import AuthenticationError
 from paceline.group.default import World, borrow_world
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
+from paceline.plugin.identity import OTHER_DEVICES
 from paceline.plugin.process_group import TorchProcessGroup
 from paceline.plugin.store import BorrowedStore
 from paceline.security.secret import job_secret
@@ -53,7 +54,7 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
             opened = opener(torch.device("cpu"))
         world_ranks = options.global_ranks_in_group or range(size)
         members = [Member(of, each.host, each.pid) for of, each in zip(world_ranks, engines.members, strict=True)]
-        group = ProcessGroup(opened, members, rank, timeout, str(options.group_id))
+        group = ProcessGroup(opened, members, rank, timeout, str(options.group_id), advice=OTHER_DEVICES)
         undo.callback(group.close)
         group.barrier()
         undo.pop_all()

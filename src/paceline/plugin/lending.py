@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as torch_dist
+from torch._C._distributed_c10d import Store as TorchStore
 
 from paceline.group.default import default_world
 from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
 
 
-class LentStore(torch_dist.Store):
+class LentStore(TorchStore):
     """A store of Paceline's as one of torch.distributed, for what its process groups do with one."""
 
     def __init__(self, store: Store) -> None:
@@ -55,7 +56,7 @@ class LentStore(torch_dist.Store):
         """True."""
         return True
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all `keys` exist."""
         self._store.wait(keys, timeout)
 

@@ -1,8 +1,8 @@
 """torch.distributed's process group over Paceline's engine.
 
 Every method of torch's is one call of Paceline's. PyTorch renamed some of them over time; those have both names. Where
-torch takes an option object it also takes the values that would be in one: `opts` may be a root's rank, a reduction or a
-time limit, and then one tensor need not be in a list.
+torch takes an option object it also takes the values that would be in one: `opts` may be a root's rank, a reduction or
+a time limit, and then one tensor need not be in a list.
 """
 
 from __future__ import annotations
