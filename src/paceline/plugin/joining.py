@@ -23,6 +23,7 @@ from paceline.group.default import World, borrow_world
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
 from paceline.plugin.identity import OTHER_DEVICES
+from paceline.plugin.part import BackendOfGroup, has_others, part_of
 from paceline.plugin.process_group import TorchProcessGroup
 from paceline.plugin.store import BorrowedStore
 from paceline.security.secret import job_secret
@@ -32,16 +33,22 @@ _SECRET_VARIABLE = "PACELINE_SECRET"
 _OWN = "own"  # published instead of a secret where the job has one
 
 
-def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
-    """The process group that torch.distributed asks for.
+def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | BackendOfGroup:
+    """The process group that torch.distributed asks for, or the part of one that has other backends, too.
 
     Raises:
         ValueError: `pg_options` were given, which this backend does not have.
         RendezvousError, AuthenticationError: the ranks did not find each other.
         StoreTimeoutError: rank 0 did not come.
     """
+    if has_others(options):
+        return BackendOfGroup(_join(options))  # PyTorch hands the other backend's options to all
     if pg_options is not None:
         raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
+    return _join(options)
+
+
+def _join(options: Any) -> TorchProcessGroup:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     store = BorrowedStore(options.store, timeout)
     timeout_s = to_seconds(timeout)
@@ -64,8 +71,9 @@ def create(options: Any, pg_options: Any = None) -> TorchProcessGroup:
 
 def _default_world() -> World | None:
     """Paceline's view of torch's default group, if that is one of Paceline's."""
-    group = torch_dist.group.WORLD
-    return group.world if isinstance(group, TorchProcessGroup) else None
+    whole = torch_dist.group.WORLD
+    group = whole if whole is None or isinstance(whole, TorchProcessGroup) else part_of(whole)
+    return None if group is None else group.world
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ def create_alone(
         raise ValueError(f"the backend 'paceline' takes CPU tensors; got the device {device}")
     if options:
         raise ValueError(f"the backend 'paceline' has no options; got {', '.join(options)}")
-    return create(_Options(store, rank, world_size, timeout))
+    return _join(_Options(store, rank, world_size, timeout))
 
 
 @contextlib.contextmanager
