@@ -13,8 +13,8 @@ from paceline.group.default import World
 
 _CPU = torch.device("cpu")
 OTHER_DEVICES = (
-    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (a "
-    "mixture such as 'cpu:paceline,cuda:nccl' does not help: PyTorch hands the whole group to a backend that is "
+    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (for "
+    "a mixture such as 'cpu:paceline,cuda:nccl', before release 2.15 PyTorch hands the whole group to a backend "
     "written in Python), or "
 )
 
