@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 import paceline.plugin
 
-NEEDED = (2, 15)  # before it, PyTorch does not let Python subclass Backend
+NEEDED = (2, 14)  # before it, PyTorch does not let Python subclass Backend
 
 
 def mix(directory: str, backend: str) -> None:

@@ -13,9 +13,9 @@ from paceline.group.default import World
 
 _CPU = torch.device("cpu")
 OTHER_DEVICES = (
-    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (for "
-    "a mixture such as 'cpu:paceline,cuda:nccl', before release 2.15 PyTorch hands the whole group to a backend "
-    "written in Python), or "
+    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (of "
+    "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
+    "is written in Python), or "
 )
 
 

@@ -1,7 +1,7 @@
 """A Paceline group as one of the backends of a process group: "cpu:paceline,cuda:nccl".
 
 PyTorch hands the whole group to a backend that is a process group. Where it lets Python subclass its class `Backend`,
-from release 2.15, a group that has other backends as well gets one of those.
+from release 2.14, a group that has other backends as well gets one of those.
 """
 
 from __future__ import annotations
