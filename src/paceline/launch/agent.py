@@ -26,9 +26,15 @@ from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
 from paceline.launch.signals import Signals
+from paceline.security.inherited import VARIABLE as SECRET_FD
+from paceline.security.inherited import SecretFile
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
+# What a launcher that a worker started finds of the job around it.
+_NOT_PASSED_ON = (
+    "PACELINE_SECRET", "PACELINE_SECRET_FILE", SECRET_FD, "PACELINE_STORE", "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 _LONGEST_PATH = 80  # of 107, less the names of what is in it
 
 
@@ -38,19 +44,19 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     Args:
         job: what to run.
         listener: where to serve the meeting, if that is decided already.
-        secret: the job's; by default the one in the environment, or on a single machine a new one.
+        secret: the job's; by default a new one on a single machine, and the one in the environment on several.
 
     Raises:
         PacelineError, ValueError: the machines did not meet.
     """
     directory = _directory()
-    mark = f"{secrets.token_hex(8)}."
+    mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."  # those who end a job around this one end it too
     guard = Guard(directory, mark)
     adopt_orphans()
     meeting = None
     try:
         if secret is None:
-            secret = job_secret() or (secrets.token_bytes(32) if job.meeting.address is None else None)
+            secret = secrets.token_bytes(32) if job.meeting.address is None else job_secret()
         meeting = open_meeting(job, secret, Console().say, listener)
         with _Agent(job, meeting, secret, directory, guard, mark) as agent:
             return agent.run()
@@ -181,7 +187,7 @@ class _Agent:
             self._job,
             start,
             self._environment(start),
-            secret_fd=self._secret_fd,
+            pass_fds=[self._secret_fd] if self._secret_fd >= 0 else [],
             directory=self._directory,
             cores=self._machine.cores,
             gpus=self._machine.gpus,
@@ -194,17 +200,17 @@ class _Agent:
     def _environment(self, start: Start) -> dict[str, str]:
         """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
         environment = self._machine.environment(os.environ)
-        for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE", "PACELINE_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        for name in _NOT_PASSED_ON:
             environment.pop(name, None)
         environment[MARK] = f"{self._mark}{start.generation}."
         environment.setdefault("PYTHONUNBUFFERED", "1")
         environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
-        self._secret_fd = os.memfd_create("paceline-secret", 0)
         secret = None
         if self._secret is not None:
             secret = hmac.digest(self._secret, b"workers of generation %d" % start.generation, "sha256")
-            os.write(self._secret_fd, secret)
-            environment["PACELINE_SECRET_FD"] = str(self._secret_fd)
+            file = SecretFile.create(secret)
+            self._secret_fd = file.fd
+            environment[SECRET_FD] = str(file)
         if self._job.meeting.address is None:
             path = Path(self._directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)

@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure, keep, read_record
@@ -81,7 +81,7 @@ class Generation:
         start: Start,
         environment: Mapping[str, str],
         *,
-        secret_fd: int,
+        pass_fds: Sequence[int],
         directory: str,
         cores: list[Cores] | None,
         gpus: int,
@@ -102,7 +102,7 @@ class Generation:
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._told_to_end = False
         descriptors = allow_descriptors(job.workers)
-        starter: Starter = (Template if job.forks else Interpreters)(environment, [secret_fd], descriptors)
+        starter: Starter = (Template if job.forks else Interpreters)(environment, pass_fds, descriptors)
         with starter:
             for index in range(job.workers):
                 place = place_of(job, start, index)
