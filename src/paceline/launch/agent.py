@@ -25,6 +25,7 @@ from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
+from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
@@ -44,7 +45,8 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     Args:
         job: what to run.
         listener: where to serve the meeting, if that is decided already.
-        secret: the job's; by default a new one on a single machine, and the one in the environment on several.
+        secret: the job's; by default a new one on a single machine, and on several the one in the environment, or
+            under Slurm one that launcher 0 makes.
 
     Raises:
         PacelineError, ValueError: the machines did not meet.
@@ -54,19 +56,32 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     guard = Guard(directory, mark)
     adopt_orphans()
     meeting = None
+    shared = SharedSecret(os.environ)
     try:
         if secret is None:
-            secret = secrets.token_bytes(32) if job.meeting.address is None else job_secret()
+            secret = _secret_of(job, shared)
         meeting = open_meeting(job, secret, Console().say, listener)
-        with _Agent(job, meeting, secret, directory, guard, mark) as agent:
+        with _Agent(job, meeting, secret, shared, directory, guard, mark) as agent:
             return agent.run()
     finally:
+        shared.close()
         if meeting is not None:
             meeting.close()
         guard.close()
         kill_marked(mark)
         reap_orphans([])
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _secret_of(job: Job, shared: SharedSecret) -> bytes | None:
+    meeting, around = job.meeting, job.surroundings
+    if meeting.address is None:
+        return secrets.token_bytes(32)
+    if (secret := job_secret()) is not None or around is None or not around.is_slurm:
+        return secret
+    if around.node_rank == 0:
+        return shared.make()
+    return shared.await_from(around.address or "another machine", meeting.join_timeout_s, Console().say)
 
 
 def _directory() -> str:
@@ -80,11 +95,19 @@ def _directory() -> str:
 
 class _Agent:
     def __init__(
-        self, job: Job, meeting: Opened, secret: bytes | None, directory: str, guard: Guard, mark: str
+        self,
+        job: Job,
+        meeting: Opened,
+        secret: bytes | None,
+        shared: SharedSecret,
+        directory: str,
+        guard: Guard,
+        mark: str,
     ) -> None:
         self._job = job
         self._meeting = meeting
         self._secret = secret
+        self._shared = shared
         self._directory = directory
         self._guard = guard
         self._mark = mark
@@ -175,6 +198,8 @@ class _Agent:
 
     def _start(self, start: Start) -> None:
         self._was_told_to_stop = False
+        if self._job.meeting.is_static:
+            self._shared.close()  # all have come, so all have read it
         self._world = tuple(range(start.world_size))
         first, count = start.first_rank, self._job.workers
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
