@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 import selectors
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from pathlib import Path
 
 from paceline import __version__
+from paceline.launch.cleanup import Cleanup
 from paceline.launch.environment import free_port
 from paceline.launch.events import Events
 from paceline.launch.failures import Failure, describe, first_failure, report, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
-from paceline.launch.lifeline import MARK, Guard, adopt_orphans, kill_marked, reap_orphans
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
-from paceline.launch.shared_secret import SharedSecret
+from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.signals import Signals
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
-from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
 # What a launcher that a worker started finds of the job around it.
 _NOT_PASSED_ON = (
     "PACELINE_SECRET", "PACELINE_SECRET_FILE", SECRET_FD, "PACELINE_STORE", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
-_LONGEST_PATH = 80  # of 107, less the names of what is in it
 
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
@@ -51,66 +46,29 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     Raises:
         PacelineError, ValueError: the machines did not meet.
     """
-    directory = _directory()
-    mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."  # those who end a job around this one end it too
-    guard = Guard(directory, mark)
-    adopt_orphans()
+    cleanup = Cleanup()
     meeting = None
     shared = SharedSecret(os.environ)
     try:
         if secret is None:
-            secret = _secret_of(job, shared)
+            secret = secret_of(job, shared, Console().say)
         meeting = open_meeting(job, secret, Console().say, listener)
-        with _Agent(job, meeting, secret, shared, directory, guard, mark) as agent:
+        with _Agent(job, meeting, secret, shared, cleanup) as agent:
             return agent.run()
     finally:
         shared.close()
         if meeting is not None:
             meeting.close()
-        guard.close()
-        kill_marked(mark)
-        reap_orphans([])
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _secret_of(job: Job, shared: SharedSecret) -> bytes | None:
-    meeting, around = job.meeting, job.surroundings
-    if meeting.address is None:
-        return secrets.token_bytes(32)
-    if (secret := job_secret()) is not None or around is None or not around.is_slurm:
-        return secret
-    if around.node_rank == 0:
-        return shared.make()
-    return shared.await_from(around.address or "another machine", meeting.join_timeout_s, Console().say)
-
-
-def _directory() -> str:
-    """A directory of the job's own, with a path short enough for a Unix socket."""
-    directory = tempfile.mkdtemp(prefix="paceline-")
-    if len(os.fsencode(directory)) <= _LONGEST_PATH:
-        return directory
-    os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
+        cleanup.close()
 
 
 class _Agent:
-    def __init__(
-        self,
-        job: Job,
-        meeting: Opened,
-        secret: bytes | None,
-        shared: SharedSecret,
-        directory: str,
-        guard: Guard,
-        mark: str,
-    ) -> None:
+    def __init__(self, job: Job, meeting: Opened, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup) -> None:
         self._job = job
         self._meeting = meeting
         self._secret = secret
         self._shared = shared
-        self._directory = directory
-        self._guard = guard
-        self._mark = mark
+        self._cleanup = cleanup
         self._machine = Machine.mine(job)
         self._signals = Signals(job.signals)
         self._console = Console(lambda: self._signals.has_come)
@@ -213,12 +171,12 @@ class _Agent:
             start,
             self._environment(start),
             pass_fds=[self._secret_fd] if self._secret_fd >= 0 else [],
-            directory=self._directory,
+            directory=self._cleanup.directory,
             cores=self._machine.cores,
             gpus=self._machine.gpus,
             logs=self._logs,
             selector=self._selector,
-            on_start=self._guard.watch,
+            on_start=self._cleanup.watch,
             on_failure=lambda failure: self._on_failure(start, failure),
         )
 
@@ -227,7 +185,7 @@ class _Agent:
         environment = self._machine.environment(os.environ)
         for name in _NOT_PASSED_ON:
             environment.pop(name, None)
-        environment[MARK] = f"{self._mark}{start.generation}."
+        environment.update(self._cleanup.variables(start.generation))
         environment.setdefault("PYTHONUNBUFFERED", "1")
         environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
         secret = None
@@ -237,7 +195,7 @@ class _Agent:
             self._secret_fd = file.fd
             environment[SECRET_FD] = str(file)
         if self._job.meeting.address is None:
-            path = Path(self._directory, f"store-{start.generation}")
+            path = Path(self._cleanup.directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
         return environment
@@ -260,8 +218,7 @@ class _Agent:
     def _close_generation(self) -> None:
         if self._generation is not None:
             self._generation.close()
-            self._guard.forget()
-            kill_marked(f"{self._mark}{self._generation.start.generation}.")
+            self._cleanup.end_generation(self._generation.start.generation)
             self._generation = None
         if self._store is not None:
             self._store.close()
@@ -274,7 +231,7 @@ class _Agent:
         numbers, child_ended = self._signals.read()
         if child_ended:
             workers = self._generation.workers if self._generation is not None else []
-            reap_orphans([*self._guard.pids, *(each.pid for each in workers if each.exit_code is None)])
+            self._cleanup.reap(each.pid for each in workers if each.exit_code is None)
         for number in numbers:
             if self._stopped_by is not None:
                 if self._generation is not None:

@@ -10,13 +10,14 @@ import os
 import sys
 from types import TracebackType
 
-_OWN_NAMES = ("run", "die_with_parent", "annotations", "_record_uncaught", "_OWN_NAMES")
+_OWN_NAMES = ("run", "die_with_parent", "annotations", "_join_cgroup", "_record_uncaught", "_OWN_NAMES")
 
 
 def run(arguments: list[str]) -> None:
     """Runs the worker's script in the module `__main__`."""
     launcher, *rest = arguments
     die_with_parent(int(launcher))
+    _join_cgroup(os.environ.pop("PACELINE_CGROUP", None))
     if rest[0] == "--exec":
         try:
             os.execvp(rest[1], rest[1:])
@@ -61,6 +62,16 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != parent:
         os.kill(os.getpid(), 9)
+
+
+def _join_cgroup(directory: str | None) -> None:
+    """Moves this process into the job's cgroup, if there is one; where the kernel forbids it, the guards' marks do."""
+    if directory is not None:
+        try:
+            with open(f"{directory}/cgroup.procs", "w") as members:
+                members.write("0")
+        except OSError:
+            pass
 
 
 def _record_uncaught(path: str) -> None:

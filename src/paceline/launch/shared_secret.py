@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from paceline.errors import RendezvousTimeoutError
+from paceline.launch.job import Job
+from paceline.security.secret import job_secret
 
 _STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 _DIRECTORIES = ("SLURM_SUBMIT_DIR", "HOME")
@@ -129,3 +131,19 @@ class SharedSecret:
                     f"{_ADVICE}"
                 )
             return file.read(_SECRET_BYTES)
+
+
+def secret_of(job: Job, shared: SharedSecret, say: Callable[[str], None]) -> bytes | None:
+    """The secret with which the machines of `job` meet; None where there is none.
+
+    Raises:
+        RendezvousTimeoutError, ValueError, OSError: see `SharedSecret` and `job_secret`.
+    """
+    meeting, around = job.meeting, job.surroundings
+    if meeting.address is None:
+        return secrets.token_bytes(_SECRET_BYTES)
+    if (secret := job_secret()) is not None or around is None or not around.is_slurm:
+        return secret
+    if around.node_rank == 0:
+        return shared.make()
+    return shared.await_from(around.address or "another machine", meeting.join_timeout_s, say)

@@ -14,8 +14,8 @@ MIN_SECRET_BYTES = 16
 def job_secret() -> bytes | None:
     """The secret this process was given, or None.
 
-    Looked for in the descriptor that `paceline run` lets its workers inherit (PACELINE_SECRET_FD), in PACELINE_SECRET, in
-    the file that PACELINE_SECRET_FILE names, and, in a child of a worker that has not got the descriptor, in the
+    Looked for in the descriptor that `paceline run` lets its workers inherit (PACELINE_SECRET_FD), in PACELINE_SECRET,
+    in the file that PACELINE_SECRET_FILE names, and, in a child of a worker that has not got the descriptor, in the
     launcher's own, in this order.
 
     Raises:
