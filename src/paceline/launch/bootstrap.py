@@ -10,7 +10,7 @@ import os
 import sys
 from types import TracebackType
 
-_OWN_NAMES = ("run", "die_with_parent", "annotations", "_join_cgroup", "_record_uncaught", "_OWN_NAMES")
+_OWN_NAMES = ("run", "die_with_parent", "annotations", "_join_cgroup", "_record_exit", "_record_uncaught", "_OWN_NAMES")
 
 
 def run(arguments: list[str]) -> None:
@@ -26,6 +26,7 @@ def run(arguments: list[str]) -> None:
                 f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
             )
     _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
+    _record_exit(os.environ["PACELINE_ERROR_FILE"])
     import faulthandler
 
     faulthandler.enable()  # the Python stack of a worker that crashes in native code
@@ -72,6 +73,24 @@ def _join_cgroup(directory: str | None) -> None:
                 members.write("0")
         except OSError:
             pass
+
+
+def _record_exit(path: str) -> None:
+    """Leaves word that the script is over, last of all that is done at exit: a crash after that is none of its own."""
+    import atexit
+    from os import getpid  # the script, which shares this module's names, may give `os` another meaning
+
+    worker = getpid()
+
+    def leave_word() -> None:
+        if getpid() == worker:
+            try:
+                with open(f"{path}.at-exit", "w") as file:
+                    file.write("")
+            except OSError:
+                pass
+
+    atexit.register(leave_word)
 
 
 def _record_uncaught(path: str) -> None:

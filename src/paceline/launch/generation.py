@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline.launch.environment import Place, place_variables
-from paceline.launch.failures import Failure, keep, read_record
+from paceline.launch.failures import Failure, came_to_its_end, keep, read_record
 from paceline.launch.gpus import device_of
 from paceline.launch.job import Job
 from paceline.launch.logs import Destination, Logs
@@ -206,7 +206,10 @@ class Generation:
             return  # it ended because it was told to
         memory = self._memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
         exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
-        failure = Failure(worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log)
+        at_exit = record is None and came_to_its_end(worker.error_file)
+        failure = Failure(
+            worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log, at_exit=at_exit
+        )
         keep(failure)
         self.failures.append(failure)
         if len(self.failures) == 1:
