@@ -100,7 +100,8 @@ class Doorkeeper:
                 self._admit(connection, hello)
                 return
         except (AuthenticationError, OSError) as error:
-            self._refusals.add(host, error)
+            if not self._closed:  # else it was not refused, but came too late
+                self._refusals.add(host, error)
         finally:
             self._leave(number)
         connection.close()
