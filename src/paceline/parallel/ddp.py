@@ -19,7 +19,7 @@ from paceline.parallel.buckets import MIB
 from paceline.parallel.complaints import add_place, say_sending_buffers
 from paceline.parallel.conditions import facts_of, warn_of_too_many_threads, why_not
 from paceline.parallel.data_parallel import apply_on_devices
-from paceline.parallel.graph import find_tensors
+from paceline.parallel.graph import find_tensors, in_backward
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.members import find_members, ignore_members
 from paceline.parallel.reducer import Reducer
@@ -148,11 +148,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._start()
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the module; the backward of what it returns averages the gradients (see `no_sync`)."""
+        """Calls the module; the backward of what it returns averages the gradients (see `no_sync`).
+
+        Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied, and it is that
+        backward which averages.
+
+        Raises:
+            RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
+                called inside a backward.
+        """
         records = torch.is_grad_enabled()
         if self._replica is not None and records:
+            self._require_not_recomputing()
             self._watched.look()
             return self._replica(args, kwargs, self.require_backward_grad_sync)
+        if records and self._reducer.is_recomputing():
+            output = self._call(args, kwargs)
+            self._reducer.follow(output)
+            return output
         root = announce_step(self) if self._join_config.enable and records else 0
         if not (self.require_backward_grad_sync and records):
             return self._call(args, kwargs)
@@ -261,6 +274,14 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
         self._reducer.exchange.comm_hook = CommHook(state, hook)
+
+    def _require_not_recomputing(self) -> None:
+        if in_backward():
+            raise RuntimeError(
+                f"rank {self.process_group.ranks[self.process_group.rank()]}: the module was called inside a backward, "
+                "as torch.utils.checkpoint does to compute it again; with deterministic=True that would draw other "
+                "random numbers. Checkpoint layers inside the module, and not the wrapped module"
+            )
 
     def _require_not_deterministic(self, call: str) -> None:
         if self._replica is not None:

@@ -139,11 +139,15 @@ class Exchange:
     def settle_present(self) -> list[int]:
         """Leaves out, for good, what no rank has now, and fills in, from now on, what only others have.
 
+        Where no rank has any gradient nothing is settled: it was no backward of the module's parameters.
+
         Returns:
             For each parameter, 1 if any rank has a gradient to it.
         """
         mine = [param.grad is not None for param in self.params]
         everybodys = self.exchange_present()
+        if not any(everybodys):
+            return everybodys
         self._absent = [at for at, has in enumerate(everybodys) if has and not mine[at]]
         self._all, self._all_sparse = self._now, self._now_sparse = self._restricted(everybodys)
         self.fill_absent()

@@ -1,4 +1,4 @@
-"""Finds what a forward pass returned, and which parameters it used."""
+"""Finds what a forward pass returned, which parameters it used, and whether a backward calls it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+
+NO_BACKWARD = -1
+
+
+def running_backward() -> int:
+    """The autograd engine's number of the backward that this thread is in; NO_BACKWARD outside of any."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+def in_backward() -> bool:
+    """Whether a backward calls this, as `torch.utils.checkpoint` does to compute outputs again."""
+    return running_backward() != NO_BACKWARD
 
 
 def find_tensors(output: object) -> Iterator[torch.Tensor]:

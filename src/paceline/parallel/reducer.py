@@ -22,10 +22,8 @@ from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.complaints import AFTER_AN_ERROR, add_place, say_averaging, say_late, say_missing
 from paceline.parallel.exchange import Exchange
-from paceline.parallel.graph import find_tensors, used_parameters
+from paceline.parallel.graph import NO_BACKWARD, find_tensors, in_backward, running_backward, used_parameters
 from paceline.parallel.members import Members
-
-_NONE = -1  # no backward
 
 
 class Reducer:
@@ -72,7 +70,7 @@ class Reducer:
 
         self._armed = False  # a forward asked for a reduction that is not complete
         self._backwards = 0  # that began since then
-        self._task = _NONE  # the engine's number of the backward that runs
+        self._task = NO_BACKWARD  # the engine's number of the backward that runs
         self._left = list(self._full)
         self._counts = [0] * len(self._params)
         self._next = 0  # the first bucket not handed over
@@ -109,7 +107,7 @@ class Reducer:
         if not self._armed:
             self._armed = True
             self._backwards = 0
-            self._task = _NONE
+            self._task = NO_BACKWARD
             self._left = list(self._full)
             self._counts = [0] * len(self._params)
             self._next = 0
@@ -131,6 +129,22 @@ class Reducer:
             for param in self._params:
                 self._add_hook(param, self._begin_unseen)
 
+    def is_recomputing(self) -> bool:
+        """Whether a backward calls forward again, for outputs that were expected before.
+
+        With `use_reentrant=True` nothing was expected: the first forward was made without gradients.
+        """
+        return in_backward() and (self._armed or running_backward() == self._task)
+
+    def follow(self, output: object) -> None:
+        """A backward of `output`, which was recomputed, reduces too if there is one: that of a reentrant checkpoint.
+
+        Otherwise what was recomputed serves the backward that runs, which reduces as it would have.
+        """
+        for tensor in find_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._begin_seen)
+
     def awaits_backward(self) -> bool:
         """Whether the latest forward has had no backward."""
         return self._armed and self._backwards == 0
@@ -143,7 +157,7 @@ class Reducer:
         """
         if not self._armed or self._backwards == 0:
             return
-        if self._task != _NONE:
+        if self._task != NO_BACKWARD:
             raise RuntimeError(f"{self._me()}: {AFTER_AN_ERROR}")
         self._raise_missing("the last backward")
 
@@ -164,15 +178,18 @@ class Reducer:
             if not reached:
                 reached = True
                 self._outputs_left -= 1
-            task = torch._C._current_graph_task_id()
-            if task != self._task:
-                self._begin(task)
+            self._begin_seen(_)
 
         return reach
 
+    def _begin_seen(self, _: torch.Tensor) -> None:
+        task = running_backward()
+        if task != self._task:
+            self._begin(task)
+
     def _begin_unseen(self, _: torch.Tensor) -> None:
-        if self._armed and self._task == _NONE:
-            self._begin(torch._C._current_graph_task_id())
+        if self._armed and self._task == NO_BACKWARD:
+            self._begin(running_backward())
 
     def _begin(self, task: int) -> None:
         self._task = task
@@ -183,7 +200,7 @@ class Reducer:
         def count(param: torch.Tensor) -> None:
             if not self._armed:
                 return
-            if self._task == _NONE:
+            if self._task == NO_BACKWARD:
                 self._begin_unseen(param)
             if self._backwards != 1:
                 return  # reduced when it ends, with all others
@@ -211,7 +228,7 @@ class Reducer:
     def _end(self) -> None:
         """At the end of a backward."""
         started = time.perf_counter()
-        self._task = _NONE
+        self._task = NO_BACKWARD
         try:
             self._complete()
             if not self._armed:
@@ -243,8 +260,11 @@ class Reducer:
 
     def _learn(self) -> None:
         """How backward goes in this static graph."""
-        self._learning = False
         everybodys = self.exchange.settle_present()
+        if not any(everybodys):
+            self._backwards = 0  # torch.autograd.grad, to other tensors; a backward may follow
+            return
+        self._learning = False
         self._expected = list(self._counts)
         for at, bucket in enumerate(self._buckets):
             self._full[at] = sum(self._expected[index] > 0 for index in bucket.params if everybodys[index])
