@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -57,12 +58,29 @@ def test_a_second_epoch_in_the_same_order_is_told_once_with_the_fix():
     forget_nothing(sampler)
 
 
-def test_a_loop_that_leaves_its_epochs_early_is_told_as_well():
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
-    for _ in range(2):
-        next(iter(sampler))
+def test_epochs_left_in_their_second_half_count():
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=1)
+    forget_nothing(sampler)
+    reading = iter(sampler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            next(reading)
     with pytest.warns(UserWarning, match="set_epoch"):
-        next(iter(sampler))
+        next(reading)
+
+
+def test_looks_at_the_first_batches_are_no_epochs():
+    sampler = DistributedSampler(range(80), num_replicas=2, rank=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for read in (4, 20):  # a loader's workers read a few batches ahead
+            list(itertools.islice(sampler, read))
+        for epoch in range(3):
+            list(itertools.islice(sampler, 4))
+            sampler.set_epoch(epoch)
+            list(itertools.islice(sampler, 20))
+            list(sampler)
 
 
 def test_set_epoch_a_look_at_the_first_batch_and_a_fixed_order_are_no_mistakes():

@@ -16,8 +16,9 @@ class DistributedSampler(Sampler[int]):
     """The indices of one rank's part of `dataset`; the same sequence as torch's DistributedSampler.
 
     All ranks get the same number of samples: without `drop_last` the first ones are repeated to fill up, with it the
-    last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order; a warning says so,
-    once, when an epoch is read that was read before.
+    last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order. A program that never
+    calls it is warned, once, when it has read more than half of the samples for the second time; to look at a batch or
+    two is no epoch.
 
     Args:
         dataset: anything with a length.
@@ -50,8 +51,8 @@ class DistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._read_before = self._warned = False
-        self._begun = 0
+        self._passes = 0  # that went through more than half of the samples
+        self._told = False  # or need not be: the program knows set_epoch
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)
@@ -68,7 +69,6 @@ class DistributedSampler(Sampler[int]):
         elif indices:
             repeats = math.ceil(self.total_size / length)
             indices = (indices * repeats)[: self.total_size]
-        self._warn_of_a_forgotten_epoch()
         return self._read(indices[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:
@@ -78,21 +78,22 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration."""
         self.epoch = epoch
-        self._read_before = False
-        self._begun = 0
+        self._told = True
 
     def _read(self, indices: list[int]) -> Iterator[int]:
-        yield from indices
-        self._read_before = True
+        middle = len(indices) // 2
+        yield from indices[:middle]
+        if indices:
+            self._count_a_pass()
+        yield from indices[middle:]
 
-    def _warn_of_a_forgotten_epoch(self) -> None:
-        self._begun += 1
-        # A first batch, to look at it, is no epoch; two of them in a row are how a loop with `break` begins.
-        if self.shuffle and not self._warned and (self._read_before or self._begun > 2):
-            self._warned = True
+    def _count_a_pass(self) -> None:
+        self._passes += 1
+        if self.shuffle and not self._told and self._passes > 1:
+            self._told = True
             warnings.warn(
-                f"rank {self.rank}: DistributedSampler is read again in the order of epoch {self.epoch}, so this epoch "
-                "has the batches of an earlier one; call sampler.set_epoch(epoch) before each epoch",
+                f"rank {self.rank}: DistributedSampler goes through its samples again, in the order of epoch "
+                f"{self.epoch} as before; call sampler.set_epoch(epoch) before each epoch to shuffle them anew",
                 stacklevel=3,
             )
 
