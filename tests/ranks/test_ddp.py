@@ -212,9 +212,7 @@ def construction() -> None:
         dist.DistributedDataParallel(nn.Linear(2, 2), static_graph=odd)
     with pytest.raises(ValueError, match="'weight' has no shape yet; call the module once, then wrap it"):
         dist.DistributedDataParallel(nn.LazyLinear(2))
-    with pytest.raises(ValueError, match=r"'weight' is on cpu, and device_ids begins with cuda:0: module\.to"):
-        dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
-    with pytest.raises(ValueError, match="'weight' is on meta, and the group's backend 'paceline' has no engine"):
+    with pytest.raises(ValueError, match=r"'weight' is on meta, .* 'paceline' has no engine for it: module.to_empty"):
         dist.DistributedDataParallel(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="bucket_cap_mb is 0"):
         dist.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)
@@ -224,6 +222,33 @@ def construction() -> None:
 
 def test_what_cannot_be_wrapped_is_refused_on_every_rank(ranks):
     ranks(3)(construction)
+
+
+def absent_gpus() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    no_gpu = rf"rank {rank}: %s names cuda:%d .*this process sees no GPU.*leave device_ids and output_device out"
+    for arguments, told in (
+        ({"device_ids": [rank]}, no_gpu % ("device_ids", rank)),
+        ({"device_ids": ["cuda"], "output_device": "cuda"}, no_gpu % ("device_ids", 0)),
+        ({"output_device": rank}, no_gpu % ("output_device", rank)),
+    ):
+        with pytest.raises(ValueError, match=told):
+            dist.DistributedDataParallel(nn.Linear(2, 2), **arguments)
+        with pytest.raises(ValueError, match=told.removeprefix(f"rank {rank}: ")):
+            dist.DataParallel(nn.Linear(2, 2), **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(ValueError, match=r"'weight' is on cpu, .* cuda:1: module\.to\('cuda:1'\), or"):
+            dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[1])
+        with pytest.raises(ValueError, match=r"device_ids names cuda:2, and .* 2 GPUs: the numbers from 0 to 1"):
+            dist.DistributedDataParallel(nn.Linear(2, 2), device_ids=[2])
+    dist.barrier()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpus_that_are_not_there_are_told(ranks):
+    ranks(2)(absent_gpus)
 
 
 def changed() -> None:

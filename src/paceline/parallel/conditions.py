@@ -13,25 +13,34 @@ from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import Facts
 from paceline.parallel.members import Members
+from paceline.parallel.placement import say_absent, say_elsewhere
 
 _warned = False  # of too many threads, in this process
 
 
-def why_not(members: Members, group: ProcessGroup, device: torch.device | None = None) -> Exception | None:
-    """Why a module cannot be wrapped, None if it can; it must be on `device`, if one is given."""
+def why_not(
+    members: Members,
+    group: ProcessGroup,
+    device_ids: Sequence[torch.device] = (),
+    output_device: torch.device | None = None,
+) -> Exception | None:
+    """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
+    absent = say_absent(device_ids, output_device)
+    if absent is not None:
+        return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
+    device = device_ids[0] if device_ids else None
     for name, tensor in (members.trained | members.frozen | members.buffers).items():
         if torch.nn.parameter.is_lazy(tensor):
             return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
         if tensor.device.type not in group.device_types:
             fitting = "init_process_group(backend='cpu:paceline,cuda:nccl')" if tensor.is_cuda else "module.cpu()"
+            fitting = "module.to_empty(device='cpu'), then load its state" if tensor.is_meta else fitting
             return ValueError(
                 f"{name!r} is on {tensor.device}, and the group's backend {group.backend!r} has no engine for it: "
                 f"{fitting}"
             )
         if device is not None and tensor.device != device:
-            return ValueError(
-                f"{name!r} is on {tensor.device}, and device_ids begins with {device}: module.to({str(device)!r})"
-            )
+            return ValueError(say_elsewhere(name, tensor, device))
     if not members.trained:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"

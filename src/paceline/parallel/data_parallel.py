@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.parallel_apply import parallel_apply
+from paceline.parallel.placement import say_absent, say_elsewhere
 from paceline.parallel.replicate import replicate
 from paceline.parallel.scatter_gather import Device, gather, scatter_arguments, to_device
 
@@ -27,6 +28,7 @@ class DataParallel(nn.Module):
 
     Raises:
         RuntimeError: a parameter or buffer is not on the first device.
+        ValueError: a GPU is named that is not there.
 
     Example::
 
@@ -49,6 +51,9 @@ class DataParallel(nn.Module):
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
         if output_device is not None:
             self.output_device = to_device(output_device)
+        absent = say_absent(self.device_ids, self.output_device)
+        if absent is not None:
+            raise ValueError(absent)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module with the batch in parts; arguments that are no tensors go to every replica as they are."""
@@ -103,7 +108,4 @@ def require_on(module: nn.Module, device: torch.device) -> None:
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:
-            raise RuntimeError(
-                f"{name!r} is on {tensor.device}, but the module must have its parameters and buffers on the first of "
-                f"device_ids, {device}: module.to({str(device)!r})"
-            )
+            raise RuntimeError(say_elsewhere(name, tensor, device))

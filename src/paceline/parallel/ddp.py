@@ -64,7 +64,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
         ValueError: a parameter is on a device that the group has no engine for, or not on the first of `device_ids`;
-            arguments do not fit together.
+            `device_ids` or `output_device` names a GPU that is not there; arguments do not fit together.
         RuntimeError: no parameter requires a gradient.
         TypeError: the module has parameters of a type that cannot be averaged.
 
@@ -122,7 +122,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.overlap = bool(overlap)
         members = find_members(module)
-        problem = why_not(members, self.process_group, self.device_ids[0] if self.device_ids else None)
+        problem = why_not(members, self.process_group, self.device_ids, self.output_device)
         if init_sync:
             everyones = require_same_module(
                 members,

@@ -15,7 +15,7 @@ def to_device(device: Device) -> torch.device:
     """The device; a bare number is a GPU's."""
     chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return chosen
 
 

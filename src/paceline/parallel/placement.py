@@ -1,0 +1,38 @@
+"""Says what to do about devices that a program names and the machine or the module does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def say_absent(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
+    """Which of the GPUs that are named this machine does not have, and the fix; None if it has all."""
+    named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
+    for argument, devices in named.items():
+        for device in devices:
+            gpus = torch.cuda.device_count()
+            if device.type != "cuda" or device.index < gpus:
+                continue
+            if gpus == 0:
+                return (
+                    f"{argument} names {device} (a bare number is a GPU's), and this process sees no GPU. To train on "
+                    "the CPU leave device_ids and output_device out, or give None"
+                )
+            return (
+                f"{argument} names {device}, and this process sees {gpus} GPU{'s' if gpus > 1 else ''}: the numbers "
+                f"from 0 to {gpus - 1}, such as LOCAL_RANK with one process for each GPU"
+            )
+    return None
+
+
+def say_elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> str:
+    """A parameter or buffer is not on the first of `device_ids`, and the fix."""
+    if tensor.is_meta:
+        move = f"module.to_empty(device={str(device)!r}) gives it memory, which is then to be filled"
+    elif tensor.is_cpu:
+        move = f"module.to({str(device)!r}), or leave device_ids out for a module on the CPU"
+    else:
+        move = f"module.to({str(device)!r})"
+    return f"{name!r} is on {tensor.device}, and device_ids begins with {device}: {move}"
