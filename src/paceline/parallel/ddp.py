@@ -19,7 +19,7 @@ from paceline.parallel.buckets import MIB
 from paceline.parallel.complaints import add_place, say_sending_buffers
 from paceline.parallel.conditions import facts_of, warn_of_too_many_threads, why_not
 from paceline.parallel.data_parallel import apply_on_devices
-from paceline.parallel.graph import find_tensors, in_backward
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.members import find_members, ignore_members
 from paceline.parallel.reducer import Reducer
@@ -159,7 +159,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         records = torch.is_grad_enabled()
         if self._replica is not None and records:
-            self._require_not_recomputing()
             self._watched.look()
             return self._replica(args, kwargs, self.require_backward_grad_sync)
         if records and self._reducer.is_recomputing():
@@ -274,14 +273,6 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
         self._reducer.exchange.comm_hook = CommHook(state, hook)
-
-    def _require_not_recomputing(self) -> None:
-        if in_backward():
-            raise RuntimeError(
-                f"rank {self.process_group.ranks[self.process_group.rank()]}: the module was called inside a backward, "
-                "as torch.utils.checkpoint does to compute it again; with deterministic=True that would draw other "
-                "random numbers. Checkpoint layers inside the module, and not the wrapped module"
-            )
 
     def _require_not_deterministic(self, call: str) -> None:
         if self._replica is not None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import broadcast_tensors
+from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
 from paceline.parallel.members import Members
 from paceline.parallel.scatter_gather import gather, map_tensors
 from paceline.parallel.sharded.exchange import add_over_ranks
@@ -72,7 +73,7 @@ class ShardedReplica:
         self._forwards = 0
         self._waiting: list[_Forward] = []  # had a backward, and are not reduced
         self._begun: list[_Forward] = []  # in the backward that runs
-        self._task = -1  # the engine's number of the backward that runs
+        self._task = NO_BACKWARD  # the engine's number of the backward that runs
 
     def __call__(self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool) -> object:
         """What the module returns for this rank's batch, joined over its shards.
@@ -82,7 +83,14 @@ class ShardedReplica:
 
         Raises:
             ValueError: the samples of the batch cannot be dealt out evenly.
+            RuntimeError: a backward calls this.
         """
+        if in_backward():
+            raise RuntimeError(
+                f"rank {self._group.ranks[self._group.rank()]}: the module was called inside a backward, as "
+                "torch.utils.checkpoint does to compute it again; with deterministic=True that would draw other "
+                "random numbers. Checkpoint layers inside the module, and not the wrapped module"
+            )
         forward = _Forward(reduces)
         outputs = [self._call(shard, args, kwargs, forward) for shard in range(self._local)]
         self._forwards += 1
@@ -136,7 +144,7 @@ class ShardedReplica:
                     f"rank {self._group.ranks[self._group.rank()]}: a second backward of one forward; with "
                     "deterministic=True its gradients were averaged after the first. Call the module again"
                 )
-            task: int = torch._C._current_graph_task_id()
+            task = running_backward()
             if task != self._task:
                 self._task = task
                 self._begun = []  # also of a backward that failed
@@ -151,7 +159,7 @@ class ShardedReplica:
 
     def _end(self) -> None:
         """At the end of a backward."""
-        self._task = -1
+        self._task = NO_BACKWARD
         begun = [f for f in self._begun if any(param.grad is not None for params in f.params for param in params)]
         self._waiting += [forward for forward in begun if forward not in self._waiting]
         if any(forward.reduces for forward in begun):

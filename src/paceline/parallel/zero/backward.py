@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-_NONE = -1  # no backward
-
-
-def in_backward() -> bool:
-    """Whether this is called from within a backward."""
-    task: int = torch._C._current_graph_task_id()
-    return task != _NONE
+from paceline.parallel.graph import NO_BACKWARD, running_backward
 
 
 class BackwardEnd:
@@ -20,7 +14,7 @@ class BackwardEnd:
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
-        self._task = _NONE
+        self._task = NO_BACKWARD
 
     def begin(self) -> None:
         """To be called from hooks.
@@ -28,10 +22,10 @@ class BackwardEnd:
         Raises:
             RuntimeError: another backward has not ended.
         """
-        task: int = torch._C._current_graph_task_id()
+        task = running_backward()
         if task == self._task:
             return
-        if self._task != _NONE:
+        if self._task != NO_BACKWARD:
             raise RuntimeError(
                 "a backward began while another one, of parameters that ZeroRedundancyOptimizer shards, had not ended. "
                 "Within a backward: use checkpoint(..., use_reentrant=False). After one that failed: call zero_grad()"
@@ -41,9 +35,9 @@ class BackwardEnd:
 
     def forget(self) -> None:
         """After a backward that failed and will not end."""
-        self._task = _NONE
+        self._task = NO_BACKWARD
 
     def _end(self) -> None:
-        self._task = _NONE
+        self._task = NO_BACKWARD
         for callback in self.callbacks:
             callback()
