@@ -11,7 +11,7 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
-from against_gloo import agree_closely, torch_group
+from against_gloo import agree_closely
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -150,66 +150,3 @@ ON_TWO = [new_groups, tensors, functional_collectives, compiled, compiled_ddp, s
 @pytest.mark.parametrize(("size", "programs"), [(2, ON_TWO), (3, [new_groups, tensors]), (4, [mesh])])
 def test_programs_agree(ranks, tmp_path, size, programs: list[Callable[[], Result]]):
     ranks(size)(agree_closely, programs, str(tmp_path), timeout_s=180)
-
-
-def accelerated(directory: str) -> None:
-    from accelerate import Accelerator
-
-    with torch_group("paceline", directory):
-        accelerator = Accelerator(cpu=True)
-        rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
-        assert accelerator.num_processes == size and accelerator.process_index == rank
-        torch.manual_seed(3)
-        data = torch.utils.data.TensorDataset(torch.arange(32.0).view(16, 2), torch.arange(16.0))
-        model, optimizer, loader = nn.Linear(2, 1), None, torch.utils.data.DataLoader(data, batch_size=2)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        seen = []
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            accelerator.backward((model(inputs)[:, 0] - targets).square().mean())
-            optimizer.step()
-            seen += accelerator.gather_for_metrics(targets).tolist()
-        assert sorted(seen) == list(range(16))
-        weights = accelerator.gather(model.module.weight.detach())
-        assert torch.equal(weights[0], weights[-1])
-        accelerator.wait_for_everyone()
-
-
-def test_an_accelerate_program(ranks, tmp_path):
-    pytest.importorskip("accelerate", reason="Accelerate is not installed; `make test` installs it")
-    ranks(2)(accelerated, str(tmp_path))
-
-
-def fabricated() -> None:
-    from lightning_fabric import Fabric
-    from lightning_fabric.plugins.environments import LightningEnvironment
-    from lightning_fabric.strategies import DDPStrategy
-
-    import paceline.plugin
-
-    paceline.plugin.register()
-
-    class Environment(LightningEnvironment):
-        @property
-        def creates_processes_externally(self) -> bool:
-            return True
-
-    strategy = DDPStrategy(process_group_backend="paceline", cluster_environment=Environment())
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    assert torch_dist.get_backend() == "paceline" and fabric.world_size == 2
-    fabric.seed_everything(3 + fabric.global_rank)
-    model, optimizer = fabric.setup(module := nn.Linear(2, 1), torch.optim.SGD(module.parameters(), 0.1))
-    fabric.backward(model(torch.full((4, 2), float(fabric.global_rank))).mean())
-    optimizer.step()
-    weights = fabric.all_gather(module.weight.detach())
-    assert torch.equal(weights[0], weights[1])
-    assert fabric.all_reduce(torch.tensor([float(fabric.global_rank)]), reduce_op="mean").item() == 0.5
-    fabric.barrier()
-    torch_dist.destroy_process_group()
-
-
-def test_a_lightning_fabric_program(ranks):
-    pytest.importorskip("lightning_fabric", reason="Lightning Fabric is not installed; `make test` installs it")
-    ranks(2)(fabricated)
