@@ -93,7 +93,8 @@ class DistributedSampler(Sampler[int]):
             self._told = True
             warnings.warn(
                 f"rank {self.rank}: DistributedSampler goes through its samples again, in the order of epoch "
-                f"{self.epoch} as before; call sampler.set_epoch(epoch) before each epoch to shuffle them anew",
+                f"{self.epoch} as before. Call sampler.set_epoch(epoch) before each epoch to shuffle them anew; where "
+                "the same order is meant, as for evaluation, make it with shuffle=False",
                 stacklevel=3,
             )
 
