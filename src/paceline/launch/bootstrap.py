@@ -42,8 +42,10 @@ def run(arguments: list[str]) -> None:
         del sys.path[0]
         runpy.run_path(rest[1], run_name="__main__")
         return
-    script = rest[0]
     sys.argv = rest
+    script = rest[0]
+    if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays right after os.chdir
+        script = os.path.join(os.getcwd(), script)
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec")
