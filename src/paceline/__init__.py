@@ -58,6 +58,7 @@ _PUBLIC = {
         "reduce_scatter_tensor",
         "scatter",
     ),
+    "paceline.group.debugging": ("breakpoint",),
     "paceline.group.multigpu": (
         "all_gather_multigpu",
         "all_reduce_multigpu",

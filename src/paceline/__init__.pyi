@@ -42,6 +42,7 @@ from paceline.group.collectives import reduce as reduce
 from paceline.group.collectives import reduce_scatter as reduce_scatter
 from paceline.group.collectives import reduce_scatter_tensor as reduce_scatter_tensor
 from paceline.group.collectives import scatter as scatter
+from paceline.group.debugging import breakpoint as breakpoint
 from paceline.group.default import GroupMember as GroupMember
 from paceline.group.default import destroy_process_group as destroy_process_group
 from paceline.group.default import get_backend as get_backend

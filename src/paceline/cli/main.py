@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 
 from paceline import __version__
 from paceline.cli import launch_script
@@ -58,6 +56,9 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
 
 def _mistaken_command(words: Sequence[str]) -> str | None:
     """What to type instead, if the first word is no command."""
+    import shlex
+    from difflib import get_close_matches
+
     if not words:
         return f"a command is missing: {', '.join(COMMANDS)}"
     first = words[0]

@@ -337,6 +337,13 @@ def resolve(group: Group) -> ProcessGroup | None:
     return None if isinstance(group, NonMember) else group
 
 
+def raise_timeouts(least: timedelta) -> None:
+    """Gives every group a time-out of at least `least`."""
+    world = _require_world()
+    for group in (world.group, *world.subgroups):
+        group.set_timeout(max(group.timeout, least))
+
+
 def _find_world() -> World | None:
     if _world is not None:
         return _world

@@ -19,6 +19,7 @@ from paceline.launch.events import Events
 from paceline.launch.failures import Failure, describe, first_failure, report, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
+from paceline.launch.keyboard import Keyboard
 from paceline.launch.lifeline import MARK, Guard, adopt_orphans, kill_marked, reap_orphans
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
@@ -83,7 +84,9 @@ class _Agent:
         self._guard = guard
         self._mark = mark
         self._machine = Machine.mine(job)
-        self._signals = Signals(job.signals)
+        self._keyboard = Keyboard()
+        on_terminal = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
+        self._signals = Signals(job.signals, on_terminal)
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
         self._logs = Logs(job.output, job.run_id, self._console)
@@ -92,6 +95,7 @@ class _Agent:
         self._store: StoreServer | None = None
         self._secret_fd = -1
         self._stopped_by: signal.Signals | None = None
+        self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
         self._end: End | None = None
         self._world: tuple[int, ...] = ()
@@ -186,6 +190,7 @@ class _Agent:
             cores=self._machine.cores,
             gpus=self._machine.gpus,
             logs=self._logs,
+            keyboard=self._keyboard,
             selector=self._selector,
             on_start=self._guard.watch,
             on_failure=lambda failure: self._on_failure(start, failure),
@@ -213,6 +218,8 @@ class _Agent:
 
     def _on_failure(self, start: Start, failure: Failure) -> None:
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
+        if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
+            self._stop(signal.SIGINT)
         if self._stopped_by is None:
             self._meeting.line.send(Failed(start.generation, failure))
 
@@ -240,25 +247,52 @@ class _Agent:
             self._secret_fd = -1
 
     def _on_signal(self) -> None:
-        numbers, child_ended = self._signals.read()
-        if child_ended:
-            workers = self._generation.workers if self._generation is not None else []
+        numbers, others = self._signals.read()
+        generation = self._generation
+        if signal.SIGCHLD in others:
+            workers = generation.workers if generation is not None else []
             reap_orphans([*self._guard.pids, *(each.pid for each in workers if each.exit_code is None)])
+        if signal.SIGWINCH in others and generation is not None:
+            generation.resize()
+        if signal.SIGTSTP in others:
+            self._pause()
         for number in numbers:
             if self._stopped_by is not None:
-                if self._generation is not None:
-                    self._generation.kill()
-                continue
-            self._stopped_by = number
-            if self._generation is None:
-                self._leave(number)
-                continue
-            running = [worker for worker in self._generation.workers if worker.exit_code is None]
-            self._say(
-                f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
-                "end (again to kill them)"
-            )
-            self._generation.end(number)
+                if generation is not None:
+                    generation.kill()
+            elif number == signal.SIGINT and generation is not None and (worker := generation.interactive()):
+                self._interrupted.add(worker.rank)
+                os.kill(worker.pid, number)
+            else:
+                self._stop(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopped_by = number
+        if self._generation is None:
+            self._leave(number)
+            return
+        running = [worker for worker in self._generation.workers if worker.exit_code is None]
+        self._say(
+            f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
+            "end (again to kill them)"
+        )
+        self._generation.end(number)
+
+    def _pause(self) -> None:
+        """Ctrl-Z: stops the workers and this process until the shell continues it."""
+        generation = self._generation
+        typed_for = generation.interactive() if generation is not None else None
+        attributes = self._keyboard.attributes()
+        if generation is not None:
+            generation.signal(signal.SIGSTOP)
+        self._keyboard.restore()
+        self._signals.stop_here(signal.SIGTSTP)
+        while typed_for is not None and not self._keyboard.is_ours():  # continued in the background, by `bg`
+            self._signals.stop_here(signal.SIGTTIN)
+            time.sleep(0.05)
+        self._keyboard.set(attributes)
+        if generation is not None:
+            generation.signal(signal.SIGCONT)
 
     def _leave(self, number: signal.Signals) -> None:
         self._meeting.line.send(Leave(number.name))

@@ -10,7 +10,14 @@ import os
 import sys
 from types import TracebackType
 
-_OWN_NAMES = ("run", "die_with_parent", "annotations", "_record_uncaught", "_OWN_NAMES")
+_OWN_NAMES = (
+    "run",
+    "die_with_parent",
+    "annotations",
+    "_leave_breakpoints_to_the_reader",
+    "_record_uncaught",
+    "_OWN_NAMES",
+)
 
 
 def run(arguments: list[str]) -> None:
@@ -27,6 +34,7 @@ def run(arguments: list[str]) -> None:
     _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
     import faulthandler
 
+    _leave_breakpoints_to_the_reader()
     faulthandler.enable()  # the Python stack of a worker that crashes in native code
     if rest[0] == "-m":
         import runpy
@@ -63,6 +71,21 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != parent:
         os.kill(os.getpid(), 9)
+
+
+def _leave_breakpoints_to_the_reader() -> None:
+    """Has `breakpoint()` do nothing on ranks without a stdin to type into, where the debugger would end the job."""
+    reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
+    if reader in ("none", rank) or "PYTHONBREAKPOINT" in os.environ:
+        return
+
+    def skip(*_: object, **__: object) -> None:
+        sys.stderr.write(
+            f"paceline: breakpoint() does nothing on rank {rank}, since rank {reader} has the stdin; use "
+            f"paceline.breakpoint({rank}), or start with --stdin {rank}\n"
+        )
+
+    sys.breakpointhook = skip
 
 
 def _record_uncaught(path: str) -> None:

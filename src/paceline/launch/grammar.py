@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from difflib import get_close_matches
 from typing import NoReturn
 
 
@@ -27,6 +26,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _not_known(self, word: str) -> str:
+        from difflib import get_close_matches
+
         flag = word.split("=")[0]
         known = [spelling for action in self._actions for spelling in action.option_strings if spelling[:2] == "--"]
         near = get_close_matches(flag.replace("_", "-"), known, n=1)
