@@ -26,6 +26,7 @@ from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
+from paceline.launch.pausing import pause
 from paceline.launch.signals import Signals
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
@@ -199,7 +200,8 @@ class _Agent:
     def _environment(self, start: Start) -> dict[str, str]:
         """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
         environment = self._machine.environment(os.environ)
-        for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE", "PACELINE_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        others = ("PACELINE_STORE", "PACELINE_TERMINAL", "TORCHELASTIC_USE_AGENT_STORE")
+        for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE", *others):
             environment.pop(name, None)
         environment[MARK] = f"{self._mark}{start.generation}."
         environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -255,7 +257,8 @@ class _Agent:
         if signal.SIGWINCH in others and generation is not None:
             generation.resize()
         if signal.SIGTSTP in others:
-            self._pause()
+            pause(generation, self._keyboard, self._signals)
+            self._console.redraw()
         for number in numbers:
             if self._stopped_by is not None:
                 if generation is not None:
@@ -272,27 +275,12 @@ class _Agent:
             self._leave(number)
             return
         running = [worker for worker in self._generation.workers if worker.exit_code is None]
-        self._say(
-            f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
-            "end (again to kill them)"
-        )
+        if running:
+            self._say(
+                f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
+                "end (again to kill them)"
+            )
         self._generation.end(number)
-
-    def _pause(self) -> None:
-        """Ctrl-Z: stops the workers and this process until the shell continues it."""
-        generation = self._generation
-        typed_for = generation.interactive() if generation is not None else None
-        attributes = self._keyboard.attributes()
-        if generation is not None:
-            generation.signal(signal.SIGSTOP)
-        self._keyboard.restore()
-        self._signals.stop_here(signal.SIGTSTP)
-        while typed_for is not None and not self._keyboard.is_ours():  # continued in the background, by `bg`
-            self._signals.stop_here(signal.SIGTTIN)
-            time.sleep(0.05)
-        self._keyboard.set(attributes)
-        if generation is not None:
-            generation.signal(signal.SIGCONT)
 
     def _leave(self, number: signal.Signals) -> None:
         self._meeting.line.send(Leave(number.name))

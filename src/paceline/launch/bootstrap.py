@@ -14,7 +14,7 @@ _OWN_NAMES = (
     "run",
     "die_with_parent",
     "annotations",
-    "_leave_breakpoints_to_the_reader",
+    "_prepare_stdin",
     "_record_uncaught",
     "_OWN_NAMES",
 )
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> None:
     _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
     import faulthandler
 
-    _leave_breakpoints_to_the_reader()
+    _prepare_stdin()
     faulthandler.enable()  # the Python stack of a worker that crashes in native code
     if rest[0] == "-m":
         import runpy
@@ -73,9 +73,18 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), 9)
 
 
-def _leave_breakpoints_to_the_reader() -> None:
-    """Has `breakpoint()` do nothing on ranks without a stdin to type into, where the debugger would end the job."""
+def _prepare_stdin() -> None:
+    """On the rank that reads stdin, has `input` edit lines; on others, `breakpoint()` do nothing.
+
+    A line editor echoes what is typed by stdout, so that the launcher knows of it. Without a stdin to type into the
+    debugger would end the job.
+    """
     reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
+    if reader == rank and os.isatty(0) and os.isatty(1):
+        try:
+            import readline  # noqa: F401
+        except ImportError:
+            pass
     if reader in ("none", rank) or "PYTHONBREAKPOINT" in os.environ:
         return
 

@@ -114,9 +114,8 @@ class Generation:
                 outputs = outputs_of([logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
                 words = words_of(job.command, place.local_rank)
                 reads = place.rank == job.stdin_rank and keyboard.is_ours()
-                streams = (0 if reads else nothing.fileno(), outputs[0].writing, outputs[-1].writing)
                 own_cores = cores[place.local_rank] if cores is not None else None
-                streams = (0 if reads else nothing, outputs[0].writing, outputs[-1].writing)
+                streams = (0 if reads else nothing.fileno(), outputs[0].writing, outputs[-1].writing)
                 pid = starter.start(words, variables, streams, own_cores)
                 on_start(pid)
                 log_dir = str(log) if log else None

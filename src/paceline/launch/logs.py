@@ -45,9 +45,7 @@ class Logs:
         """The directory of a worker's files."""
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
-    def destination(
-        self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False
-    ) -> Destination:
+    def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
         """Where stdout (`Streams.OUT`) or stderr of a worker goes; `draws` if it is the one that may draw."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))

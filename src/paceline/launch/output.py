@@ -225,6 +225,11 @@ class Console:
 
         return write
 
+    def redraw(self) -> None:
+        """Shows once more what workers have drawn, on the row of the cursor."""
+        for screen in set(self._screens.values()):
+            screen.redraw()
+
     def say(self, text: str) -> None:
         """A line of the launcher's own on stderr."""
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))

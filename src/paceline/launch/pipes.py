@@ -9,7 +9,6 @@ import termios
 from collections.abc import Sequence
 
 from paceline.launch.logs import Destination
-from paceline.launch.screen import Screen
 
 _PREFIX_COLUMNS = len("[rank 0] ")
 

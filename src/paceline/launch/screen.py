@@ -45,6 +45,10 @@ class Screen:
             columns = self.size()[0] or _COLUMNS
             self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
 
+    def redraw(self) -> None:
+        """Shows what is drawn once more, from the row of the cursor on."""
+        self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
+
     def leave(self, stream: object) -> None:
         """Ends what `stream` has drawn."""
         if self._owner is stream:
