@@ -110,7 +110,7 @@ def test_lines_of_others_appear_above_a_live_display(shown):
         shown.screen.above(b"loss %d\n" % n)
         drawing.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kone %d\ntwo %d" % (n, n))
     shown.screen.above(b"loss 4\n")
-    assert shown.rows()[-4:] == ["loss 3", "loss 4", "[rank 0] one 3", "[rank 0] two 3"]
+    assert shown.rows() == ["loss 1", "loss 2", "loss 3", "loss 4", "[rank 0] one 3", "[rank 0] two 3"]
 
 
 def test_a_killed_display_leaves_the_cursor_visible(shown):

@@ -26,7 +26,6 @@ from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
-from paceline.launch.pausing import pause
 from paceline.launch.signals import Signals
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
@@ -257,6 +256,8 @@ class _Agent:
         if signal.SIGWINCH in others and generation is not None:
             generation.resize()
         if signal.SIGTSTP in others:
+            from paceline.launch.pausing import pause
+
             pause(generation, self._keyboard, self._signals)
             self._console.redraw()
         for number in numbers:

@@ -81,10 +81,10 @@ def _prepare_stdin() -> None:
     """
     reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
     if reader == rank and os.isatty(0) and os.isatty(1):
-        try:
+        from contextlib import suppress
+
+        with suppress(ImportError):
             import readline  # noqa: F401
-        except ImportError:
-            pass
     if reader in ("none", rank) or "PYTHONBREAKPOINT" in os.environ:
         return
 

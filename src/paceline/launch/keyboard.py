@@ -6,6 +6,7 @@ reads in the background nor sends it SIGINT for Ctrl-C: the launcher, to which t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import termios
 from pathlib import Path
@@ -67,10 +68,8 @@ class Keyboard:
     def set(self, attributes: Attributes | None) -> None:
         """Gives the terminal these attributes, if we are in its foreground."""
         if attributes is not None and self.is_ours():
-            try:
+            with contextlib.suppress(termios.error):
                 termios.tcsetattr(0, termios.TCSADRAIN, attributes)
-            except termios.error:
-                pass
 
     def restore(self) -> None:
         """Undoes what a worker that ended in a line editor has left."""

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import dataclass
 
 _TOKEN = re.compile(
     rb"\x1b\[([0-?]*)[ -/]*([@-~])"  # a control sequence, such as one for a colour or a movement
-    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[^\[\]]"  # titles, links and the like, which take no room
+    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles, links and the like, which take no room
     rb"|[\r\n]|[^\x1b\r\n]+|\x1b"
 )
 _PART_OF_TOKEN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,1000}\x1b?)?\Z")
-_TAKES_NO_ROOM = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]")
+_TAKES_NO_ROOM = rb"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f]"
 _CONTROL = re.compile(rb"[\r\x1b]")
 _WITHIN_A_ROW = b"mCDPX@"  # colours, movements and changes that belong to the text of a row
 _LONGEST_ROW = 1 << 16
 _REMEMBERED = 64  # final rows to which the cursor may still move up
 
 
-@dataclass
 class _Row:
-    text: bytes = b""
-    told: bytes = b""  # what `final` or `changed` reported last
+    def __init__(self, text: bytes = b"") -> None:
+        self.text = text
+        self.told = b""  # what `final` or `changed` reported last
 
 
 class Rows:
@@ -50,6 +49,7 @@ class Rows:
         self._newlines = 0  # at the bottom, since it last did
         self._rest = b""  # the beginning of a control sequence
         self.hides_cursor = False
+        self._may_return = False  # to all rows since it hid the cursor, as live displays do before they return first
 
     @property
     def is_blank(self) -> bool:
@@ -83,7 +83,7 @@ class Rows:
                 self._is_at_start = self._is_overwritten = True
             elif final is not None and final not in _WITHIN_A_ROW:
                 self._control(match[1], final)
-            elif final is not None or token[:1] != b"\x1b":
+            elif final is not None or token[:1] != b"\x1b" or token == b"\x1b":
                 if self._is_at_start:
                     shown.append(self._prefix)
                 self._write(token)
@@ -135,7 +135,7 @@ class Rows:
         return max(0, min(self._at, len(self._rows) - 1 - self._live))
 
     def _height(self, row: _Row, columns: int) -> int:
-        text = _TAKES_NO_ROOM.sub(b"", self._prefix + row.text).decode(errors="replace")
+        text = re.sub(_TAKES_NO_ROOM, b"", self._prefix + row.text).decode(errors="replace")
         return max(1, -(-len(text) // columns))
 
     def _is_plain(self) -> bool:
@@ -166,7 +166,9 @@ class Rows:
         self._rows.append(_Row())
         self._is_overwritten = False
         self._newlines += 1
-        if self._newlines > self._live:
+        if self._may_return:
+            self._live += 1
+        elif self._newlines > self._live:
             self._live = 0
 
     def _control(self, parameter: bytes, final: bytes) -> None:
@@ -184,7 +186,7 @@ class Rows:
             if self._is_at_start:
                 self._rows[self._at].text = b""
         elif parameter == b"?25":
-            self.hides_cursor = final == b"l"
+            self.hides_cursor = self._may_return = final == b"l"
 
     def _up(self, count: int) -> None:
         for _ in range(min(count, _REMEMBERED) - self._at):
@@ -193,6 +195,7 @@ class Rows:
         self._at = max(0, self._at - count)
         self._live = max(self._live, len(self._rows) - 1 - self._at)
         self._newlines = 0
+        self._may_return = False
 
 
 def _upwards(rows: int) -> bytes:
