@@ -47,15 +47,17 @@ def look(shown: str) -> list[str]:
 class Terminal:
     """Starts `paceline run ARGUMENTS`, or `words`, in a session with a controlling terminal; use as a context."""
 
-    def __init__(self, *arguments: str, words: list[str] | None = None, columns: int = 100) -> None:
+    def __init__(
+        self, *arguments: str, words: list[str] | None = None, columns: int = 100, term: str = "xterm"
+    ) -> None:
         self.shown = ""
         self._seen = 0
         self.exit_code: int | None = None
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
             words = words or command(*arguments)
-            os.execvpe(words[0], words, {**ENVIRONMENT, "TERM": "xterm", "NO_COLOR": "1", "PS1": "$ "})
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+            os.execvpe(words[0], words, {**ENVIRONMENT, "TERM": term, "NO_COLOR": "1", "PS1": "$ "})
 
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())

@@ -17,7 +17,7 @@ from paceline.launch.logs import Logs
 from paceline.launch.memory import MemoryWatch
 from paceline.launch.nodes.messages import Start
 from paceline.launch.output import Stream
-from paceline.launch.pipes import Output, outputs_of
+from paceline.launch.pipes import WITHOUT_PAGERS, Output, outputs_of
 from paceline.launch.placement import Cores
 from paceline.launch.starting import Interpreters, Starter, Template
 from paceline.launch.values import Streams
@@ -112,6 +112,8 @@ class Generation:
                 log = logs.of_rank(start.generation - 1, place.rank)
                 where = (start.generation - 1, place.rank, place.local_rank, index == drawing)
                 outputs = outputs_of([logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+                if outputs[-1].is_terminal:
+                    variables.update(WITHOUT_PAGERS)
                 words = words_of(job.command, place.local_rank)
                 reads = place.rank == job.stdin_rank and keyboard.is_ours()
                 own_cores = cores[place.local_rank] if cores is not None else None

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from paceline.launch.logs import Destination
 
+# A pager on a worker's terminal would wait for keys that never come.
+WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
 _PREFIX_COLUMNS = len("[rank 0] ")
 
 
@@ -32,6 +34,11 @@ class Output:
             self._screen = None  # there are no pseudo-terminals here
             self.reading, self.writing = os.pipe()
         self.resize()
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the worker writes to a pseudo-terminal."""
+        return self._screen is not None
 
     def resize(self) -> None:
         """Tells the worker how wide the terminal is, less the rank in front of each row."""
@@ -57,10 +64,7 @@ def outputs_of(destinations: Sequence[Destination]) -> list[Output]:
 
 
 def _open_terminal() -> tuple[int, int]:
-    """A pseudo-terminal: the end to read from, and the worker's, which it cannot read from.
-
-    A pager that a worker starts thus ends at once instead of waiting for keys that never come.
-    """
+    """A pseudo-terminal: the end to read from, and the worker's, which it cannot read from."""
     ours, theirs = os.openpty()
     try:
         attributes = termios.tcgetattr(theirs)
