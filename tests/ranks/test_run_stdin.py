@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
 import subprocess
 
@@ -59,6 +61,19 @@ raise SystemExit(attempt == "0")
 """
     done = piped("--max-restarts=1", script(text), given="onetwo..")
     assert done.stdout.splitlines() == ["[rank 0] 0 onet", "[rank 0] 1 wo.."]
+
+
+def test_a_prompt_is_shown_in_a_pipe_too(script):
+    text = "print('hello', input('name? '))"
+    with subprocess.Popen(
+        command(script(text)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=ENVIRONMENT
+    ) as launcher:
+        shown = b""
+        while len(shown) < len(b"[rank 0] name? "):
+            assert select.select([launcher.stdout], [], [], 30)[0], "no prompt"
+            shown += os.read(launcher.stdout.fileno(), 100)
+        rest, _ = launcher.communicate(b"Anna\n", timeout=30)
+    assert shown + rest == b"[rank 0] name? [rank 0] hello Anna\n"
 
 
 def test_a_prompt_is_shown_and_answered(script):

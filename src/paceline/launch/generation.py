@@ -12,7 +12,7 @@ from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure, keep, read_record
 from paceline.launch.gpus import device_of
 from paceline.launch.job import Job
-from paceline.launch.keyboard import Keyboard
+from paceline.launch.keyboard import Keyboard, waits_for_stdin
 from paceline.launch.logs import Logs
 from paceline.launch.memory import MemoryWatch
 from paceline.launch.nodes.messages import Start
@@ -25,6 +25,7 @@ from paceline.launch.worker import Worker, allow_descriptors, words_of
 
 CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
 _READ_BYTES = 1 << 16
+_PROMPT_S = 0.2  # after which an unfinished line is shown to whoever is to answer it
 
 
 def place_of(job: Job, start: Start, index: int) -> Place:
@@ -89,10 +90,12 @@ class Generation:
         self._keyboard = keyboard
         self._streams: list[Stream] = []
         self._outputs: list[Output] = []
+        self._prompting: list[Stream] = []  # those of the worker that reads stdin
         self._open_pipes: set[int] = set()
         self._memory = MemoryWatch()
         self._grace_s = job.shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
+        self._prompt_s: float | None = None  # when (monotonic) to look for one
         self._told_to_end = False
         descriptors = allow_descriptors(job.workers)
         starter: Starter = (Template if job.forks else Interpreters)(environment, [secret_fd], descriptors)
@@ -128,10 +131,16 @@ class Generation:
     @property
     def deadline_s(self) -> float | None:
         """When `tick` is to be called."""
-        return self._next_signal[0] if self._next_signal is not None else None
+        signal_s = self._next_signal[0] if self._next_signal is not None else None
+        return min((each for each in (signal_s, self._prompt_s) if each is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Sends the signal that is due."""
+        """Sends the signal that is due, and shows the prompt of a worker that waits for an answer."""
+        if self._prompt_s is not None and now_s >= self._prompt_s:
+            self._prompt_s = None
+            if any(worker.reads and waits_for_stdin(worker.pid) for worker in self.workers):
+                for stream in self._prompting:
+                    stream.prompt()
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._signal(self._next_signal[1])
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
@@ -198,7 +207,9 @@ class Generation:
                 worker.pipes.append(output.reading)
                 self._streams.append(output.stream)
                 self._outputs.append(output)
-                self._read(output.reading, output.stream)
+                if worker.reads:
+                    self._prompting.append(output.stream)
+                self._read(output.reading, output.stream, worker.reads)
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
@@ -206,7 +217,7 @@ class Generation:
 
         self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
-    def _read(self, fd: int, stream: Stream) -> None:
+    def _read(self, fd: int, stream: Stream, may_prompt: bool) -> None:
         def read() -> None:
             try:
                 data = os.read(fd, _READ_BYTES)
@@ -214,6 +225,8 @@ class Generation:
                 data = b""
             if data:
                 stream.feed(data)
+                if may_prompt:
+                    self._prompt_s = time.monotonic() + _PROMPT_S
             else:
                 stream.close()
                 self._selector.unregister(fd)

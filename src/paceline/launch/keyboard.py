@@ -47,7 +47,7 @@ class Keyboard:
         """Whether process `pid`, which has our stdin, waits for what is typed: in a line editor, or by a read."""
         if self._before is None:
             return False
-        return self._edits_lines() or _reads_stdin(pid)
+        return self._edits_lines() or waits_for_stdin(pid)
 
     def _edits_lines(self) -> bool:
         attributes = self.attributes()
@@ -77,7 +77,8 @@ class Keyboard:
             self.set(self._before)
 
 
-def _reads_stdin(pid: int) -> bool:
+def waits_for_stdin(pid: int) -> bool:
+    """Whether process `pid` is in a read from its stdin; False where the system does not say."""
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:

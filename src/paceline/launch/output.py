@@ -74,6 +74,11 @@ class LinePrefixer:
         """Takes back the unfinished line."""
         return b"\n".join(self._rows.end())
 
+    def prompt(self) -> None:
+        """Shows the unfinished line; what follows begins with the prefix again."""
+        if not self._rows.is_redrawn and (text := self.take()):
+            self._write(self._prefix + text)
+
     def close(self) -> None:
         """Passes on what is left."""
         self._pass_on(self._rows.end())
@@ -126,6 +131,9 @@ class Sink(Protocol):
     def feed(self, data: bytes) -> None:
         """Takes more output, cut anywhere."""
 
+    def prompt(self) -> None:
+        """Shows the unfinished line, since somebody is to answer it."""
+
     def close(self) -> None:
         """Passes on what is left; idempotent."""
 
@@ -144,6 +152,9 @@ class Drawing:
             self._screen.draw(self._lines.take() + data)
         else:
             self._lines.feed(data)
+
+    def prompt(self) -> None:
+        """Nothing: it is shown already."""
 
     def close(self) -> None:
         """Leaves the terminal at the beginning of a row."""
@@ -164,6 +175,11 @@ class Stream:
             self._file.write(data)
         for each in self._sinks:
             each.feed(data)
+
+    def prompt(self) -> None:
+        """Shows the unfinished line, since somebody is to answer it."""
+        for each in self._sinks:
+            each.prompt()
 
     def close(self) -> None:
         """Passes on what is left; idempotent."""
