@@ -18,9 +18,12 @@ import sys
 from datetime import timedelta
 import torch
 import paceline as dist
-dist.init_process_group(timeout=timedelta(seconds=2))
+dist.init_process_group()
+world = dist.GroupMember.WORLD
+world.set_timeout(timedelta(seconds=0.5))
 here = "frame of the caller"
 dist.breakpoint(int(sys.argv[1]), timeout_s=None)
+world.set_timeout(timedelta(seconds=60))
 after = torch.ones(1)
 dist.all_reduce(after)
 print("sum", after.item())
@@ -45,9 +48,9 @@ def test_any_rank_gets_the_terminal_while_others_wait(script, rank):
         terminal.wait_for(f"('frame of the caller', {rank})")
         terminal.type("\x03")
         terminal.wait_for("--KeyboardInterrupt--")
-        terminal.type("import time; time.sleep(2.5)\r")  # longer than the time-out of the group
+        terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
         terminal.type("n\r")
-        terminal.wait_for("-> after = torch.ones(1)")
+        terminal.wait_for("-> world.set_timeout(timedelta(seconds=60))")
         terminal.type("c\r")
         rows = terminal.end()
     assert terminal.exit_code == 0
