@@ -9,12 +9,16 @@ import random
 import secrets
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, kill, processes_with, wait_until
+from launching import ENVIRONMENT, command, is_alive, kill, processes_with, wait_until
+
+from paceline.launch.cgroup import Cgroup
 
 # A worker that deserves no trust: it ignores what it can and starts children, one of them in a session of its own.
 STUBBORN = """
@@ -68,6 +72,8 @@ class Started:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.left(), 5)  # the guards do it, and remove the job's directory and cgroup
         kill(self.left())
         self.process.wait()
 
@@ -212,6 +218,95 @@ def test_the_children_of_a_data_loader_end_too(tmp_path):
         launcher.kill()
         kill(processes_with(mark))
         launcher.wait()
+
+
+# A child that has cut every tie: its parent has ended, it leads a session, and its environment is empty.
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        with open(sys.argv[1] + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(sys.argv[1] + ".new", sys.argv[1])
+        os.execve("/bin/sleep", ["sleep", "300"], {})
+    os._exit(0)
+os.wait()
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+time.sleep(300 if "stay" in sys.argv else 0)
+"""
+
+
+# `paceline run` on a machine that lets nobody make a cgroup.
+WITHOUT_CGROUPS = """
+import sys
+from paceline.cli.main import main
+from paceline.launch.cgroup import Cgroup
+Cgroup.make = lambda cgroup: False
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def with_daemon(tmp_path):
+    """Runs a job whose worker starts a daemon; the launcher and the daemon's process id."""
+    script, up = tmp_path / "daemon.py", tmp_path / "up"
+    script.write_text(DAEMON)
+    launchers = []
+
+    def begin(*words: str, launcher: Sequence[str] = command()) -> tuple[subprocess.Popen[bytes], int]:
+        launchers.append(subprocess.Popen([*launcher, str(script), str(up), *words], env=ENVIRONMENT))
+        wait_until(up.exists, 30)
+        return launchers[0], int(up.read_text())
+
+    yield begin
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+    if up.exists() and is_alive(int(up.read_text())):
+        os.kill(int(up.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("launcher", [command(), [sys.executable, "-c", WITHOUT_CGROUPS]], ids=["", "no cgroups"])
+def test_a_daemon_of_a_worker_ends_with_the_job(with_daemon, launcher):
+    launcher, daemon = with_daemon(launcher=launcher)
+    assert launcher.wait(20) == 0
+    assert not is_alive(daemon)
+
+
+def test_a_daemon_of_a_worker_ends_with_an_interrupted_job(with_daemon):
+    launcher, daemon = with_daemon("stay")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) == 1
+    assert not is_alive(daemon)
+
+
+@pytest.fixture
+def delegated():
+    """The cgroup below which jobs can have their own; skips where none can be made."""
+    probe = Cgroup.planned()
+    if probe is None or not probe.make():
+        pytest.skip("this user cannot make a cgroup of version 2 here")
+    probe.remove()
+    return probe.directory.parent
+
+
+def test_a_daemon_of_a_worker_ends_with_a_killed_launcher(with_daemon, delegated):
+    before = set(delegated.glob("paceline-*"))
+    launcher, daemon = with_daemon("stay")
+    (made,) = set(delegated.glob("paceline-*")) - before
+    launcher.kill()
+    wait_until(lambda: not is_alive(daemon), 10)
+    wait_until(lambda: not made.exists(), 10)
+
+
+def test_a_job_leaves_no_cgroup(delegated, tmp_path):
+    before = set(delegated.glob("paceline-*"))
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    assert subprocess.run(command("--nproc-per-node=2", str(script)), env=ENVIRONMENT).returncode == 0
+    assert set(delegated.glob("paceline-*")) <= before
 
 
 def _ordeal(number: int, directory: Path) -> str | None:

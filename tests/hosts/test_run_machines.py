@@ -267,3 +267,46 @@ def test_the_address_for_the_others_can_be_chosen(machines):
     here.say("end")
     here.expect(serving, 0)
     here.expect(other, 0)
+
+
+def by_slurm(here: Machines, host: int, *arguments: str):
+    """As a task of `srun --nodes=2`, which finds Slurm's variables and no secret."""
+    step = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_START_TIME": "1700000000",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(host),
+        "SLURM_NODEID": str(host),
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_STEP_NODELIST": f"{ipv4(0)},{ipv4(1)}",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_SUBMIT_DIR": str(here.directory),
+        "HOME": str(here.directory),
+    }
+    return here.start(host, *arguments, secret=None, more=step)
+
+
+def test_under_slurm_the_job_makes_its_own_secret(machines):
+    here = machines(2)
+    (here.directory / "meet.py").write_text(PACELINE)
+    launchers = [by_slurm(here, host, str(here.directory / "meet.py")) for host in (1, 0)]
+    for launcher in launchers:
+        here.expect(launcher, 0, 60)
+        assert "sum 2.0" in here.said(launcher, "out")
+    assert not list(here.directory.glob(".paceline-secret*"))
+
+
+def test_the_file_with_slurms_secret_is_gone_once_all_came(machines):
+    here = machines(2)
+    first = by_slurm(here, 0, str(here.script), str(here.directory))
+    here.wait(lambda: bool(list(here.directory.glob(".paceline-secret*"))))
+    second = by_slurm(here, 1, str(here.script), str(here.directory))
+    here.wait_for(2)
+    assert not list(here.directory.glob(".paceline-secret*"))
+    here.say("end")
+    here.expect(first, 0)
+    here.expect(second, 0)

@@ -248,6 +248,30 @@ def test_a_crash_in_native_code_leaves_the_python_stack(script):
     assert re.search(r"\[rank 0\]   File .*script.py.*, line 2 in fall", done.stderr)
 
 
+# As torch's threads do now and then that run on because destroy_process_group() was not called.
+CRASHES_AT_EXIT = """
+import os
+class Last:
+    def __del__(self, crash=os.abort):
+        crash()
+last = Last()
+print("done")
+"""
+
+
+def test_a_crash_after_the_end_of_the_script_is_called_that(script):
+    done = run(script(CRASHES_AT_EXIT))
+    assert done.returncode == 1
+    assert "done" in done.stdout
+    assert re.search(
+        r"rank 0 failed first \(.*SIGABRT\) after its script had ended.*destroy_process_group", done.stderr
+    )
+
+
+def test_a_crash_in_the_script_is_not_called_one_at_exit(script):
+    assert "after its script had ended" not in run(script("import os; os.abort()")).stderr
+
+
 def test_workers_keep_the_limit_of_descriptors_they_would_have_had(script):
     text = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     words = " ".join(command("--nproc-per-node=40", script(text)))

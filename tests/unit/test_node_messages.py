@@ -24,7 +24,9 @@ from paceline.launch.nodes.messages import (
     encode,
 )
 
-FAILURE = Failure(3, 77, -9, 1.5, Record(1.0, "ValueError", "ValueError: x"), "h1", "out of memory", "/logs/3")
+FAILURE = Failure(
+    3, 77, -9, 1.5, Record(1.0, "ValueError", "ValueError: x"), "h1", "out of memory", "/logs/3", at_exit=True
+)
 MESSAGES = [
     Alive(),
     Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import os
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import pytest
 from paceline import AuthenticationError, TCPStore
 from paceline.security import doorkeeper
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove, verify
+from paceline.security.inherited import SecretFile
 from paceline.security.secret import derive_key, job_secret, require_secret
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -47,11 +51,11 @@ def test_the_descriptor_comes_before_the_variable_before_the_file(
     assert job_secret() == b"f" * 32
     monkeypatch.setenv("PACELINE_SECRET", "v" * 32)
     assert job_secret() == b"v" * 32
-    fd = os.memfd_create("secret")
-    os.write(fd, b"d" * 32)
-    monkeypatch.setenv("PACELINE_SECRET_FD", str(fd))
+    inherited = SecretFile.create(b"d" * 32)
+    monkeypatch.setenv("PACELINE_SECRET_FD", str(inherited))
     assert [job_secret(), job_secret()] == [b"d" * 32] * 2  # read anew each time, whoever shares the descriptor
-    os.close(fd)
+    os.close(inherited.fd)
+    assert job_secret() == b"v" * 32
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
@@ -67,6 +71,68 @@ def test_a_secret_others_can_read_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SECRET", "short")
     with pytest.raises(ValueError, match="has 5 bytes; it needs at least 16"):
+        job_secret()
+
+
+@pytest.fixture
+def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecretFile]:
+    file = SecretFile.create(b"i" * 32)
+    monkeypatch.setenv("PACELINE_SECRET_FD", str(file))
+    yield file
+    with contextlib.suppress(OSError):
+        os.close(file.fd)
+
+
+def _as_made_by(file: SecretFile, maker: int) -> str:
+    return str(dataclasses.replace(file, maker=maker))
+
+
+def test_a_child_without_the_descriptor_asks_its_maker(inherited: SecretFile) -> None:
+    script = "import paceline.security.secret as s; print(s.job_secret().decode())"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "i" * 32
+
+
+def test_another_file_of_that_number_is_no_secret(
+    inherited: SecretFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("of everybody, and long enough")
+    taken = os.open(other, os.O_RDONLY)
+    os.dup2(taken, inherited.fd)
+    os.close(taken)
+    with pytest.raises(ValueError, match=f"is another file, {other}.*pass_fds.*set PACELINE_SECRET"):
+        job_secret()
+    monkeypatch.setenv("PACELINE_SECRET", "v" * 32)
+    assert job_secret() == b"v" * 32
+
+
+def test_a_memory_file_of_another_job_is_no_secret(inherited: SecretFile) -> None:
+    other = SecretFile.create(b"o" * 32)
+    os.dup2(other.fd, inherited.fd)
+    os.close(other.fd)
+    with pytest.raises(ValueError, match="another file, /memfd:paceline-secret"):
+        job_secret()
+
+
+def test_a_secret_whose_maker_has_ended_is_refused(inherited: SecretFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setenv("PACELINE_SECRET_FD", _as_made_by(inherited, ended.pid))
+    os.close(inherited.fd)
+    with pytest.raises(ValueError, match="here is closed; .* cannot be opened"):
+        job_secret()
+
+
+def test_nobody_can_change_an_inherited_secret(inherited: SecretFile) -> None:
+    with pytest.raises(PermissionError):
+        os.pwrite(inherited.fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(inherited.fd, 0)
+
+
+def test_a_broken_descriptor_variable_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SECRET_FD", "seven")
+    with pytest.raises(ValueError, match="'seven'; it must be DESCRIPTOR:INODE:PID"):
         job_secret()
 
 

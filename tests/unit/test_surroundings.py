@@ -147,6 +147,10 @@ def test_flags_have_the_last_word():
     assert job(SLURM, "--standalone").meeting.address is None
 
 
+def test_in_a_worker_the_scheduler_speaks_of_the_job_around_it():
+    assert job({**SLURM, "PACELINE_JOB": "d0e1.1."}).meeting.address is None
+
+
 REQUEST = Request(("train.py", "--epochs", "3"), nodes=4, name="digits")
 
 

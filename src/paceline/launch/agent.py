@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 import selectors
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from pathlib import Path
 
 from paceline import __version__
+from paceline.launch.cleanup import Cleanup
 from paceline.launch.environment import free_port
 from paceline.launch.events import Events
 from paceline.launch.failures import Failure, describe, first_failure, report, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.keyboard import Keyboard
-from paceline.launch.lifeline import MARK, Guard, adopt_orphans, kill_marked, reap_orphans
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
+from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.signals import Signals
-from paceline.security.secret import job_secret
+from paceline.security.inherited import VARIABLE as SECRET_FD
+from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
 
-_LONGEST_PATH = 80  # of 107, less the names of what is in it
+# What a launcher that a worker started finds of the job around it.
+_NOT_PASSED_ON = (
+    "PACELINE_SECRET",
+    "PACELINE_SECRET_FILE",
+    SECRET_FD,
+    "PACELINE_STORE",
+    "PACELINE_TERMINAL",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
@@ -39,50 +46,35 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
     Args:
         job: what to run.
         listener: where to serve the meeting, if that is decided already.
-        secret: the job's; by default the one in the environment, or on a single machine a new one.
+        secret: the job's; by default a new one on a single machine, and on several the one in the environment, or
+            under Slurm one that launcher 0 makes.
 
     Raises:
         PacelineError, ValueError: the machines did not meet.
     """
-    directory = _directory()
-    mark = f"{secrets.token_hex(8)}."
-    guard = Guard(directory, mark)
-    adopt_orphans()
+    cleanup = Cleanup()
     meeting = None
+    shared = SharedSecret(os.environ)
     try:
         if secret is None:
-            secret = job_secret() or (secrets.token_bytes(32) if job.meeting.address is None else None)
+            secret = secret_of(job, shared, Console().say)
         meeting = open_meeting(job, secret, Console().say, listener)
-        with _Agent(job, meeting, secret, directory, guard, mark) as agent:
+        with _Agent(job, meeting, secret, shared, cleanup) as agent:
             return agent.run()
     finally:
+        shared.close()
         if meeting is not None:
             meeting.close()
-        guard.close()
-        kill_marked(mark)
-        reap_orphans([])
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _directory() -> str:
-    """A directory of the job's own, with a path short enough for a Unix socket."""
-    directory = tempfile.mkdtemp(prefix="paceline-")
-    if len(os.fsencode(directory)) <= _LONGEST_PATH:
-        return directory
-    os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
+        cleanup.close()
 
 
 class _Agent:
-    def __init__(
-        self, job: Job, meeting: Opened, secret: bytes | None, directory: str, guard: Guard, mark: str
-    ) -> None:
+    def __init__(self, job: Job, meeting: Opened, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup) -> None:
         self._job = job
         self._meeting = meeting
         self._secret = secret
-        self._directory = directory
-        self._guard = guard
-        self._mark = mark
+        self._shared = shared
+        self._cleanup = cleanup
         self._machine = Machine.mine(job)
         self._keyboard = Keyboard()
         on_terminal = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
@@ -173,6 +165,8 @@ class _Agent:
 
     def _start(self, start: Start) -> None:
         self._was_told_to_stop = False
+        if self._job.meeting.is_static:
+            self._shared.close()  # all have come, so all have read it
         self._world = tuple(range(start.world_size))
         first, count = start.first_rank, self._job.workers
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
@@ -185,34 +179,33 @@ class _Agent:
             self._job,
             start,
             self._environment(start),
-            secret_fd=self._secret_fd,
-            directory=self._directory,
+            pass_fds=[self._secret_fd] if self._secret_fd >= 0 else [],
+            directory=self._cleanup.directory,
             cores=self._machine.cores,
             gpus=self._machine.gpus,
             logs=self._logs,
             keyboard=self._keyboard,
             selector=self._selector,
-            on_start=self._guard.watch,
+            on_start=self._cleanup.watch,
             on_failure=lambda failure: self._on_failure(start, failure),
         )
 
     def _environment(self, start: Start) -> dict[str, str]:
         """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
         environment = self._machine.environment(os.environ)
-        others = ("PACELINE_STORE", "PACELINE_TERMINAL", "TORCHELASTIC_USE_AGENT_STORE")
-        for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE", *others):
+        for name in _NOT_PASSED_ON:
             environment.pop(name, None)
-        environment[MARK] = f"{self._mark}{start.generation}."
+        environment.update(self._cleanup.variables(start.generation))
         environment.setdefault("PYTHONUNBUFFERED", "1")
         environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
-        self._secret_fd = os.memfd_create("paceline-secret", 0)
         secret = None
         if self._secret is not None:
             secret = hmac.digest(self._secret, b"workers of generation %d" % start.generation, "sha256")
-            os.write(self._secret_fd, secret)
-            environment["PACELINE_SECRET_FD"] = str(self._secret_fd)
+            file = SecretFile.create(secret)
+            self._secret_fd = file.fd
+            environment[SECRET_FD] = str(file)
         if self._job.meeting.address is None:
-            path = Path(self._directory, f"store-{start.generation}")
+            path = Path(self._cleanup.directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
         return environment
@@ -237,8 +230,7 @@ class _Agent:
     def _close_generation(self) -> None:
         if self._generation is not None:
             self._generation.close()
-            self._guard.forget()
-            kill_marked(f"{self._mark}{self._generation.start.generation}.")
+            self._cleanup.end_generation(self._generation.start.generation)
             self._generation = None
         if self._store is not None:
             self._store.close()
@@ -252,7 +244,7 @@ class _Agent:
         generation = self._generation
         if signal.SIGCHLD in others:
             workers = generation.workers if generation is not None else []
-            reap_orphans([*self._guard.pids, *(each.pid for each in workers if each.exit_code is None)])
+            self._cleanup.reap(each.pid for each in workers if each.exit_code is None)
         if signal.SIGWINCH in others and generation is not None:
             generation.resize()
         if signal.SIGTSTP in others:

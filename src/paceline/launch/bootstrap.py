@@ -14,7 +14,9 @@ _OWN_NAMES = (
     "run",
     "die_with_parent",
     "annotations",
+    "_join_cgroup",
     "_prepare_stdin",
+    "_record_exit",
     "_record_uncaught",
     "_OWN_NAMES",
 )
@@ -24,6 +26,7 @@ def run(arguments: list[str]) -> None:
     """Runs the worker's script in the module `__main__`."""
     launcher, *rest = arguments
     die_with_parent(int(launcher))
+    _join_cgroup(os.environ.pop("PACELINE_CGROUP", None))
     if rest[0] == "--exec":
         try:
             os.execvp(rest[1], rest[1:])
@@ -32,6 +35,7 @@ def run(arguments: list[str]) -> None:
                 f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
             )
     _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
+    _record_exit(os.environ["PACELINE_ERROR_FILE"])
     import faulthandler
 
     _prepare_stdin()
@@ -95,6 +99,34 @@ def _prepare_stdin() -> None:
         )
 
     sys.breakpointhook = skip
+
+
+def _join_cgroup(directory: str | None) -> None:
+    """Moves this process into the job's cgroup, if there is one; where the kernel forbids it, the guards' marks do."""
+    if directory is not None:
+        try:
+            with open(f"{directory}/cgroup.procs", "w") as members:
+                members.write("0")
+        except OSError:
+            pass
+
+
+def _record_exit(path: str) -> None:
+    """Leaves word that the script is over, last of all that is done at exit: a crash after that is none of its own."""
+    import atexit
+    from os import getpid  # the script, which shares this module's names, may give `os` another meaning
+
+    worker = getpid()
+
+    def leave_word() -> None:
+        if getpid() == worker:
+            try:
+                with open(f"{path}.at-exit", "w") as file:
+                    file.write("")
+            except OSError:
+                pass
+
+    atexit.register(leave_word)
 
 
 def _record_uncaught(path: str) -> None:

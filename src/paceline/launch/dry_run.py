@@ -27,7 +27,9 @@ def describe_plan(job: Job, machine: Machine) -> str:
         number = f"; this is machine {meeting.node_rank}" if meeting.node_rank is not None else ""
         lines.append(f"{count} machines, which meet at {meeting.address[0]}:{meeting.address[1]}{number}")
         has_secret = any(name in os.environ for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE"))
-        lines.append("secret: " + ("from the environment" if has_secret else "none yet; set PACELINE_SECRET on all"))
+        is_made = job.surroundings is not None and job.surroundings.is_slurm
+        otherwise = "made by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
+        lines.append(f"secret: {'from the environment' if has_secret else otherwise}")
     lines.append(
         f"on failure: {job.max_restarts} restarts; to end: {', '.join(each.name for each in job.signals)}, then "
         f"{job.shutdown_timeout_s:g} s until SIGKILL"

@@ -24,6 +24,7 @@ _CONSEQUENCE_TEXTS = re.compile(
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LONGEST_TEXT = 1 << 16
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_TOLD, _LAST_WORDS = 256, 1000
 _OWN_FILES = ("paceline/launch/bootstrap.py", "paceline/launch/template.py", "<frozen runpy>", "runpy.py")
 
@@ -49,6 +50,7 @@ class Failure:
     host: str = field(default_factory=socket.gethostname)
     memory: str | None = None  # what the kernel said, where it killed the worker for want of memory
     log: str | None = None  # the directory with its output
+    at_exit: bool = False  # its script had come to its end, and the interpreter was shutting down
 
     @property
     def is_consequence(self) -> bool:
@@ -112,6 +114,12 @@ def describe(failure: Failure) -> str:
         return f"{line}{log}:\n{failure.record.text.rstrip()}"
     if failure.memory is not None:
         return f"{line}: {failure.memory}{log}"
+    if failure.at_exit and code in _CRASHES:
+        return (
+            f"{line} after its script had ended, while Python was shutting down; threads of native libraries that "
+            "still run then can do that. If it uses torch.distributed, call destroy_process_group() at the end of the "
+            f"script; look at its output above{log}"
+        )
     if code == -signal.SIGKILL:
         return f"{line}; if nobody killed it by hand, the machine ran out of memory (see dmesg){log}"
     return f"{line}; it left no Python traceback, look at its output above{log}"
@@ -156,6 +164,11 @@ def read_record(path: str) -> Record | None:
         return Record(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def came_to_its_end(path: str) -> bool:
+    """Whether the worker with the error file `path` had begun to shut its interpreter down."""
+    return os.path.exists(f"{path}.at-exit")
 
 
 def record_uncaught(path: str) -> None:

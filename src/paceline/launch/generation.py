@@ -6,10 +6,10 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from paceline.launch.environment import Place, place_variables
-from paceline.launch.failures import Failure, keep, read_record
+from paceline.launch.failures import Failure, came_to_its_end, keep, read_record
 from paceline.launch.gpus import device_of
 from paceline.launch.job import Job
 from paceline.launch.keyboard import Keyboard, waits_for_stdin
@@ -72,7 +72,7 @@ class Generation:
         start: Start,
         environment: Mapping[str, str],
         *,
-        secret_fd: int,
+        pass_fds: Sequence[int],
         directory: str,
         cores: list[Cores] | None,
         gpus: int,
@@ -98,7 +98,7 @@ class Generation:
         self._prompt_s: float | None = None  # when (monotonic) to look for one
         self._told_to_end = False
         descriptors = allow_descriptors(job.workers)
-        starter: Starter = (Template if job.forks else Interpreters)(environment, [secret_fd], descriptors)
+        starter: Starter = (Template if job.forks else Interpreters)(environment, pass_fds, descriptors)
         drawing = drawing_index(job, start)
         with starter, open(os.devnull, "rb") as nothing:
             for index in range(job.workers):
@@ -243,7 +243,10 @@ class Generation:
             return  # it ended because it was told to
         memory = self._memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
         exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
-        failure = Failure(worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log)
+        at_exit = record is None and came_to_its_end(worker.error_file)
+        failure = Failure(
+            worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log, at_exit=at_exit
+        )
         keep(failure)
         self.failures.append(failure)
         if len(self.failures) == 1:

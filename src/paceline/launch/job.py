@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.launch import values
 from paceline.launch.environment import allowed_cores
+from paceline.launch.lifeline import MARK
 from paceline.launch.surroundings import Surroundings, recognise
 from paceline.launch.values import Streams, StreamsOfRanks
 
@@ -109,7 +110,8 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
     Raises:
         OptionError: they contradict each other, or lack what the others need.
     """
-    around = None if options.standalone else recognise(environment)
+    is_in_a_job = MARK in environment  # a worker starts it, and what the scheduler says is of the job around it
+    around = None if options.standalone or is_in_a_job else recognise(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
     timeout_s = options.shutdown_timeout
     if timeout_s is None:

@@ -2,9 +2,12 @@
 
 The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). What a worker had started is killed by guards,
 processes that were forked off early, hold the reading end of a pipe, and learn of the launcher's death by its end. They
-kill whatever carries the job's mark in its environment or is in a session that a worker leads, and remove the job's
-directory. Nothing else is killed: a process tree may hold what belongs to others. There are several guards, since one
-may be killed just before the launcher.
+kill the job's cgroup where there is one, and whatever carries the job's mark in its environment or is in a session that
+a worker leads, and remove the job's directory. Nothing else is killed: a process tree may hold what belongs to others.
+There are several guards, since one may be killed just before the launcher.
+
+A launcher that ends by itself also kills the orphans that it has adopted, which are processes of the job whatever they
+did to their environment and session.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable
+
+from paceline.launch.cgroup import Cgroup
 
 MARK = "PACELINE_JOB"
 GUARDS = 3
@@ -45,6 +50,33 @@ def reap_orphans(own: Iterable[int]) -> None:
             if ended.si_pid in spared:
                 return  # the others come to light when it is collected
             os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def children() -> set[int]:
+    """The running children of this process, adopted ones included."""
+    me = os.getpid()
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as status:
+                state, parent = status.read().rpartition(b")")[2].split()[:2]
+                if int(parent) == me and state != b"Z":
+                    found.add(int(name))
+    return found
+
+
+def kill_orphans(own: Iterable[int]) -> None:
+    """Kills every child of this process but `own`, and their children, which this process adopts."""
+    spared = set(own)
+    for _ in range(_ROUNDS):
+        orphans = children() - spared
+        if not orphans:
+            return
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        reap_orphans(spared)
+        time.sleep(0.005)
 
 
 def kill_group(leader: int, number: int) -> None:
@@ -92,18 +124,18 @@ def in_sessions(leaders: Iterable[int]) -> list[int]:
 class Guard:
     """The guarding processes; make it before any thread is started. `close` when the job is over."""
 
-    def __init__(self, directory: str, mark: str) -> None:
+    def __init__(self, directory: str, mark: str, cgroup: Cgroup | None) -> None:
         self._writing: list[int] = []
-        self.pids = [self._fork(directory, mark) for _ in range(GUARDS)]
+        self.pids = [self._fork(directory, mark, cgroup) for _ in range(GUARDS)]
 
-    def _fork(self, directory: str, mark: str) -> int:
+    def _fork(self, directory: str, mark: str, cgroup: Cgroup | None) -> int:
         reading, writing = os.pipe()
         self._writing.append(writing)
         pid = os.fork()
         if pid == 0:
             for each in self._writing:
                 os.close(each)
-            _keep_watch(reading, directory, mark)
+            _keep_watch(reading, directory, mark, cgroup)
             os._exit(0)
         os.close(reading)
         return pid
@@ -129,15 +161,19 @@ class Guard:
             os.waitpid(pid, 0)
 
 
-def _keep_watch(reading: int, directory: str, mark: str) -> None:
+def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) -> None:
     os.setsid()  # a Ctrl-C in the terminal is not for the guard
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     told = b""
     while more := os.read(reading, 1 << 16):
         told = (told + more).rpartition(b"!")[2] if b"!" in more else told + more
+    if cgroup is not None:
+        cgroup.kill()
     kill_marked(mark)
     for pid in in_sessions(map(int, told.split())):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)
+    if cgroup is not None:
+        cgroup.remove()

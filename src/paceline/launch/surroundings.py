@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
+_SLURM = "Slurm"
 _PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting sockets
 
 
@@ -36,6 +37,11 @@ class Surroundings:
     def is_one_a_rank(self) -> bool:
         """Whether the scheduler started a launcher for each rank of this machine."""
         return self.slot[1] > 1
+
+    @property
+    def is_slurm(self) -> bool:
+        """Whether the scheduler is Slurm."""
+        return self.name == _SLURM
 
     def __str__(self) -> str:
         return f"{self.name}: launcher {self.node_rank} of {self.nodes or '?'}, which meet at {self.address or '?'}"
@@ -67,8 +73,8 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
     address = expand_hostlist(hosts)[0]
     if tasks > nodes:
         slot = (int(env.get("SLURM_LOCALID", 0)), tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env))
-        return Surroundings("Slurm", rank, tasks, address, port, slot)
-    return Surroundings("Slurm", rank, tasks, address, port)
+        return Surroundings(_SLURM, rank, tasks, address, port, slot)
+    return Surroundings(_SLURM, rank, tasks, address, port)
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -12,11 +11,10 @@ from collections.abc import Callable
 
 from paceline.errors import AuthenticationError
 from paceline.security.handshake import Hello, verify
+from paceline.security.refusals import Refusals
 
 MAX_HANDSHAKES = 128
 _PAUSE_S = 0.05  # when the system cannot give a connection, e.g. for want of descriptors
-
-_log = logging.getLogger(__name__)
 
 
 class Doorkeeper:
@@ -47,6 +45,7 @@ class Doorkeeper:
         self._channel = channel
         self._admit = admit
         self._generation = generation
+        self._refusals = Refusals(channel)
         self._handshakes: dict[int, socket.socket] = {}  # by the order of their coming
         self._changing = threading.Lock()
         self._owner = os.getpid()
@@ -71,12 +70,13 @@ class Doorkeeper:
         with self._changing:
             for connection in self._handshakes.values():
                 _end(connection)
+        self._refusals.close()
 
     def _accept(self) -> None:
         number = 0
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except OSError:
                 if not self._closed:
                     time.sleep(_PAUSE_S)
@@ -87,12 +87,12 @@ class Doorkeeper:
                     _end(self._handshakes.pop(next(iter(self._handshakes))))
                 self._handshakes[number] = connection
             try:
-                threading.Thread(target=self._check, args=(number, connection), daemon=True).start()
+                threading.Thread(target=self._check, args=(number, connection, _host(address)), daemon=True).start()
             except RuntimeError:  # the system gives no more threads
                 self._leave(number)
                 connection.close()
 
-    def _check(self, number: int, connection: socket.socket) -> None:
+    def _check(self, number: int, connection: socket.socket, host: str) -> None:
         try:
             hello = verify(connection, self._key, self._channel, self._generation)
             if self._leave(number) and not self._closed:
@@ -100,7 +100,8 @@ class Doorkeeper:
                 self._admit(connection, hello)
                 return
         except (AuthenticationError, OSError) as error:
-            _log.warning("a connection for %r was refused: %s", self._channel, error)
+            if not self._closed:  # else it was not refused, but came too late
+                self._refusals.add(host, error)
         finally:
             self._leave(number)
         connection.close()
@@ -113,3 +114,8 @@ class Doorkeeper:
 def _end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+
+
+def _host(address: object) -> str:
+    """The part of an accepted connection's address that its next one has too; empty for Unix sockets."""
+    return str(address[0]) if isinstance(address, tuple) else ""

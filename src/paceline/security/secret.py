@@ -6,20 +6,29 @@ import hmac
 import os
 import stat
 
+from paceline.security import inherited
+
 MIN_SECRET_BYTES = 16
 
 
 def job_secret() -> bytes | None:
     """The secret this process was given, or None.
 
-    Looked for in the descriptor PACELINE_SECRET_FD (set by `paceline run`), in PACELINE_SECRET, and in the file that
-    PACELINE_SECRET_FILE names, in this order.
+    Looked for in the descriptor that `paceline run` lets its workers inherit (PACELINE_SECRET_FD), in PACELINE_SECRET,
+    in the file that PACELINE_SECRET_FILE names, and, in a child of a worker that has not got the descriptor, in the
+    launcher's own, in this order.
 
     Raises:
-        ValueError: the secret is too short, or its file is readable by others.
+        ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be had.
     """
-    if fd := os.environ.get("PACELINE_SECRET_FD"):
-        return _checked(os.pread(int(fd), 1024, 0), f"descriptor {fd} (PACELINE_SECRET_FD)")
+    text = os.environ.get(inherited.VARIABLE)
+    file = inherited.SecretFile.parse(text) if text else None
+    if file is not None and (secret := file.read_own()) is not None:
+        return secret
+    return _own_secret() or (file.read_makers() if file is not None else None)
+
+
+def _own_secret() -> bytes | None:
     if text := os.environ.get("PACELINE_SECRET"):
         return _checked(text.encode(), "PACELINE_SECRET")
     if path := os.environ.get("PACELINE_SECRET_FILE"):

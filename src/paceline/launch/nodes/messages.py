@@ -180,7 +180,8 @@ def _failure(value: object) -> Failure:
         failure.log or "",
         *(() if failure.record is None else (failure.record.kind, failure.record.text)),
     )
-    if not all(isinstance(n, (int, float)) for n in numbers) or not all(isinstance(text, str) for text in texts):
+    is_sound = all(isinstance(n, (int, float)) for n in numbers) and all(isinstance(text, str) for text in texts)
+    if not is_sound or not isinstance(failure.at_exit, bool):
         raise TypeError(f"{value!r} is not a failure")
     return failure
 

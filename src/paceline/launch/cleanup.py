@@ -1,0 +1,81 @@
+"""What a job has on this machine beside its workers, and how all of it is ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable
+
+from paceline.launch import cgroup
+from paceline.launch.lifeline import (
+    MARK,
+    Guard,
+    adopt_orphans,
+    children,
+    kill_marked,
+    kill_orphans,
+    reap_orphans,
+)
+
+_LONGEST_PATH = 80  # of 107, less the names of what is in it
+
+
+class Cleanup:
+    """The job's directory, its cgroup where there can be one, its mark and its guards; `close` ends them all.
+
+    Make it before any thread is started.
+    """
+
+    def __init__(self) -> None:
+        self.directory = _directory()
+        # Within another job it begins with that one's mark, so that who ends that job ends this one too.
+        self._mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."
+        self._others = children()
+        planned = cgroup.Cgroup.planned()
+        self._guard = Guard(self.directory, self._mark, planned)
+        self._cgroup = planned if planned is not None and planned.make() else None  # which the guards would remove
+        adopt_orphans()
+
+    def variables(self, generation: int) -> dict[str, str]:
+        """What the workers of a generation need to find in their environment."""
+        variables = {MARK: f"{self._mark}{generation}."}
+        if self._cgroup is not None:
+            variables[cgroup.VARIABLE] = str(self._cgroup.directory)
+        return variables
+
+    def watch(self, worker: int) -> None:
+        """Has the guards end the session of this worker, should the launcher be killed."""
+        self._guard.watch(worker)
+
+    def reap(self, workers: Iterable[int]) -> None:
+        """Collects the adopted processes that have ended; the `workers` are collected by who started them."""
+        reap_orphans([*self._guard.pids, *workers])
+
+    def end_generation(self, generation: int) -> None:
+        """Kills what the workers of a generation, which have ended, leave behind."""
+        self._guard.forget()
+        if self._cgroup is not None:
+            self._cgroup.kill()
+        kill_marked(f"{self._mark}{generation}.")
+        kill_orphans([*self._others, *self._guard.pids])
+
+    def close(self) -> None:
+        """Kills what is left of the job and removes its directory and cgroup."""
+        self._guard.close()
+        kill_marked(self._mark)
+        kill_orphans(self._others)
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        reap_orphans([])
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _directory() -> str:
+    """A directory of the job's own, with a path short enough for a Unix socket."""
+    directory = tempfile.mkdtemp(prefix="paceline-")
+    if len(os.fsencode(directory)) <= _LONGEST_PATH:
+        return directory
+    os.rmdir(directory)
+    return tempfile.mkdtemp(prefix="paceline-", dir="/tmp")

@@ -1,0 +1,107 @@
+"""A secret that a process inherits as a sealed memory file, whose descriptor PACELINE_SECRET_FD names.
+
+The variable outlives the descriptor: `subprocess` closes it in the child and leaves the environment as it is, and the
+number may then belong to any other file. So the variable also says which file it was (its inode) and which process made
+it. A process that no longer has the descriptor opens the file by way of its maker's /proc/PID/fd, which the kernel
+grants to processes of the same user only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+
+VARIABLE = "PACELINE_SECRET_FD"
+
+_NAME = "paceline-secret"
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_LONGEST = 1024
+
+
+@dataclass(frozen=True)
+class SecretFile:
+    """Where a secret is: the maker's descriptor, the file's inode, the maker's process id."""
+
+    fd: int
+    inode: int
+    maker: int
+
+    @classmethod
+    def create(cls, secret: bytes) -> SecretFile:
+        """Writes `secret` into a new memory file that nobody can change any more; the caller closes `fd`."""
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.write(fd, secret)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, os.fstat(fd).st_ino, os.getpid())
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def parse(cls, text: str) -> SecretFile:
+        """Reads what `str` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            fd, inode, maker = map(int, text.split(":"))
+        except ValueError:
+            raise ValueError(
+                f"{VARIABLE} is {text!r}; it must be DESCRIPTOR:INODE:PID, as `paceline run` sets it for its workers. "
+                "Remove it from the environment; PACELINE_SECRET holds a secret of your own"
+            ) from None
+        return cls(fd, inode, maker)
+
+    def __str__(self) -> str:
+        return f"{self.fd}:{self.inode}:{self.maker}"
+
+    def read_own(self) -> bytes | None:
+        """The secret, if this process still has the descriptor; else None."""
+        return self._read(self.fd)
+
+    def read_makers(self) -> bytes:
+        """The secret, from the process that made the file.
+
+        Raises:
+            ValueError: neither that process nor this one has the file; the message says what was seen and what to do.
+        """
+        path = f"/proc/{self.maker}/fd/{self.fd}"
+        seen = "is another file by now"
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            seen = f"cannot be opened ({error.strerror})"
+        else:
+            try:
+                if (secret := self._read(fd)) is not None:
+                    return secret
+            finally:
+                os.close(fd)
+        raise ValueError(
+            f"this process ({os.getpid()}) was to inherit the job's secret as descriptor {self.fd}, which here is "
+            f"{_described(self.fd)}; and {path}, the file in the launcher that made it, {seen}. To join the job, start "
+            f"this process with pass_fds=[{self.fd}]; for a job of its own, set PACELINE_SECRET in its environment or "
+            f"remove {VARIABLE} from it"
+        )
+
+    def _read(self, fd: int) -> bytes | None:
+        """What descriptor `fd` holds, if it is this file."""
+        with contextlib.suppress(OSError):  # closed, or of a kind that has no seals
+            is_ours = (
+                os.fstat(fd).st_ino == self.inode
+                and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
+                and fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS
+            )
+            return os.pread(fd, _LONGEST, 0) if is_ours else None
+        return None
+
+
+def _described(fd: int) -> str:
+    try:
+        return f"another file, {os.readlink(f'/proc/self/fd/{fd}')}"
+    except OSError:
+        return "closed"

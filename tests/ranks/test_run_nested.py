@@ -1,0 +1,114 @@
+"""What the children of a worker may do: start a job of their own, or meet with the job's or their own secret."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ENVIRONMENT, is_alive, run, wait_until
+
+INNER = """
+import os, paceline
+paceline.init_process_group()
+print("inner", os.environ["WORLD_SIZE"], len(paceline.get_process_group_ranks()), flush=True)
+"""
+NESTED = """
+import subprocess, sys
+inner = [sys.executable, "-m", "paceline", "run", "--nproc-per-node=2", sys.argv[1]]
+print(subprocess.run(inner, stdin=subprocess.DEVNULL).returncode)
+"""
+BY_THE_JOBS_STORE = """
+import subprocess, sys
+child = "import paceline, torch; paceline.init_process_group(); t = torch.ones(1); paceline.all_reduce(t); print(t)"
+sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
+"""
+OWN_JOB = """
+import os, subprocess, sys
+child = '''
+import sys, paceline, torch
+paceline.init_process_group(init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+t = torch.ones(1); paceline.all_reduce(t); print(t)
+'''
+environment = {**os.environ, "PACELINE_SECRET": "a secret of the children, long enough"}
+place = "tcp://127.0.0.1:" + os.environ["MASTER_PORT"]
+children = [subprocess.Popen([sys.executable, "-c", child, place, str(n)], env=environment) for n in range(2)]
+sys.exit(max(each.wait() for each in children))
+"""
+TAKEN = """
+import os, paceline
+fd = int(os.environ["PACELINE_SECRET_FD"].split(":")[0])
+other = os.open(__file__, os.O_RDONLY)
+os.dup2(other, fd)
+paceline.init_process_group()
+t = paceline.get_world_size()
+print("met", t)
+"""
+LOADER = """
+import paceline
+from torch.utils.data import DataLoader
+paceline.init_process_group()
+print("sum", sum(int(x) for x in DataLoader(range(10), batch_size=None, num_workers=2)))
+"""
+
+
+def _script(directory: Path, text: str, name: str = "script.py") -> str:
+    (directory / name).write_text(text)
+    return str(directory / name)
+
+
+def test_a_worker_starts_a_job_of_its_own(tmp_path):
+    ended = run(_script(tmp_path, NESTED), _script(tmp_path, INNER, "inner.py"))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("inner 2 2") == 2
+
+
+@pytest.mark.parametrize("text", [BY_THE_JOBS_STORE, OWN_JOB], ids=["the job's store", "a secret of their own"])
+def test_children_of_workers_form_a_group(tmp_path, text):
+    ended = run("--nproc-per-node=2" if text is BY_THE_JOBS_STORE else "--nproc-per-node=1", _script(tmp_path, text))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("tensor([2.])") == 2
+
+
+def test_a_taken_descriptor_number_does_not_become_the_secret(tmp_path):
+    ended = run("--nproc-per-node=2", _script(tmp_path, TAKEN))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("met 2") == 2
+
+
+def test_loader_processes_of_a_worker_are_no_trouble(tmp_path):
+    ended = run("--nproc-per-node=2", _script(tmp_path, LOADER))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("sum 45") == 2
+
+
+# The outer launcher's guards kill the inner launcher and its guards, so they must find the inner workers' children too.
+APART = """
+import os, subprocess, sys
+child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(child.pid))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+child.wait()
+"""
+AROUND = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'paceline', 'run', *sys.argv[1:]])"
+
+
+def test_nothing_of_a_job_within_a_killed_job_is_left(tmp_path):
+    from subprocess import DEVNULL, Popen
+
+    up = tmp_path / "up"
+    words = [_script(tmp_path, AROUND), _script(tmp_path, APART, "inner.py"), str(up)]
+    launcher = Popen([sys.executable, "-m", "paceline", "run", *words], env=ENVIRONMENT, stdout=DEVNULL, stderr=DEVNULL)
+    try:
+        wait_until(up.exists, 30)
+        child = int(up.read_text())
+        launcher.kill()
+        wait_until(lambda: not is_alive(child), 10)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        if up.exists() and is_alive(int(up.read_text())):
+            os.kill(int(up.read_text()), signal.SIGKILL)

@@ -1,0 +1,63 @@
+"""Refused connections are logged in a bounded number of lines, whatever number comes."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.refusals import SHOWN, Refusals
+
+DEADLINE_S = 20.0
+FLOOD = 400
+
+
+def _wait_for(caplog: pytest.LogCaptureFixture, lines: int) -> list[str]:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(caplog.messages) < lines and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return caplog.messages
+
+
+def test_a_flood_at_a_listener_is_a_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        keeper = Doorkeeper(listener, b"key", "store", lambda connection, _: connection.close())
+        for _ in range(FLOOD):
+            with socket.create_connection(("127.0.0.1", keeper.port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(48))
+                stranger.settimeout(DEADLINE_S)
+                assert not stranger.recv(1)
+        keeper.close()
+    *shown, summary = caplog.messages
+    assert len(shown) == SHOWN
+    assert all("spoke another protocol" in line for line in shown)
+    assert f"refused {FLOOD - SHOWN} more connections for 'store' from 1 address in the last" in summary
+
+
+def test_the_count_is_logged_after_its_period(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals("mesh", period_s=0.05)
+    for number in range(SHOWN + 4):
+        refusals.add(f"10.0.0.{number}", "no proof")
+    assert "refused 4 more connections for 'mesh' from 4 addresses" in _wait_for(caplog, SHOWN + 1)[-1]
+    refusals.close()
+
+
+def test_a_few_refusals_are_all_logged_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals("links")
+    for number in range(SHOWN):
+        refusals.add("10.0.0.1", f"reason {number}")
+    refusals.close()
+    assert [line.rpartition(": ")[2] for line in caplog.messages] == [f"reason {number}" for number in range(SHOWN)]
+
+
+def test_after_a_quiet_period_reasons_are_shown_again(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals("node", period_s=0.05)
+    for _ in range(SHOWN + 1):
+        refusals.add("10.0.0.1", "of the flood")
+    _wait_for(caplog, SHOWN + 1)
+    time.sleep(0.2)
+    refusals.add("10.0.0.2", "afterwards")
+    assert caplog.messages[-1].endswith("afterwards")
+    refusals.close()

@@ -1,0 +1,121 @@
+"""The secret that launcher 0 of a Slurm step leaves to the others in a file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import RendezvousTimeoutError
+from paceline.launch.shared_secret import SharedSecret
+
+DEADLINE_S = 20.0
+
+
+def _step(directory: Path, **more: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_START_TIME": "1700000000",
+        "SLURM_SUBMIT_DIR": str(directory),
+        **more,
+    }
+
+
+def _read(environment: dict[str, str], timeout_s: float = 0.0) -> bytes:
+    return SharedSecret(environment).await_from("node0", timeout_s, lambda _: None)
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.glob(".paceline-secret-*"))
+
+
+def test_the_others_read_what_launcher_0_made(tmp_path):
+    first = SharedSecret(_step(tmp_path))
+    secret = first.make()
+    assert _read(_step(tmp_path)) == secret
+    assert len(secret) == 32
+    first.close()
+    assert not _files(tmp_path)
+
+
+def test_the_file_is_its_owners_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        SharedSecret(_step(tmp_path)).make()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in _files(tmp_path)] == [0o600]
+
+
+def test_the_others_wait_for_launcher_0(tmp_path):
+    made = []
+    later = threading.Timer(0.2, lambda: made.append(SharedSecret(_step(tmp_path)).make()))
+    later.start()
+    assert [_read(_step(tmp_path), DEADLINE_S)] == made
+
+
+def test_home_serves_where_the_submit_directory_does_not(tmp_path):
+    home, missing = tmp_path / "home", tmp_path / "missing"
+    home.mkdir()
+    secret = SharedSecret(_step(missing, HOME=str(home))).make()
+    assert _read(_step(tmp_path / "local", HOME=str(home))) == secret
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_START_TIME": "1700000999"},
+        {"SLURM_STEP_ID": "1"},
+        {"SLURM_CLUSTER_NAME": "other"},
+    ],
+    ids=["requeued", "number used again", "next step", "another cluster"],
+)
+def test_a_file_of_another_run_is_not_read(tmp_path, more):
+    SharedSecret(_step(tmp_path)).make()  # and was killed before it could remove it
+    with pytest.raises(RendezvousTimeoutError):
+        _read(_step(tmp_path, **more))
+
+
+def test_a_stale_file_of_the_same_name_is_replaced(tmp_path):
+    stale = SharedSecret(_step(tmp_path)).make()
+    fresh = SharedSecret(_step(tmp_path)).make()
+    assert _read(_step(tmp_path)) == fresh != stale
+    assert len(_files(tmp_path)) == 1
+
+
+def test_without_launcher_0_the_error_names_the_place(tmp_path):
+    with pytest.raises(RendezvousTimeoutError, match=f"on node0, left no secret .* in {tmp_path}.*PACELINE_SECRET"):
+        _read(_step(tmp_path))
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path):
+    SharedSecret(_step(tmp_path)).make()
+    _files(tmp_path)[0].chmod(0o640)
+    with pytest.raises(ValueError, match="not this user's alone .*mode 640; expected .*mode 600"):
+        _read(_step(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_refused(tmp_path):
+    SharedSecret(_step(tmp_path)).make()
+    os.chown(_files(tmp_path)[0], 12345, -1)
+    with pytest.raises(ValueError, match="owner 12345"):
+        _read(_step(tmp_path))
+
+
+def test_a_link_is_not_followed(tmp_path):
+    SharedSecret(_step(tmp_path)).make()
+    path = _files(tmp_path)[0]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no plain file"):
+        _read(_step(tmp_path))
+
+
+def test_no_place_to_leave_it_is_explained(tmp_path):
+    with pytest.raises(OSError, match=r"cannot be left .*missing \(No such file.*PACELINE_SECRET"):
+        SharedSecret(_step(tmp_path / "missing")).make()
