@@ -46,6 +46,7 @@ def test_any_rank_gets_the_terminal_while_others_wait(script, rank):
         terminal.wait_for("(Pdb) ")
         terminal.type("p here, dist.get_rank()\r")
         terminal.wait_for(f"('frame of the caller', {rank})")
+        terminal.wait_for("(Pdb) ")
         terminal.type("\x03")
         terminal.wait_for("--KeyboardInterrupt--")
         terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
