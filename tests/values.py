@@ -59,7 +59,8 @@ def expected(op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
     }[op]
     total = tree(wide, combine)
     if op is ReduceOp.AVG:
-        total = total / len(values)
+        rounding = None if dtype in (*FLOATS, *COMPLEX) else "trunc"
+        total = torch.div(total, len(values), rounding_mode=rounding)
     return total.to(dtype)
 
 
@@ -71,4 +72,6 @@ def supported(dtype: torch.dtype) -> list[ReduceOp]:
         return [*arithmetic, ReduceOp.AVG, *order]
     if dtype in COMPLEX:
         return [*arithmetic, ReduceOp.AVG]
-    return [*arithmetic, *order, *bits]
+    if dtype is torch.bool:
+        return [*arithmetic, *order, *bits]
+    return [*arithmetic, ReduceOp.AVG, *order, *bits]

@@ -160,9 +160,26 @@ template <class T>
 struct Keep {
     static T finish(T value, int) { return value; }
 };
+// Of integers the quotient loses its fraction, towards zero, as NCCL's does. A type may be too narrow for n.
 template <class T>
 struct Divide {
-    static T finish(T value, int n) { return value / static_cast<T>(n); }
+    static T finish(T value, int n) { return static_cast<T>(value / static_cast<T>(n)); }
+};
+template <>
+struct Divide<std::int8_t> {
+    static std::int8_t finish(std::int8_t value, int n) { return static_cast<std::int8_t>(value / n); }
+};
+template <>
+struct Divide<std::uint8_t> {
+    static std::uint8_t finish(std::uint8_t value, int n) { return static_cast<std::uint8_t>(value / n); }
+};
+template <>
+struct Divide<std::int16_t> {
+    static std::int16_t finish(std::int16_t value, int n) { return static_cast<std::int16_t>(value / n); }
+};
+template <>
+struct Divide<std::uint16_t> {
+    static std::uint16_t finish(std::uint16_t value, int n) { return static_cast<std::uint16_t>(value / n); }
 };
 template <class R>
 struct Divide<Complex<R>> {
@@ -270,6 +287,11 @@ ReduceFn for_bits(ReduceOp op) {
 }
 
 template <class T>
+ReduceFn for_integers(ReduceOp op) {
+    return op == ReduceOp::avg ? &Tree<T, Sum>::template reduce<Divide<T>> : for_bits<T>(op);
+}
+
+template <class T>
 ReduceFn for_real(ReduceOp op) {
     switch (op) {
         case ReduceOp::sum:
@@ -310,21 +332,21 @@ ReduceFn find(DType dtype, ReduceOp op) {
         case DType::boolean:
             return op == ReduceOp::premul_sum ? nullptr : for_bits<Bool>(op);
         case DType::u8:
-            return for_bits<std::uint8_t>(op);
+            return for_integers<std::uint8_t>(op);
         case DType::i8:
-            return for_bits<std::int8_t>(op);
+            return for_integers<std::int8_t>(op);
         case DType::u16:
-            return for_bits<std::uint16_t>(op);
+            return for_integers<std::uint16_t>(op);
         case DType::i16:
-            return for_bits<std::int16_t>(op);
+            return for_integers<std::int16_t>(op);
         case DType::u32:
-            return for_bits<std::uint32_t>(op);
+            return for_integers<std::uint32_t>(op);
         case DType::i32:
-            return for_bits<std::int32_t>(op);
+            return for_integers<std::int32_t>(op);
         case DType::u64:
-            return for_bits<std::uint64_t>(op);
+            return for_integers<std::uint64_t>(op);
         case DType::i64:
-            return for_bits<std::int64_t>(op);
+            return for_integers<std::int64_t>(op);
         case DType::f16:
             return for_real<Half>(op);
         case DType::bf16:

@@ -40,7 +40,8 @@ enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxo
 std::size_t item_size(DType dtype);
 
 // out[i] = sources[0][i] op ... op sources[n - 1][i]; `out` may be one of the sources. `avg` divides by `divisor`, the
-// number of ranks, which is not n where a sum is made in several steps.
+// number of ranks, which is not n where a sum is made in several steps. Sums of integers wrap; their average is the
+// wrapped sum divided, without its fraction.
 using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::size_t count, int divisor);
 
 // The fastest kernel this machine runs; nullptr where the operation is not defined for the type.

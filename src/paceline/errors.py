@@ -2,13 +2,37 @@
 
 A message has four parts: what was seen, where (rank, host, pid, call), what was expected, what to do.
 Broken argument rules are plain `ValueError` and `TypeError`; everything that involves another process is below.
+
+Programs that were written for torch.distributed catch its errors, so these are torch's as well in a process that has
+torch: a `CollectiveError` is a `torch.distributed.DistBackendError`, a `StoreError` a `DistStoreError`, and so on.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 
-class PacelineError(RuntimeError):
+
+class _Base(RuntimeError):
+    """Between `PacelineError` and RuntimeError: the bases of a class whose only base is built in cannot be changed."""
+
+
+class PacelineError(_Base):
     """The base of all errors below."""
+
+    def __init__(self, *args: object) -> None:
+        # Here and not at import: the launcher imports this module and no torch, and a program may import torch later.
+        # The first error is early enough.
+        if _torchs_are_missing and "torch" in sys.modules:
+            _become_torchs()
+        super().__init__(*args)
+
+
+class _TimedOut(PacelineError):
+    """An error whose message has the words that programs look for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if "timed out" in message else f"timed out: {message}")
 
 
 class AuthenticationError(PacelineError):
@@ -19,7 +43,7 @@ class RendezvousError(PacelineError):
     """The ranks did not find each other: a rank is missing, claimed twice, or was given another world size."""
 
 
-class RendezvousTimeoutError(RendezvousError, TimeoutError):
+class RendezvousTimeoutError(_TimedOut, RendezvousError, TimeoutError):
     """Not all ranks arrived before the time-out; the message names those that did and those that did not."""
 
 
@@ -27,8 +51,12 @@ class StoreError(PacelineError):
     """A store refused a request."""
 
 
-class StoreTimeoutError(StoreError, TimeoutError):
+class StoreTimeoutError(_TimedOut, StoreError, TimeoutError):
     """A key did not appear, or the server did not answer, before the time-out."""
+
+
+class StoreQueueEmptyError(StoreTimeoutError):
+    """`queue_pop` with `block=False` found nothing in the queue."""
 
 
 class StoreConnectionError(StoreError, ConnectionError):
@@ -43,7 +71,7 @@ class CollectiveMismatchError(CollectiveError):
     """The ranks of a group made calls that do not fit together; every rank of the group gets this error."""
 
 
-class CollectiveTimeoutError(CollectiveError, TimeoutError):
+class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
     """A rank did not come to a call before the time-out; the message names it and its latest call.
 
     Attributes: `missing`, the ranks (in the default group) that did not come.
@@ -86,3 +114,32 @@ class WorkerError(PacelineError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+# By their names in torch._C, where every release from 2.6 on has them; one that a build lacks is left out.
+_OF_TORCH = {
+    PacelineError: "_DistError",
+    AuthenticationError: "_DistNetworkError",
+    RendezvousError: "_DistStoreError",  # torch's ranks meet in the store, which raises when some are missing
+    StoreError: "_DistStoreError",
+    StoreQueueEmptyError: "_DistQueueEmptyError",
+    StoreConnectionError: "_DistNetworkError",
+    CollectiveError: "_DistBackendError",
+}
+_torchs_are_missing = True
+_becoming = threading.Lock()
+
+
+def _become_torchs() -> None:
+    """Makes torch's errors bases of these."""
+    global _torchs_are_missing
+    with _becoming:
+        core = getattr(sys.modules["torch"], "_C", None)
+        if core is None or not _torchs_are_missing:  # torch is being imported, or another thread was here
+            return
+        for ours, name in _OF_TORCH.items():
+            theirs = getattr(core, name, None)
+            if theirs is not None and not issubclass(ours, theirs):
+                first, *others = ours.__bases__
+                ours.__bases__ = (first, theirs, *others)
+        _torchs_are_missing = False

@@ -43,7 +43,7 @@ def one_step(world: dist.ProcessGroup, sub: dist.ProcessGroup | None, chance: ra
     if kind == 0:
         peer = (me + size // 2) % size
         received = world.recv(torch.empty(count), peer, async_op=True)
-        world.send(torch.ones(count), peer)
+        world.send(torch.ones(count), peer, async_op=False)
         works.append(received)
     elif kind == 1:
         outputs = [torch.empty(count) for _ in range(size)]

@@ -55,7 +55,7 @@ def _use(group: dist.ProcessGroup) -> None:
     peer = group.size() - 1 - group.rank()
     if peer != group.rank():
         received = group.recv(torch.empty(50_000), peer, async_op=True)
-        group.send(torch.ones(50_000), peer)
+        group.send(torch.ones(50_000), peer, async_op=False)
         received.wait()
 
 

@@ -137,11 +137,11 @@ def send_what_is_not_expected() -> str:
     message = ""
     if rank() == 0:
         with pytest.raises(dist.CollectiveMismatchError) as caught:
-            world().send(torch.ones(100_000), 1)
+            world().send(torch.ones(100_000), 1, async_op=False)
         message = str(caught.value)
     else:
         with pytest.raises(dist.CollectiveMismatchError) as caught:
-            world().recv(torch.empty(100_000, dtype=torch.int32), 0)
+            world().recv(torch.empty(100_000, dtype=torch.int32), 0, async_op=False)
         message = str(caught.value)
     dist.barrier()  # the group remains usable
     return message
@@ -180,9 +180,9 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], object]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(100_000), group=group),
     "all_reduce, async": lambda group: wait_for(dist.all_reduce(torch.ones(100_000), group=group, async_op=True)),
     "barrier": lambda group: dist.barrier(group),
-    "recv": lambda group: group.recv(torch.empty(3), 1),
+    "recv": lambda group: group.recv(torch.empty(3), 1, async_op=False),
     "recv, async": lambda group: group.recv(torch.empty(3), 1, async_op=True).wait(),
-    "send": lambda group: group.send(torch.ones(100_000), 1),
+    "send": lambda group: group.send(torch.ones(100_000), 1, async_op=False),
 }
 
 
@@ -207,7 +207,7 @@ def stay_away() -> list[tuple[str, str, float]]:
 def test_a_rank_that_stays_away_is_named_with_its_latest_call(hosts):
     for error, message, took_s in hosts(2, 1)(stay_away)[0]:
         assert error == "CollectiveTimeoutError", message
-        assert message.startswith("rank 0 (h0, pid ") and "was given up after 0.5 s" in message
+        assert message.startswith("rank 0 (h0, pid ") and "timed out after 0.5 s" in message
         assert "rank 1 (h1, pid " in message and "latest " in message
         assert 0.5 <= took_s < 0.8
 
@@ -270,7 +270,7 @@ def only_wait(ready: str, timeout_s: float) -> tuple[str, str, float]:
     dist.init_process_group(timeout=timedelta(seconds=timeout_s))
     dist.barrier()
     say(ready, str(rank()))
-    return told_by(lambda: world().recv(torch.empty(3), 2 if rank() != 2 else 0))
+    return told_by(lambda: world().recv(torch.empty(3), 2 if rank() != 2 else 0, async_op=False))
 
 
 @pytest.mark.parametrize("fn", [reduce_on, only_wait])
@@ -395,7 +395,7 @@ def interrupt() -> str:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):
-        world().recv(torch.empty(1))
+        world().recv(torch.empty(1), async_op=False)
     return told_by(dist.barrier)[1]
 
 

@@ -50,8 +50,23 @@ void half_precision_rounds_once() {
     CHECK(sum == infinite);
 }
 
+void averages_of_integers_drop_the_fraction() {
+    const std::int8_t a[] = {-7, 7, 127, -128}, b[] = {0, 0, 127, -128};
+    const void* sources[] = {a, b};
+    std::int8_t mean[4];
+    find_reduction(DType::i8, ReduceOp::avg)(mean, sources, 2, 4, 2);
+    CHECK(mean[0] == -3 && mean[1] == 3 && mean[2] == -1 && mean[3] == 0);  // the last two sums wrapped
+    find_reduction(DType::i8, ReduceOp::avg)(mean, sources, 2, 4, 200);     // more ranks than the type counts
+    CHECK(mean[0] == 0 && mean[1] == 0);
+    const std::uint64_t large[] = {1ull << 63}, three[] = {3};
+    const void* unsigned_sources[] = {large, three};
+    std::uint64_t unsigned_mean = 0;
+    find_reduction(DType::u64, ReduceOp::avg)(&unsigned_mean, unsigned_sources, 2, 1, 2);
+    CHECK(unsigned_mean == (1ull << 62) + 1);
+}
+
 void what_is_not_defined_is_not_found() {
-    CHECK(find_reduction(DType::i32, ReduceOp::avg) == nullptr);
+    CHECK(find_reduction(DType::boolean, ReduceOp::avg) == nullptr);
     CHECK(find_reduction(DType::f32, ReduceOp::bxor) == nullptr);
     CHECK(find_reduction(DType::c64, ReduceOp::max) == nullptr);
     CHECK(find_reduction(DType::f8_e4m3fn, ReduceOp::sum) == nullptr);
@@ -63,5 +78,6 @@ void what_is_not_defined_is_not_found() {
 int main() {
     sums_follow_the_tree();
     half_precision_rounds_once();
+    averages_of_integers_drop_the_fraction();
     what_is_not_defined_is_not_found();
 }

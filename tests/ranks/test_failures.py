@@ -73,7 +73,7 @@ def test_a_rank_that_stays_away_is_named_with_its_latest_call(ranks):
     told = ranks(3)(stay_away)
     for rank in (0, 1):
         assert told[rank].startswith(f"rank {rank} (")
-        assert "broadcast(float32, 3 elements, root 0) was given up after 0.5 s" in told[rank]
+        assert "broadcast(float32, 3 elements, root 0) timed out after 0.5 s" in told[rank]
         assert "rank 2 (" in told[rank]
         assert "latest all_reduce(float32, 3 elements, SUM)" in told[rank]
 
@@ -138,12 +138,14 @@ def test_calls_that_do_not_fit_fail_on_every_rank_and_harm_nothing(ranks, size):
 
 def refuse() -> None:
     dist.init_process_group()
-    with pytest.raises(TypeError, match="AVG is not defined for torch.int64; use SUM and divide"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+    with pytest.raises(TypeError, match="AVG is not defined for torch.bool; convert the tensor first"):
+        dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
     with pytest.raises(TypeError, match="SUM is not defined for torch.float8_e5m2"):
         dist.all_reduce(torch.ones(3).to(torch.float8_e5m2))
     with pytest.raises(TypeError, match="to_dense"):
-        dist.all_reduce(torch.eye(3).to_sparse())
+        dist.broadcast(torch.ones(3).to_sparse(), 0)
+    with pytest.raises(TypeError, match="to_dense"):
+        dist.isend(torch.ones(3).to_sparse(), 1 - dist.get_rank())
     with pytest.raises(TypeError, match=r"on meta; .*tensor\.cpu\(\)"):
         dist.all_reduce(torch.ones(3, device="meta"))
     with pytest.raises(TypeError, match="one call takes one type"):

@@ -29,7 +29,8 @@ def supported(dtype: torch.dtype) -> list[ReduceOp]:
         return [ReduceOp.SUM, ReduceOp.AVG]
     if dtype.is_floating_point:
         return [*arithmetic, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX]
-    return [*arithmetic, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+    average = [] if dtype is torch.bool else [ReduceOp.AVG]
+    return [*arithmetic, *average, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 
 
 def reduced_by_four_ranks(results_file: str) -> None:
@@ -119,6 +120,9 @@ def every_form(async_op: bool) -> None:
     call(dist.all_reduce_multigpu, tensors, ReduceOp.AVG)
     wanted = sum(r * (r + 1) for r in range(size)) / sum(r + 1 for r in range(size))
     assert all(torch.allclose(each, torch.full((2, 2), wanted)) for each in tensors)
+    counted = [torch.tensor([rank, -rank], dtype=torch.int16) for _ in range(1 + rank)]
+    call(dist.all_reduce_multigpu, counted, ReduceOp.AVG)
+    assert all(each.tolist() == [int(wanted), -int(wanted)] for each in counted)
 
 
 @pytest.mark.parametrize(("size", "async_op"), [(1, False), (2, False), (3, True)])
@@ -139,8 +143,8 @@ def refuse() -> None:
         dist.reduce_multigpu([one], 0, dst_tensor=-1)
     with pytest.raises(ValueError, match=r"lists of the lengths \[1, 2\]; with 2 devices a rank and 2 in all"):
         dist.all_gather_multigpu([[one], [one, one]], [one, one])
-    with pytest.raises(TypeError, match="AVG is not defined for torch.int64"):
-        dist.all_reduce_multigpu([torch.ones(1, dtype=torch.int64)] * 2, ReduceOp.AVG)
+    with pytest.raises(TypeError, match="AVG is not defined for torch.bool"):
+        dist.all_reduce_multigpu([torch.ones(1, dtype=torch.bool)] * 2, ReduceOp.AVG)
 
 
 def test_lists_that_do_not_fit_are_refused(ranks):

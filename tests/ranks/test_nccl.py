@@ -102,7 +102,7 @@ def test_failures_say_what_was_seen_and_break_the_group(ranks, nccl_library, tmp
     assert "all_reduce(float32, 3 elements, SUM) failed: all_reduce: invalid argument" in told["refused"]
     assert "NCCL_DEBUG=WARN" in told["refused"]
     assert "while the call was under way: an error" in told["asynchronous"]
-    assert "was given up after " in told["late"]
+    assert "timed out after " in told["late"]
     assert f"rank 1 ({host}" in told["late"]
     assert "did not come" in told["late"]
     assert "latest all_reduce(float32, 1 elements, SUM) as call 1" in told["late"]

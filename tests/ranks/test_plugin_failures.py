@@ -92,7 +92,7 @@ def stay_away(directory: str) -> None:
     with torch_group("paceline", directory):
         group = torch_dist.new_group([1, 0], timeout=timedelta(seconds=0.5))
         if torch_dist.get_rank() == 0:
-            with pytest.raises(paceline.CollectiveTimeoutError, match=r"given up after 0\.5 s.*rank 1 \(") as caught:
+            with pytest.raises(paceline.CollectiveTimeoutError, match=r"timed out after 0\.5 s.*rank 1 \(") as caught:
                 torch_dist.all_reduce(torch.ones(3), group=group)
             assert caught.value.missing == (1,)
         torch_dist.barrier()

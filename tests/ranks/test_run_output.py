@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launching import ENVIRONMENT, command, run
+from terminal import Terminal
 
 SPEAKS = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -99,6 +100,44 @@ def test_a_terminal_gets_colours(script):
         assert launcher.wait(20) == 0
     os.close(ours)
     assert b"\x1b[36m[rank 0] \x1b[0mout 0\r\n" in shown
+
+
+def test_a_bar_in_a_pipe_is_one_line(script):
+    text = "import sys\nfor done in range(101): print(f'\\r{done}%', end='', file=sys.stderr)"
+    assert run(script(text)).stderr == "[rank 0] 100%\n"
+
+
+def test_rank_0_draws_on_a_terminal_and_others_write_lines(script):
+    text = """
+import os, sys, time
+is_first = os.environ["RANK"] == "0"
+assert os.isatty(1) == os.isatty(2) == is_first
+assert os.environ.get("PAGER") == ("cat" if is_first else None)
+for done in range(101):
+    sys.stderr.write(f"\\r{done}%")
+    if done % 25 == 0 and not is_first:
+        print("line", done)
+    time.sleep(0.01)
+if is_first:
+    print(" of", os.get_terminal_size().columns, end="")
+sys.stderr.write("\\n")
+"""
+    with Terminal("--nproc-per-node=2", script(text), columns=70) as terminal:
+        rows = terminal.end()
+    assert terminal.exit_code == 0, rows
+    assert sorted(rows[1:]) == [
+        "",
+        "[rank 0] 100% of 61",
+        "[rank 1] 100%",
+        *(f"[rank 1] line {done}" for done in (0, 100, 25, 50, 75)),
+    ]
+
+
+def test_a_terminal_without_control_sequences_gets_lines(script):
+    with Terminal("--nproc-per-node=1", script(SPEAKS), term="dumb") as terminal:
+        rows = terminal.end()
+    assert "\x1b" not in terminal.shown
+    assert {"[rank 0] out 0", "[rank 0] err 0"} <= set(rows)
 
 
 def test_an_unmodified_torchrun_script_meets_again_and_consequences_are_labelled_with_the_cause_last_and_once(script):

@@ -83,7 +83,7 @@ def test_structures_have_the_sizes_of_nccl_h():
         (torch.float32, ReduceCode.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
         (torch.bfloat16, ReduceCode.AVG, Reduction(DataType.BFLOAT16, 2, RedOp.AVG)),
         (torch.int64, ReduceCode.MIN, Reduction(DataType.INT64, 8, RedOp.MIN)),
-        (torch.int64, ReduceCode.AVG, None),
+        (torch.int64, ReduceCode.AVG, Reduction(DataType.INT64, 8, RedOp.AVG)),
         (torch.float16, ReduceCode.PREMUL_SUM, Reduction(DataType.FLOAT16, 2, RedOp.SUM)),
         (torch.bool, ReduceCode.BAND, Reduction(DataType.UINT8, 1, RedOp.MIN)),
         (torch.bool, ReduceCode.BXOR, None),

@@ -42,6 +42,7 @@ VALUES = {  # by flag: what is written, what it means
     "duplicate-stderr-filters": ("Error", ("Error",)),
     "event-log-handler": ("console", "console"),
     "numa-binding": ("node", "node"),
+    "stdin": ("none", None),
 }
 REFUSED = {"logs-specs"}
 SWITCHES = [flag for flag in FLAGS if flag.parse is None]
@@ -108,6 +109,7 @@ def test_torchruns_flags_are_all_there():
         (["--local-ranks-filter", "a"], "not a list of local ranks"),
         (["--rdzv-conf", "x"], "is not KEY=VALUE"),
         (["--monitor-interval", "soon"], "not a number of seconds"),
+        (["--stdin", "first"], "neither a rank nor none"),
         (["--start-method", "thread"], "invalid choice"),
     ],
 )

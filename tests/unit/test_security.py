@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import os
@@ -84,7 +83,7 @@ def inherited(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecretFile]:
 
 
 def _as_made_by(file: SecretFile, maker: int) -> str:
-    return str(dataclasses.replace(file, maker=maker))
+    return str(SecretFile(file.fd, file.inode, maker))
 
 
 def test_a_child_without_the_descriptor_asks_its_maker(inherited: SecretFile) -> None:

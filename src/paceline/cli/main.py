@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
 from paceline.cli import launch_script
 from paceline.cli.doctor import command as doctor
 from paceline.launch.command import add_run_arguments, run
+from paceline.launch.grammar import Parser
+
+COMMANDS = ("run", "join", "launch-script", "doctor")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line's grammar."""
-    top = argparse.ArgumentParser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
+    top = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
     top.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = commands.add_parser(
@@ -50,8 +54,29 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
     return top
 
 
+def _mistaken_command(words: Sequence[str]) -> str | None:
+    """What to type instead, if the first word is no command."""
+    import shlex
+    from difflib import get_close_matches
+
+    if not words:
+        return f"a command is missing: {', '.join(COMMANDS)}"
+    first = words[0]
+    if first in (*COMMANDS, "-h", "--help", "--version"):
+        return None
+    near = get_close_matches(first, COMMANDS, n=1)
+    if near and not os.path.exists(first):
+        return f"{first} is not a command; did you mean `paceline {near[0]}`?"
+    whole = shlex.join(["paceline", "run", *words])
+    return f"{first} is not a command; did you mean `{whole}`?"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit code."""
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if mistake := _mistaken_command(words):
+        print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
+        return 2
+    options = parser().parse_args(words)
     runs = {"launch-script": launch_script.run, "doctor": doctor.run}
     return runs.get(options.command, run)(options)

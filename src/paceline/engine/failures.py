@@ -111,7 +111,7 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
         known = [at for at in outcome.missing if at < len(outcome.calls)]
         absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in known)
         return CollectiveTimeoutError(
-            f"{me}: {call} was given up after {outcome.waited_ns / 1e9:.1f} s"
+            f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' by {reporter}'}; {_absence(missing, absent)}. "
             "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
             f"(look where it waits). {_BROKEN}"

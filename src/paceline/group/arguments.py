@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from paceline.group.default import get_group_rank
-from paceline.group.process_group import ProcessGroup
+if TYPE_CHECKING:
+    from paceline.group.process_group import ProcessGroup
+
+
+class Ranked(Protocol):
+    """A group, as far as it matters here."""
+
+    ranks: list[int]
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        ...
+
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+
+def group_rank_of(group: ProcessGroup, rank: int) -> int:
+    """The group rank of a rank of the default group.
+
+    Raises:
+        ValueError: it is not a member.
+    """
+    if rank not in group.ranks:
+        raise ValueError(f"rank {rank} is not in {group}; its members are {group.ranks}")
+    return group.ranks.index(rank)
 
 
 def root_rank(
@@ -21,7 +47,7 @@ def root_rank(
     if rank is not None and group_rank is not None:
         raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
     if rank is not None:
-        return get_group_rank(group, rank)
+        return group_rank_of(group, rank)
     if group_rank is None:
         group_rank = default
     if group_rank is None:
@@ -31,7 +57,7 @@ def root_rank(
     return group_rank
 
 
-def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: str, name: str) -> list[torch.Tensor]:
+def parts_by_rank(whole: torch.Tensor, count: int, group: Ranked, call: str, name: str) -> list[torch.Tensor]:
     """The ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
 
     Raises:
@@ -49,9 +75,9 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: ProcessGroup, call: st
 
 
 def rows_by_rank(
-    whole: torch.Tensor, sizes: Sequence[int] | None, group: ProcessGroup, call: str, name: str
+    whole: torch.Tensor, sizes: Sequence[int] | None, group: Ranked, call: str, name: str
 ) -> list[torch.Tensor]:
-    """The ranks' parts of `whole`: `sizes[r]` rows of its first dimension for rank r, with None equally many for each.
+    """The ranks' parts of `whole` along its first dimension: `sizes[r]` rows each, or with None equally many.
 
     Raises:
         ValueError: the sizes do not add up to the number of rows, or that cannot be shared evenly.
@@ -72,6 +98,6 @@ def rows_by_rank(
     return list(whole.detach().split(list(sizes)))
 
 
-def own_rank(group: ProcessGroup) -> str:
+def own_rank(group: Ranked) -> str:
     """How messages name this rank: by its rank in the default group."""
     return f"rank {group.ranks[group.rank()]}"

@@ -12,10 +12,10 @@ All raise:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, resolve
@@ -31,7 +31,7 @@ def all_reduce_coalesced(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces each of `tensors` over all ranks, in place."""
     call = "all_reduce_coalesced"
@@ -51,7 +51,7 @@ def broadcast_coalesced(
     buffer_size: int = BUFFER_SIZE,
     async_op: bool = False,
     group_src: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies the source's `tensors` to all ranks. Source: rank 0.
 
@@ -75,7 +75,7 @@ def all_gather_coalesced(
     input_tensor_list: Sequence[torch.Tensor],
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies every rank's `input_tensor_list[i]` to `output_tensor_lists[r][i]` of all ranks, r being its rank."""
     call = "all_gather_coalesced"
@@ -99,7 +99,7 @@ def all_gather_into_tensor_coalesced(
     input_tensors: Sequence[torch.Tensor],
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """`all_gather_into_tensor` of each of `input_tensors` into the one of `output_tensors` at the same place.
 
@@ -128,7 +128,7 @@ def reduce_scatter_coalesced(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces the ranks' `input_tensor_lists[i][r]` into rank r's `output_tensors[i]`."""
     call = "reduce_scatter_coalesced"
@@ -148,7 +148,7 @@ def reduce_scatter_tensor_coalesced(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """`reduce_scatter_tensor` of each of `input_tensors` into the one of `output_tensors` at the same place.
 
@@ -173,7 +173,7 @@ def _reduce_scatter(
     parts: Sequence[Sequence[torch.Tensor]],
     op: Reduction,
     async_op: bool,
-    timeout: timedelta | None,
+    timeout: Timeout | None,
 ) -> Work | None:
     return _each_type(
         call,

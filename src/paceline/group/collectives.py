@@ -2,11 +2,11 @@
 
 Every rank of a group makes the same calls in the same order. `src`, `dst` and the like are ranks of the default group,
 `group_src` and `group_dst` ranks of `group`. Wherever a tensor is taken, a list of tensors of one type is taken too, as
-if they were one. With `async_op=True` a call returns a `Work` at once; without, None when it is done. On a rank that is
-not in `group` a call does nothing and returns None.
+if they were one. With `async_op=True` a call returns a `Work` at once; without, None when it is done. A `timeout` is a
+timedelta or a number of seconds. On a rank that is not in `group` a call does nothing and returns None.
 
 All raise:
-    TypeError: tensors that are not dense CPU tensors of one supported type, or a reduction not defined for it.
+    TypeError: tensors that are not dense tensors of one supported type, or a reduction not defined for it.
     CollectiveMismatchError: the ranks made different calls; on every rank, naming both. The group stays usable.
     CollectiveTimeoutError: a rank did not come within `timeout` (default: the group's). The group is broken.
     PeerLostError: a rank died or left. The group is broken: later calls raise the same.
@@ -15,10 +15,10 @@ All raise:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, root_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
@@ -32,12 +32,13 @@ def all_reduce(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces `tensor` over all ranks, in place; afterwards it is bitwise the same on every rank.
 
     The order of summation is fixed by rank (a pairwise tree), so it is also the same from run to run. float16 and
-    bfloat16 are accumulated in float32.
+    bfloat16 are accumulated in float32. A sparse COO tensor is coalesced afterwards; since the ranks must know first
+    how many values each has, a call on one returns only when all ranks have made it, also with `async_op=True`.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)
@@ -49,7 +50,7 @@ def broadcast(
     group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies the source's `tensor` to all ranks."""
     chosen = resolve(group)
@@ -65,7 +66,7 @@ def reduce(
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces `tensor` over all ranks into the destination's; on the other ranks it stays as it is."""
     chosen = resolve(group)
@@ -79,7 +80,7 @@ def all_gather(
     tensor: Tensors,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies every rank's `tensor` to `tensor_list` of all ranks, by rank; all have the same number of elements."""
     chosen = resolve(group)
@@ -91,7 +92,7 @@ def all_gather_into_tensor(
     input_tensor: torch.Tensor,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies every rank's `input_tensor` into `output_tensor`, one behind the other by rank.
 
@@ -108,13 +109,24 @@ def all_gather_into_tensor(
     return ended([work], "all_gather_into_tensor", [output_tensor])
 
 
+def all_gather_single(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """The name of `all_gather_into_tensor` in torch 2.13."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout)
+
+
 def reduce_scatter(
     output: Tensors,
     input_list: Sequence[Tensors],
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces the ranks' `input_list[r]` into rank r's `output`; all have the same number of elements."""
     chosen = resolve(group)
@@ -127,7 +139,7 @@ def reduce_scatter_tensor(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Like `reduce_scatter`, with the inputs one behind the other in the contiguous tensor `input`.
 
@@ -141,6 +153,18 @@ def reduce_scatter_tensor(
     return chosen.reduce_scatter(output, parts, op, async_op, timeout)
 
 
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    timeout: Timeout | None = None,
+) -> Work | None:
+    """The name of `reduce_scatter_tensor` in torch 2.13."""
+    return reduce_scatter_tensor(output, input, op, group, async_op, timeout)
+
+
 def gather(
     tensor: Tensors,
     gather_list: Sequence[Tensors] | None = None,
@@ -148,9 +172,12 @@ def gather(
     group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to `gather_list` of the destination, by rank; None elsewhere. Default: rank 0."""
+    """Copies every rank's `tensor` to `gather_list` of the destination (default: rank 0), by rank.
+
+    Elsewhere `gather_list` is None or empty.
+    """
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -164,9 +191,12 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `scatter_list[r]` to rank r's `tensor`; None elsewhere. Source: rank 0."""
+    """Copies `scatter_list[r]` of the source (default: rank 0) to rank r's `tensor`.
+
+    Elsewhere `scatter_list` is None or empty.
+    """
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -180,7 +210,7 @@ def all_to_all(
     input_tensor_list: Sequence[Tensors],
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies `input_tensor_list[r]` to rank r, into the entry of its `output_tensor_list` that is this rank's.
 
@@ -197,11 +227,11 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Like `all_to_all`, with the parts one behind the other along the first dimension.
 
-    The split sizes are numbers of rows, one a rank; None splits evenly.
+    The split sizes are numbers of rows, one a rank; None or an empty list splits evenly.
 
     Raises:
         ValueError: they do not add up to the number of rows, or that cannot be split evenly.
@@ -209,8 +239,8 @@ def all_to_all_single(
     chosen = resolve(group)
     if chosen is None:
         return None
-    outputs = rows_by_rank(output, output_split_sizes, chosen, "all_to_all_single", "output")
-    inputs = rows_by_rank(input, input_split_sizes, chosen, "all_to_all_single", "input")
+    outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
+    inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
     return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
@@ -218,7 +248,7 @@ def barrier(
     group: Group = None,
     async_op: bool = False,
     device_ids: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Returns when every rank of the group has called it. `device_ids` is for GPUs and must be None."""
     if device_ids is not None:

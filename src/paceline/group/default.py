@@ -11,17 +11,18 @@ from multiprocessing import util
 
 import torch
 
-from paceline.durations import to_seconds
+from paceline.durations import Timeout, to_seconds, to_timedelta
 from paceline.engine.engine import Meeting
 from paceline.engine.formation import Formation
 from paceline.engine.registry import Backend, choose, meeting
 from paceline.group import torch_backend
+from paceline.group.arguments import group_rank_of
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.methods import Joined, rendezvous
 from paceline.store.base import Store
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
 
 
 class NonMember:
@@ -114,11 +115,12 @@ def borrow_world(find: Callable[[], World | None]) -> None:
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     world_size: int = -1,
     rank: int = -1,
     store: Store | None = None,
     group_name: str = "",
+    pg_options: None = None,
     device_id: torch.device | int | None = None,
     *,
     interface: str | None = None,
@@ -136,10 +138,12 @@ def init_process_group(
             is named for them.
         init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. With "mpi" the ranks
             that mpirun started need none.
-        timeout: how long to wait for the other ranks, here and in every later call; 30 minutes by default.
+        timeout: how long to wait for the other ranks, here and in every later call, as a timedelta or in seconds; 30
+            minutes by default.
         world_size, rank: the number of ranks and this one's; from the environment with env://.
         store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
         group_name: for messages.
+        pg_options: is for engines that have options; None.
         device_id: of a CUDA device: this rank's, which is made the current one.
         interface: where this host is reached by others: an interface's name or one of its addresses; by default
             PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
@@ -158,9 +162,10 @@ def init_process_group(
     if _world is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
     chosen = choose(backend)
+    require_no_options(pg_options, "init_process_group")
     _require_between(between_hosts, chosen, algorithm)
     _make_current(device_id, chosen)
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
     timeout_s = to_seconds(timeout)
     joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
     with contextlib.ExitStack() as undo:
@@ -209,8 +214,13 @@ def destroy_process_group(group: Group = None) -> None:
 
 def new_group(
     ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     backend: str | None = None,
+    pg_options: None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | int | None = None,
+    sort_ranks: bool = False,
     *,
     algorithm: str | None = None,
 ) -> ProcessGroup | NonMember:
@@ -220,6 +230,11 @@ def new_group(
         ranks: ranks of the default group, in the order of their group ranks; None for all.
         timeout: for calls on the group; the default group's if None.
         backend: as for `init_process_group`; by default the default group's.
+        pg_options: is for engines that have options; None.
+        use_local_synchronization: only the members call this; those who are in several groups in the same order.
+        group_desc: the group's name, for messages.
+        device_id: as for `init_process_group`.
+        sort_ranks: number the members in the order of their ranks, whatever the order of `ranks` (torch's default).
         algorithm: as for `init_process_group`; by default the default group's.
 
     Returns:
@@ -230,23 +245,31 @@ def new_group(
         RendezvousTimeoutError: a member did not call it.
     """
     world = _require_world()
-    chosen = list(range(world.group.size())) if ranks is None else list(ranks)
+    require_no_options(pg_options, "new_group")
+    _make_current(device_id, world.engines.backend if backend is None else choose(backend))
+    chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
+    if sort_ranks:
+        chosen.sort()
     for rank in chosen:
         if not 0 <= rank < world.group.size():
             raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
-    identity = world.engines.count_group(chosen)
+    if use_local_synchronization:
+        identity = world.engines.count_local_group(chosen)
+    else:
+        identity = world.engines.count_group(chosen)
     if world.group.rank() not in chosen:
-        if backend is not None:
+        if backend is not None and not use_local_synchronization:
             world.engines.start(choose(backend))
         return GroupMember.NON_GROUP_MEMBER
-    return open_group(chosen, timeout, f"group of ranks {chosen}", identity, backend, algorithm)
+    name = f"group of ranks {chosen}" if group_desc is None else group_desc
+    return open_group(chosen, timeout, name, identity, backend, algorithm)
 
 
 def open_group(
     ranks: Sequence[int],
-    timeout: timedelta | None,
+    timeout: Timeout | None,
     name: str,
     identity: int,
     backend: str | None = None,
@@ -265,7 +288,7 @@ def _open(
     engines: Engines,
     backend: Backend,
     ranks: Sequence[int],
-    timeout: timedelta,
+    timeout: Timeout,
     name: str,
     algorithm: str | None,
     identity: int | None = None,
@@ -298,6 +321,16 @@ def _require_between(between_hosts: str | None, backend: Backend, algorithm: str
         )
     if algorithm not in (None, "hierarchical"):
         raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
+
+
+def require_no_options(pg_options: None, call: str) -> None:
+    """Refuses the options of torch's backends.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if pg_options is not None:
+        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
 
 
 def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:
@@ -335,6 +368,13 @@ def resolve(group: Group) -> ProcessGroup | None:
     if group is None:
         return _require_world().group
     return None if isinstance(group, NonMember) else group
+
+
+def raise_timeouts(least: timedelta) -> None:
+    """Gives every group a time-out of at least `least`."""
+    world = _require_world()
+    for group in (world.group, *world.subgroups):
+        group.set_timeout(max(group.timeout, least))
 
 
 def _find_world() -> World | None:
@@ -389,6 +429,11 @@ def get_backend(group: Group = None) -> str:
     return resolved.backend
 
 
+def get_pg_count() -> int:
+    """The number of process groups that this rank has opened since `init_process_group`, the default group included."""
+    return 0 if _world is None else 1 + len(_world.subgroups)
+
+
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """This process's rank among those of its machine, from LOCAL_RANK.
 
@@ -424,9 +469,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     Raises:
         ValueError: it is not a member.
     """
-    if global_rank not in group.ranks:
-        raise ValueError(f"rank {global_rank} is not in {group}; its members are {group.ranks}")
-    return group.ranks.index(global_rank)
+    return group_rank_of(group, global_rank)
 
 
 def _leave_at_exit() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -40,6 +42,7 @@ class Engines:
         self._meeting = meeting
         self._started: dict[str, Engine] = {}
         self._counted = 0
+        self._counted_by_members: Counter[tuple[int, ...]] = Counter()
         if _FINDS_MEMBERS not in backend.engines.values():
             members = exchange_members(meeting)
             self._meeting = dataclasses.replace(meeting, members=members)
@@ -77,6 +80,12 @@ class Engines:
         """The identity of the next group of those that all ranks count, members or not."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
+
+    def count_local_group(self, ranks: Sequence[int]) -> int:
+        """The identity of the next group of `ranks` that its members alone count."""
+        self._counted_by_members[tuple(ranks)] += 1
+        named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
+        return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
 
     def openers(
         self, backend: Backend, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None = None

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+
+from paceline.durations import Timeout
 
 if TYPE_CHECKING:
     from paceline.group.process_group import ProcessGroup
@@ -43,7 +44,7 @@ def all_gather_pieces(
     group: ProcessGroup,
     mine: Sequence[torch.Tensor],
     rooms: Sequence[Sequence[torch.Tensor]],
-    timeout: timedelta | None,
+    timeout: Timeout | None,
 ) -> None:
     """Copies every rank's pieces to all ranks: rank r's to `rooms[r]`."""
     totals = {sum(room.numel() for room in each) for each in rooms}
@@ -60,7 +61,7 @@ def gather_pieces(
     mine: Sequence[torch.Tensor],
     rooms: Sequence[Sequence[torch.Tensor]],
     root: int,
-    timeout: timedelta | None,
+    timeout: Timeout | None,
 ) -> None:
     """Copies every rank's pieces to the root: rank r's to `rooms[r]` there; `rooms` is empty elsewhere."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
@@ -73,7 +74,7 @@ def scatter_pieces(
     theirs: Sequence[Sequence[torch.Tensor]],
     room: Sequence[torch.Tensor],
     root: int,
-    timeout: timedelta | None,
+    timeout: Timeout | None,
 ) -> None:
     """Copies the root's `theirs[r]` to rank r's `room`; `theirs` is empty elsewhere."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]

@@ -68,6 +68,17 @@ def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) ->
     return _tree(wide, combine) if len(wide) > 1 else wide[0].clone()
 
 
+def divided(total: torch.Tensor, count: int) -> torch.Tensor:
+    """The average of `count` tensors whose sum is `total`; that of integers without its fraction."""
+    if total.is_floating_point() or total.is_complex():
+        return total / count
+    average = total.to("cpu", memory_format=torch.contiguous_format, copy=True)
+    if average.numel():
+        address = average.data_ptr()
+        _core.reduce(address, [address], average.numel(), DTYPE_CODES[average.dtype], ReduceOp.AVG, count)
+    return average.to(total.device)
+
+
 def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
     return tensor.clone().mul_(op.factor) if isinstance(op, PremulSum) else tensor
 

@@ -12,13 +12,14 @@ All raise what collectives raise, and:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.default import Group, resolve
-from paceline.group.local_reduction import reduce_locally
+from paceline.group.local_reduction import divided, reduce_locally
+from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work, ended
 
@@ -29,7 +30,7 @@ def broadcast_multigpu(
     group: Group = None,
     async_op: bool = False,
     src_tensor: int = 0,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies the source's `tensor_list[src_tensor]` to all tensors of all ranks."""
     call = "broadcast_multigpu"
@@ -48,7 +49,7 @@ def all_reduce_multigpu(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces over all tensors of all ranks, into each of them."""
     call = "all_reduce_multigpu"
@@ -57,9 +58,9 @@ def all_reduce_multigpu(
         return None
     _require_alike(tensor_list, call, "tensor_list")
     total = reduce_locally(tensor_list, op, call)
-    reduced, divide = _with_members(total, len(tensor_list), op)
-    work = chosen.all_reduce(reduced, _between_ranks(op), async_op, timeout)
-    return ended([work], call, tensor_list, lambda: _spread(divide(total), tensor_list))
+    reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
+    works.append(chosen.all_reduce(reduced, _between_ranks(op), async_op, timeout))
+    return ended(works, call, tensor_list, lambda: _spread(divide(total), tensor_list))
 
 
 def reduce_multigpu(
@@ -69,7 +70,7 @@ def reduce_multigpu(
     group: Group = None,
     async_op: bool = False,
     dst_tensor: int = 0,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces over all tensors of all ranks, into the destination's `tensor_list[dst_tensor]`; the others stay."""
     call = "reduce_multigpu"
@@ -79,10 +80,10 @@ def reduce_multigpu(
     _require_alike(tensor_list, call, "tensor_list")
     root = root_rank(chosen, dst, None, call, "dst")
     total = reduce_locally(tensor_list, op, call)
-    reduced, divide = _with_members(total, len(tensor_list), op)
+    reduced, works, divide = _with_members(chosen, total, len(tensor_list), op, async_op, timeout)
     into = [_pick(tensor_list, dst_tensor, call, "dst_tensor")] if chosen.rank() == root else []
-    work = chosen.reduce(reduced, root, _between_ranks(op), async_op, timeout)
-    return ended([work], call, tensor_list, lambda: _spread(divide(total), into))
+    works.append(chosen.reduce(reduced, root, _between_ranks(op), async_op, timeout))
+    return ended(works, call, tensor_list, lambda: _spread(divide(total), into))
 
 
 def all_gather_multigpu(
@@ -90,7 +91,7 @@ def all_gather_multigpu(
     input_tensor_list: Sequence[torch.Tensor],
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Copies all tensors of all ranks to each device: rank r's tensor j is `output_tensor_lists[i][r * n + j]`.
 
@@ -121,7 +122,7 @@ def reduce_scatter_multigpu(
     op: Reduction = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Reduces `input_tensor_lists[i][r * n + j]` over all devices i of all ranks into rank r's `output_tensor_list[j]`.
 
@@ -142,7 +143,7 @@ def reduce_scatter_multigpu(
 
     def finish() -> None:
         for output, total in zip(output_tensor_list, outputs, strict=True):
-            _spread(total / members if op is ReduceOp.AVG else total, [output])
+            _spread(divided(total, members) if op is ReduceOp.AVG else total, [output])
 
     return ended([work], call, output_tensor_list, finish)
 
@@ -153,13 +154,21 @@ def _between_ranks(op: Reduction) -> ReduceOp:
 
 
 def _with_members(
-    total: torch.Tensor, count: int, op: Reduction
-) -> tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """What to reduce, and what to do with `total` then: an average counts its members, which may differ by rank."""
+    group: ProcessGroup, total: torch.Tensor, count: int, op: Reduction, async_op: bool, timeout: Timeout | None
+) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
+    """What to reduce, what is being reduced for it already, and what to do with `total` then.
+
+    An average counts its members, whose number may differ by rank; where the type can hold it, it travels with the
+    total.
+    """
     if op is not ReduceOp.AVG:
-        return [total], lambda reduced: reduced
-    members = torch.full((1,), count, dtype=total.dtype, device=total.device)
-    return [total, members], lambda reduced: reduced / members
+        return [total], [], lambda reduced: reduced
+    if total.is_floating_point() or total.is_complex():
+        members = torch.full((1,), count, dtype=total.dtype, device=total.device)
+        return [total, members], [], lambda reduced: reduced / members
+    counted = torch.full((1,), count, dtype=torch.int64, device="cpu")
+    work = group.all_reduce(counted, ReduceOp.SUM, async_op, timeout)
+    return [total], [work], lambda reduced: divided(reduced, int(counted))
 
 
 def _spread(tensor: torch.Tensor, into: Sequence[torch.Tensor]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.group.default import Group, get_global_rank, resolve
 from paceline.group.objects import require_cpu
 from paceline.group.parcels import Incoming, Outgoing, announcement_for
@@ -23,7 +23,7 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
     allow_pickle: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Sends the objects of `object_list`; the receiver's list is as long.
 
@@ -56,7 +56,7 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
     allow_pickle: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> int:
     """Receives objects into `object_list`, from any rank if no source is given.
 

@@ -17,11 +17,11 @@ All raise:
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
 from paceline.group.arguments import root_rank
 from paceline.group.default import Group, resolve
@@ -35,7 +35,7 @@ def all_gather_object(
     obj: Any,
     group: Group = None,
     allow_pickle: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Puts every rank's `obj` into `object_list`, by rank.
 
@@ -61,7 +61,7 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
     allow_pickle: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Puts every rank's `obj` into the destination's `object_gather_list`, by rank; None elsewhere. Default: rank 0.
 
@@ -97,7 +97,7 @@ def broadcast_object_list(
     device: torch.device | str | None = None,
     group_src: int | None = None,
     allow_pickle: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Puts the source's objects into every rank's `object_list`, which is as long everywhere. Source: rank 0.
 
@@ -141,7 +141,7 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
     allow_pickle: bool = False,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Puts the source's `scatter_object_input_list[r]` into the first entry of rank r's `scatter_object_output_list`.
 
@@ -184,7 +184,7 @@ def require_cpu(device: torch.device | str | None, call: str) -> None:
         raise ValueError(f"{call}: device is {device}; the paceline engine works on CPU tensors, leave it out")
 
 
-def _announce_to_all(group: ProcessGroup, call: str, outgoing: Outgoing, timeout: timedelta | None) -> list[Incoming]:
+def _announce_to_all(group: ProcessGroup, call: str, outgoing: Outgoing, timeout: Timeout | None) -> list[Incoming]:
     announcements = [announcement_for(1) for _ in group.ranks]
     group.all_gather(announcements, outgoing.announcement, timeout=timeout)
     if outgoing.error is not None:
@@ -192,7 +192,7 @@ def _announce_to_all(group: ProcessGroup, call: str, outgoing: Outgoing, timeout
     return [Incoming(group, call, rank, each) for rank, each in enumerate(announcements)]
 
 
-def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeout: timedelta | None) -> None:
+def _broadcast(group: ProcessGroup, pieces: list[torch.Tensor], root: int, timeout: Timeout | None) -> None:
     if pieces:
         group.broadcast(pieces, root, timeout=timeout)
 

@@ -16,10 +16,10 @@ All raise:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, get_global_rank, resolve
@@ -35,7 +35,7 @@ def send(
     group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> None:
     """Sends `tensor`; returns when it may be changed again."""
     chosen = resolve(group)
@@ -51,7 +51,7 @@ def recv(
     group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> int:
     """Receives into `tensor`, from any rank if no source is given; the rank (of the default group) it came from.
 
@@ -74,7 +74,7 @@ def isend(
     group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Like `send`, at once; `tensor` must not be changed before the returned work is over."""
     chosen = resolve(group)
@@ -90,7 +90,7 @@ def irecv(
     group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Work | None:
     """Like `recv`, at once; when the returned work is over, its `source_rank()` is the group rank it came from."""
     chosen = resolve(group)
@@ -178,7 +178,7 @@ def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, cal
     return peer
 
 
-def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int, timeout: timedelta | None) -> int:
+def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int, timeout: Timeout | None) -> int:
     """Receives what comes first; the group rank it came from."""
     work = group.recv(tensors, ANY_SOURCE, tag, True, timeout)
     assert work is not None

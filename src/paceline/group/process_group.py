@@ -11,7 +11,7 @@ import torch
 from torch.autograd import profiler
 
 from paceline import _core
-from paceline.durations import to_nanoseconds
+from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
 from paceline.engine.engine import OpenGroup
@@ -21,8 +21,11 @@ from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
 from paceline.group.devices import Devices, Opener
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
+from paceline.group.options import Options, are_options, one_list, reduction_of, time_limit
 from paceline.group.profiling import Recording
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
+from paceline.group.sparse import all_reduce_sparse
+from paceline.group.torch_methods import TorchMethods
 from paceline.group.work import Work
 from paceline.schedule.cost import explain_text
 from paceline.schedule.steps import Operation as OperationName
@@ -39,10 +42,12 @@ def _reduces(dtype: int, reduce_op: int) -> bool:
     return _core.reduces(dtype, reduce_op)
 
 
-class ProcessGroup:
+class ProcessGroup(TorchMethods):
     """The ranks that take part in a collective. Made by `init_process_group` and `new_group`.
 
-    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is the rank in the default group.
+    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is the rank in the default group. Methods that
+    torch.distributed's groups have as well take torch's option objects too. Called without `async_op` they return a
+    `Work`, as torch's do: of a send or a receive at once, of others when the call is over.
 
     Args:
         opened: the group on CPU tensors.
@@ -56,7 +61,7 @@ class ProcessGroup:
         opened: OpenGroup,
         members: Sequence[Member],
         group_rank: int,
-        timeout: timedelta,
+        timeout: Timeout,
         name: str,
         backend: str = "paceline",
         openers: Mapping[str, Opener] | None = None,
@@ -99,7 +104,7 @@ class ProcessGroup:
         """How long a call waits for the other ranks."""
         return timedelta(microseconds=self._timeout_ns / 1000)
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: Timeout) -> None:
         """Sets `timeout` for later calls."""
         self._timeout_ns = to_nanoseconds(timeout)
 
@@ -113,7 +118,7 @@ class ProcessGroup:
         tensors: Tensors,
         op: Reduction = ReduceOp.SUM,
         async_op: bool = False,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         any_order: bool = False,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; `any_order` as in `Buffers`."""
@@ -127,6 +132,8 @@ class ProcessGroup:
                     raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
                 return None
         listed = as_list(tensors, "all_reduce")
+        if len(listed) == 1 and listed[0].layout is torch.sparse_coo:
+            return all_reduce_sparse(self, listed[0], reduction_of(op), async_op, timeout)
         code, reduce_code, buffers = self._reduction(listed, op, "all_reduce", any_order)
         outputs = [buffers.write(listed)]
         return self._run(
@@ -154,16 +161,18 @@ class ProcessGroup:
     def broadcast(
         self,
         tensors: Tensors,
-        root: int,
-        async_op: bool = False,
-        timeout: timedelta | None = None,
+        root: int | Options = 0,
+        async_op: bool | None = None,
+        timeout: Timeout | None = None,
         any_order: bool = False,
     ) -> Work | None:
         """Copies the root's `tensors` to all ranks."""
+        if are_options(root):
+            return self.broadcast(tensors, root.rootRank, True, time_limit(root))
         listed = as_list(tensors, "broadcast")
+        code = dtype_code(listed, "broadcast")
         buffers = Buffers(any_order=any_order)
         outputs = [buffers.write(listed)]
-        code = dtype_code(listed, "broadcast")
         return self._run(
             Operation.BROADCAST, code, ReduceCode.NONE, root, _count(listed), [], outputs, buffers, async_op, timeout
         )
@@ -171,12 +180,14 @@ class ProcessGroup:
     def reduce(
         self,
         tensors: Tensors,
-        root: int,
+        root: int | Options = 0,
         op: Reduction = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: timedelta | None = None,
+        async_op: bool | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Reduces `tensors` over all ranks into the root's; the others' stay as they are."""
+        if are_options(root):
+            return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
         listed = as_list(tensors, "reduce")
         code, reduce_code, buffers = self._reduction(listed, op, "reduce")
         root_or_copy = buffers.write if self._rank == root else buffers.read
@@ -186,7 +197,7 @@ class ProcessGroup:
         )
 
     def all_gather(
-        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: timedelta | None = None
+        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
         """Copies every rank's `tensors` to all ranks; `outputs[r]` takes rank r's."""
         return self._gather(Operation.ALL_GATHER, outputs, tensors, -1, async_op, timeout)
@@ -195,12 +206,15 @@ class ProcessGroup:
         self,
         outputs: Sequence[Tensors] | None,
         tensors: Tensors,
-        root: int,
-        async_op: bool = False,
-        timeout: timedelta | None = None,
+        root: int | Options,
+        async_op: bool | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies every rank's `tensors` to the root; `outputs` is None elsewhere."""
-        if (outputs is not None) != (self._rank == root):
+        """Copies every rank's `tensors` to the root; `outputs` is None or empty elsewhere."""
+        if are_options(root):
+            outputs = one_list(outputs, "gather") if outputs else None
+            return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
+        if bool(outputs) != (self._rank == root):
             raise ValueError(
                 f"rank {self.ranks[self._rank]}: gather takes gather_list on the destination, rank {self.ranks[root]}, "
                 "and on no other rank"
@@ -211,11 +225,16 @@ class ProcessGroup:
         self,
         output: Tensors,
         inputs: Sequence[Tensors],
-        op: Reduction = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: timedelta | None = None,
+        op: Reduction | Options = ReduceOp.SUM,
+        async_op: bool | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Reduces the ranks' `inputs[r]` into rank r's `output`."""
+        if are_options(op):
+            inputs = one_list(inputs, "reduce_scatter")
+            return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
+        if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
+            inputs = one_list(inputs, "reduce_scatter")  # torch's form, without options
         written = as_list(output, "reduce_scatter")
         read = self._lists(inputs, "reduce_scatter", "input_list")
         code, reduce_code, buffers = self._reduction(
@@ -243,18 +262,21 @@ class ProcessGroup:
         self,
         output: Tensors,
         inputs: Sequence[Tensors] | None,
-        root: int,
-        async_op: bool = False,
-        timeout: timedelta | None = None,
+        root: int | Options,
+        async_op: bool | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies the root's `inputs[r]` to rank r's `output`; `inputs` is None elsewhere."""
-        if (inputs is not None) != (self._rank == root):
+        """Copies the root's `inputs[r]` to rank r's `output`; `inputs` is None or empty elsewhere."""
+        if are_options(root):
+            inputs = one_list(inputs, "scatter") if inputs else None
+            return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
+        if bool(inputs) != (self._rank == root):
             raise ValueError(
                 f"rank {self.ranks[self._rank]}: scatter takes scatter_list on the source, rank {self.ranks[root]}, "
                 "and on no other rank"
             )
         written = as_list(output, "scatter")
-        read = [] if inputs is None else self._lists(inputs, "scatter", "scatter_list")
+        read = self._lists(inputs, "scatter", "scatter_list") if inputs else []
         code = dtype_code([*written, *(t for each in read for t in each)], "scatter")
         self._same_counts(read, _count(written), "scatter", "scatter_list")
         buffers = Buffers()
@@ -278,7 +300,7 @@ class ProcessGroup:
         outputs: Sequence[Tensors],
         inputs: Sequence[Tensors],
         async_op: bool = False,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
     ) -> Work | None:
         """Copies `inputs[r]` to rank r, whose `outputs[this rank]` takes it; sizes may differ from pair to pair."""
         read = self._lists(inputs, "all_to_all", "input_tensor_list")
@@ -292,47 +314,43 @@ class ProcessGroup:
             Operation.ALL_TO_ALL, code, ReduceCode.NONE, -1, 0, flat_inputs, flat_outputs, buffers, async_op, timeout
         )
 
-    def barrier(self, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
+    def barrier(self, async_op: bool | Options | None = None, timeout: Timeout | None = None) -> Work | None:
         """Returns when every rank has called it."""
+        if are_options(async_op):
+            async_op, timeout = True, time_limit(async_op)
         return self._run(Operation.BARRIER, 0, ReduceCode.NONE, -1, 0, [], [], Buffers(), async_op, timeout)
 
     def send(
-        self, tensors: Tensors, dst: int, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
+        self, tensors: Tensors, dst: int, tag: int = 0, async_op: bool = True, timeout: Timeout | None = None
     ) -> Work | None:
         """Sends `tensors` to group rank `dst`, whose `recv` of the same tag, type and number of elements takes them."""
-        listed = as_list(tensors, "send")
-        buffers = Buffers()
-        pieces = buffers.read(listed)
-        work = self._pass("send", listed, pieces, dst, tag, buffers, async_op, timeout)
+        work = self._pass("send", as_list(tensors, "send"), dst, tag, async_op, timeout)
         return work if async_op else None
 
     def recv(
-        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = False, timeout: timedelta | None = None
+        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = True, timeout: Timeout | None = None
     ) -> Work:
         """Receives into `tensors` what group rank `src`, or with -1 any rank, sends with the same tag.
 
         The work's `source_rank()` is the sender's group rank.
         """
-        listed = as_list(tensors, "recv")
-        buffers = Buffers()
-        pieces = buffers.write(listed)
-        return self._pass("recv", listed, pieces, src, tag, buffers, async_op, timeout)
+        return self._pass("recv", as_list(tensors, "recv"), src, tag, async_op, timeout)
 
     def _pass(
         self,
         name: Literal["send", "recv"],
         tensors: list[torch.Tensor],
-        pieces: list[int],
         peer: int,
         tag: int,
-        buffers: Buffers,
         background: bool,
-        timeout: timedelta | None,
+        timeout: Timeout | None,
     ) -> Work:
         """Starts a message, and without `background` waits for it."""
         if self._closed:
             raise self._closed_error()
         code = dtype_code(tensors, name)
+        buffers = Buffers()
+        pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)
         recording = Recording(name, tensors) if profiler._is_profiler_enabled else None
         links = self._devices.of(tensors, name).links
         start = links.send if name == "send" else links.receive
@@ -380,8 +398,8 @@ class ProcessGroup:
         outputs: Sequence[Tensors],
         tensors: Tensors,
         root: int,
-        async_op: bool,
-        timeout: timedelta | None,
+        async_op: bool | None,
+        timeout: Timeout | None,
     ) -> Work | None:
         name = operation.name.lower()
         here = operation is Operation.ALL_GATHER or self._rank == root
@@ -406,8 +424,8 @@ class ProcessGroup:
         inputs: Sequence[Sequence[int]],
         outputs: Sequence[Sequence[int]],
         buffers: Buffers,
-        async_op: bool,
-        timeout: timedelta | None,
+        async_op: bool | None,
+        timeout: Timeout | None,
     ) -> Work | None:
         if self._closed:
             raise self._closed_error()
@@ -436,9 +454,9 @@ class ProcessGroup:
             raise self._abandon(outcome, header, buffers)
         if buffers.finish is not None:
             buffers.finish()
-        return None
+        return Work(None, name, buffers.kept, results=buffers.written) if async_op is None else None
 
-    def _limit_ns(self, timeout: timedelta | None) -> int:
+    def _limit_ns(self, timeout: Timeout | None) -> int:
         return self._timeout_ns if timeout is None else to_nanoseconds(timeout)
 
     def _abandon(self, outcome: Outcome, header: HeaderFields, buffers: Buffers) -> CollectiveError:
@@ -466,20 +484,15 @@ class ProcessGroup:
         self, tensors: list[torch.Tensor], op: Reduction, call: str, any_order: bool = False
     ) -> tuple[int, int, Buffers]:
         code = dtype_code(tensors, call)
+        op = reduction_of(op)
         scale = op.factor if isinstance(op, PremulSum) else None
-        if isinstance(op, PremulSum):
-            reduce_code = ReduceOp.PREMUL_SUM
-        elif isinstance(op, ReduceOp):
-            reduce_code = op
-            if op is ReduceOp.PREMUL_SUM:
-                raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
-        else:
-            raise TypeError(f"{call}: op must be a paceline.ReduceOp or a paceline.PremulSum, not {type(op).__name__}")
+        reduce_code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+        if op is ReduceOp.PREMUL_SUM:
+            raise TypeError(f"{call}: PREMUL_SUM needs a factor; pass paceline.PremulSum(factor)")
         # Engines for other devices than the CPU say for themselves what they do not reduce.
         if not _reduces(code, reduce_code) and all(tensor.is_cpu for tensor in tensors):
             dtype = tensors[0].dtype if tensors else torch.uint8
-            advice = "use SUM and divide" if reduce_code is ReduceOp.AVG else "convert the tensor first"
-            raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; {advice}")
+            raise TypeError(f"{call}: {reduce_code.name} is not defined for {dtype}; convert the tensor first")
         return code, reduce_code, Buffers(scale, any_order)
 
     def _lists(self, lists: Sequence[Tensors], call: str, argument: str) -> list[list[torch.Tensor]]:

@@ -10,10 +10,10 @@ import os
 import secrets
 import zlib
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 
+from paceline.durations import Timeout
 from paceline.engine.registry import choose
 from paceline.errors import CollectiveMismatchError
 from paceline.group.default import (
@@ -22,6 +22,7 @@ from paceline.group.default import (
     NonMember,
     default_group,
     open_group,
+    require_no_options,
     resolve,
 )
 from paceline.group.engines import agreed_identity
@@ -33,7 +34,7 @@ Subgroups = tuple[ProcessGroup | NonMember, list[ProcessGroup | NonMember]]
 def new_subgroups(
     group_size: int | None = None,
     group: Group = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     backend: str | None = None,
     pg_options: None = None,
     group_desc: str | None = None,
@@ -70,7 +71,7 @@ def new_subgroups(
 
 def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]],
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     backend: str | None = None,
     pg_options: None = None,
     group_desc: str | None = None,
@@ -98,7 +99,7 @@ def new_subgroups_by_enumeration(
 def split_group(
     parent_pg: Group = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
     pg_options: None = None,
     group_desc: str | None = None,
     backend: str | None = None,
@@ -126,15 +127,14 @@ def _split(
     parent: ProcessGroup,
     lists: Sequence[Sequence[int]],
     call: str,
-    timeout: timedelta | None,
+    timeout: Timeout | None,
     backend: str | None,
     pg_options: None,
     group_desc: str | None,
 ) -> Subgroups:
     if backend is not None:
         choose(backend)
-    if pg_options is not None:
-        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
+    require_no_options(pg_options, call)
     divided = [list(ranks) for ranks in lists]
     _require_division(divided, parent.size(), call)
     identity = _agree(parent, divided, call)

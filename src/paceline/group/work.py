@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import cast
 
 import torch
 
-from paceline.durations import to_nanoseconds
+from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.channel import Message, Outcome, Pending
 from paceline.errors import CollectiveTimeoutError
 from paceline.group.completion import when_done
@@ -51,7 +50,7 @@ class Work:
         if not getattr(self, "_settled", True) and self._work is not None and not self._work.done():
             self._work.wait(_FOR_EVER_NS)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout | None = None) -> bool:
         """Waits until the tensors are ready; True.
 
         Args:
@@ -66,8 +65,8 @@ class Work:
             timeout_ns = _FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
-                    f"{self._name} was not done after the {timeout_ns / 1e9:.1f} s that wait() was given; "
-                    "it goes on, wait for it again or with a longer timeout="
+                    f"wait() timed out: {self._name} was not done after the {timeout_ns / 1e9:.1f} s that it was "
+                    "given; it goes on, wait for it again or with a longer timeout="
                 )
         if self._error is not None:
             raise self._error
@@ -146,9 +145,17 @@ class Work:
             future.set_result(list(self._results))
 
     def source_rank(self) -> int:
-        """Of a receive that is over: the sender's group rank."""
+        """The group rank that a receive got its message from; waits for it. -1 if this was no receive."""
         self.wait()
         return cast(Message, self._work).source() if hasattr(self._work, "source") else -1
+
+    _source_rank = source_rank  # torch's other name
+
+    def synchronize(self) -> None:
+        """Waits as `wait` does."""
+        self.wait()
+
+    block_current_stream = synchronize
 
     def _settle(self) -> None:
         with self._lock:

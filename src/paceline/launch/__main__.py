@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from paceline.launch.command import add_run_arguments, run
+from paceline.launch.grammar import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """As `paceline run`, but each worker is given --local_rank=N before its arguments, unless --use-env is."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m paceline.launch",
         description="As `paceline run`, but passes --local_rank=N to each worker, unless --use-env is given.",
     )

@@ -17,6 +17,7 @@ from paceline.launch.events import Events
 from paceline.launch.failures import Failure, describe, first_failure, report, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
+from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import Opened, open_meeting
@@ -30,8 +31,13 @@ from paceline.store.server import StoreServer
 
 # What a launcher that a worker started finds of the job around it.
 _NOT_PASSED_ON = (
-    "PACELINE_SECRET", "PACELINE_SECRET_FILE", SECRET_FD, "PACELINE_STORE", "TORCHELASTIC_USE_AGENT_STORE",
-)  # fmt: skip
+    "PACELINE_SECRET",
+    "PACELINE_SECRET_FILE",
+    SECRET_FD,
+    "PACELINE_STORE",
+    "PACELINE_TERMINAL",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
@@ -70,7 +76,9 @@ class _Agent:
         self._shared = shared
         self._cleanup = cleanup
         self._machine = Machine.mine(job)
-        self._signals = Signals(job.signals)
+        self._keyboard = Keyboard()
+        on_terminal = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
+        self._signals = Signals(job.signals, on_terminal)
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
         self._logs = Logs(job.output, job.run_id, self._console)
@@ -79,6 +87,7 @@ class _Agent:
         self._store: StoreServer | None = None
         self._secret_fd = -1
         self._stopped_by: signal.Signals | None = None
+        self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
         self._end: End | None = None
         self._world: tuple[int, ...] = ()
@@ -175,6 +184,7 @@ class _Agent:
             cores=self._machine.cores,
             gpus=self._machine.gpus,
             logs=self._logs,
+            keyboard=self._keyboard,
             selector=self._selector,
             on_start=self._cleanup.watch,
             on_failure=lambda failure: self._on_failure(start, failure),
@@ -202,6 +212,8 @@ class _Agent:
 
     def _on_failure(self, start: Start, failure: Failure) -> None:
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
+        if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
+            self._stop(signal.SIGINT)
         if self._stopped_by is None:
             self._meeting.line.send(Failed(start.generation, failure))
 
@@ -228,25 +240,40 @@ class _Agent:
             self._secret_fd = -1
 
     def _on_signal(self) -> None:
-        numbers, child_ended = self._signals.read()
-        if child_ended:
-            workers = self._generation.workers if self._generation is not None else []
+        numbers, others = self._signals.read()
+        generation = self._generation
+        if signal.SIGCHLD in others:
+            workers = generation.workers if generation is not None else []
             self._cleanup.reap(each.pid for each in workers if each.exit_code is None)
+        if signal.SIGWINCH in others and generation is not None:
+            generation.resize()
+        if signal.SIGTSTP in others:
+            from paceline.launch.pausing import pause
+
+            pause(generation, self._keyboard, self._signals)
+            self._console.redraw()
         for number in numbers:
             if self._stopped_by is not None:
-                if self._generation is not None:
-                    self._generation.kill()
-                continue
-            self._stopped_by = number
-            if self._generation is None:
-                self._leave(number)
-                continue
-            running = [worker for worker in self._generation.workers if worker.exit_code is None]
+                if generation is not None:
+                    generation.kill()
+            elif number == signal.SIGINT and generation is not None and (worker := generation.interactive()):
+                self._interrupted.add(worker.rank)
+                os.kill(worker.pid, number)
+            else:
+                self._stop(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopped_by = number
+        if self._generation is None:
+            self._leave(number)
+            return
+        running = [worker for worker in self._generation.workers if worker.exit_code is None]
+        if running:
             self._say(
                 f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
                 "end (again to kill them)"
             )
-            self._generation.end(number)
+        self._generation.end(number)
 
     def _leave(self, number: signal.Signals) -> None:
         self._meeting.line.send(Leave(number.name))

@@ -10,7 +10,16 @@ import os
 import sys
 from types import TracebackType
 
-_OWN_NAMES = ("run", "die_with_parent", "annotations", "_join_cgroup", "_record_exit", "_record_uncaught", "_OWN_NAMES")
+_OWN_NAMES = (
+    "run",
+    "die_with_parent",
+    "annotations",
+    "_join_cgroup",
+    "_prepare_stdin",
+    "_record_exit",
+    "_record_uncaught",
+    "_OWN_NAMES",
+)
 
 
 def run(arguments: list[str]) -> None:
@@ -29,6 +38,7 @@ def run(arguments: list[str]) -> None:
     _record_exit(os.environ["PACELINE_ERROR_FILE"])
     import faulthandler
 
+    _prepare_stdin()
     faulthandler.enable()  # the Python stack of a worker that crashes in native code
     if rest[0] == "-m":
         import runpy
@@ -44,8 +54,10 @@ def run(arguments: list[str]) -> None:
         del sys.path[0]
         runpy.run_path(rest[1], run_name="__main__")
         return
-    script = rest[0]
     sys.argv = rest
+    script = rest[0]
+    if not os.path.isabs(script):  # as Python does since 3.9, so that __file__ stays right after os.chdir
+        script = os.path.join(os.getcwd(), script)
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec")
@@ -63,6 +75,30 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != parent:
         os.kill(os.getpid(), 9)
+
+
+def _prepare_stdin() -> None:
+    """On the rank that reads stdin, has `input` edit lines; on others, `breakpoint()` do nothing.
+
+    A line editor echoes what is typed by stdout, so that the launcher knows of it. Without a stdin to type into the
+    debugger would end the job.
+    """
+    reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
+    if reader == rank and os.isatty(0) and os.isatty(1):
+        from contextlib import suppress
+
+        with suppress(ImportError):
+            import readline  # noqa: F401
+    if reader in ("none", rank) or "PYTHONBREAKPOINT" in os.environ:
+        return
+
+    def skip(*_: object, **__: object) -> None:
+        sys.stderr.write(
+            f"paceline: breakpoint() does nothing on rank {rank}, since rank {reader} has the stdin; use "
+            f"paceline.breakpoint({rank}), or start with --stdin {rank}\n"
+        )
+
+    sys.breakpointhook = skip
 
 
 def _join_cgroup(directory: str | None) -> None:

@@ -58,6 +58,12 @@ class Failure:
         return self.record is not None and _is_consequence(self.record.kind, self.record.text)
 
     @property
+    def is_interrupt(self) -> bool:
+        """Whether a Ctrl-C that it did not handle ended it."""
+        kind = self.record.kind if self.record is not None else None
+        return kind == "KeyboardInterrupt" or self.exit_code in (-signal.SIGINT, 128 + signal.SIGINT)
+
+    @property
     def how(self) -> str:
         """What ended it, in a few words."""
         if self.memory is not None:

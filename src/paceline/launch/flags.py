@@ -88,6 +88,8 @@ FLAGS = (
          str, metavar="MODE", choices=("node", "socket", "exclusive", "core-complex"), variable=False),
     Flag("no-pin", "bind no worker to cores (otherwise each has cores of its own)", ours=True),
     # others
+    Flag("stdin", "the rank that reads the launcher's stdin, or none; the others' is empty", values.rank_or_none, "0",
+         "RANK|none", ours=True),
     Flag("dry-run", "print what would start where with which variables, and end", variable=False, ours=True),
     Flag("print-token", "serve the meeting and print the token with which other machines join it", variable=False,
          ours=True),

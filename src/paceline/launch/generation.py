@@ -12,10 +12,12 @@ from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure, came_to_its_end, keep, read_record
 from paceline.launch.gpus import device_of
 from paceline.launch.job import Job
-from paceline.launch.logs import Destination, Logs
+from paceline.launch.keyboard import Keyboard, waits_for_stdin
+from paceline.launch.logs import Logs
 from paceline.launch.memory import MemoryWatch
 from paceline.launch.nodes.messages import Start
 from paceline.launch.output import Stream
+from paceline.launch.pipes import WITHOUT_PAGERS, Output, outputs_of
 from paceline.launch.placement import Cores
 from paceline.launch.starting import Interpreters, Starter, Template
 from paceline.launch.values import Streams
@@ -23,6 +25,7 @@ from paceline.launch.worker import Worker, allow_descriptors, words_of
 
 CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
 _READ_BYTES = 1 << 16
+_PROMPT_S = 0.2  # after which an unfinished line is shown to whoever is to answer it
 
 
 def place_of(job: Job, start: Start, index: int) -> Place:
@@ -52,24 +55,12 @@ def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, s
     return variables
 
 
-class _Output:
-    """What a worker writes to: its file, or a pipe that we read."""
-
-    def __init__(self, destination: Destination) -> None:
-        self._file = destination.file
-        self.stream = destination.stream
-        self.reading = -1
-        if self._file is not None:
-            self.writing = self._file.fileno()
-        else:
-            self.reading, self.writing = os.pipe()
-
-    def close_ours(self) -> None:
-        """Closes what the worker has by now."""
-        if self._file is not None:
-            self._file.close()
-        else:
-            os.close(self.writing)
+def drawing_index(job: Job, start: Start) -> int:
+    """The worker that may draw on the terminal: the one that reads stdin if it is here and shown, else the first."""
+    slot, _ = job.slot
+    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
+    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
+    return reading if reading in shown else shown[0] if shown else 0
 
 
 class Generation:
@@ -86,6 +77,7 @@ class Generation:
         cores: list[Cores] | None,
         gpus: int,
         logs: Logs,
+        keyboard: Keyboard,
         selector: selectors.BaseSelector,
         on_start: Callable[[int], None],
         on_failure: Callable[[Failure], None],
@@ -95,15 +87,20 @@ class Generation:
         self.workers: list[Worker] = []
         self._selector = selector
         self._on_failure = on_failure
+        self._keyboard = keyboard
         self._streams: list[Stream] = []
+        self._outputs: list[Output] = []
+        self._prompting: list[Stream] = []  # those of the worker that reads stdin
         self._open_pipes: set[int] = set()
         self._memory = MemoryWatch()
         self._grace_s = job.shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
+        self._prompt_s: float | None = None  # when (monotonic) to look for one
         self._told_to_end = False
         descriptors = allow_descriptors(job.workers)
         starter: Starter = (Template if job.forks else Interpreters)(environment, pass_fds, descriptors)
-        with starter:
+        drawing = drawing_index(job, start)
+        with starter, open(os.devnull, "rb") as nothing:
             for index in range(job.workers):
                 place = place_of(job, start, index)
                 error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
@@ -111,28 +108,39 @@ class Generation:
                     **variables_of(job, start, index, environment, gpus),
                     "PACELINE_ERROR_FILE": error_file,
                     "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+                    "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
                 }
+                if keyboard.path is not None:
+                    variables["PACELINE_TERMINAL"] = keyboard.path
                 log = logs.of_rank(start.generation - 1, place.rank)
-                outputs = [
-                    _Output(logs.destination(which, start.generation - 1, place.rank, place.local_rank))
-                    for which in (Streams.OUT, Streams.ERR)
-                ]
+                where = (start.generation - 1, place.rank, place.local_rank, index == drawing)
+                outputs = outputs_of([logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+                if outputs[-1].is_terminal:
+                    variables.update(WITHOUT_PAGERS)
                 words = words_of(job.command, place.local_rank)
+                reads = place.rank == job.stdin_rank and keyboard.is_ours()
                 own_cores = cores[place.local_rank] if cores is not None else None
-                pid = starter.start(words, variables, (outputs[0].writing, outputs[1].writing), own_cores)
+                streams = (0 if reads else nothing.fileno(), outputs[0].writing, outputs[-1].writing)
+                pid = starter.start(words, variables, streams, own_cores)
                 on_start(pid)
                 log_dir = str(log) if log else None
-                worker = Worker(place.rank, place.local_rank, pid, error_file, os.pidfd_open(pid), log_dir)
+                worker = Worker(place.rank, place.local_rank, pid, error_file, os.pidfd_open(pid), log_dir, reads)
                 self.workers.append(worker)
                 self._follow(worker, outputs)
 
     @property
     def deadline_s(self) -> float | None:
         """When `tick` is to be called."""
-        return self._next_signal[0] if self._next_signal is not None else None
+        signal_s = self._next_signal[0] if self._next_signal is not None else None
+        return min((each for each in (signal_s, self._prompt_s) if each is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Sends the signal that is due."""
+        """Sends the signal that is due, and shows the prompt of a worker that waits for an answer."""
+        if self._prompt_s is not None and now_s >= self._prompt_s:
+            self._prompt_s = None
+            if any(worker.reads and waits_for_stdin(worker.pid) for worker in self.workers):
+                for stream in self._prompting:
+                    stream.prompt()
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._signal(self._next_signal[1])
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
@@ -146,6 +154,24 @@ class Generation:
     def kill(self) -> None:
         """Ends the workers now."""
         self._signal(signal.SIGKILL)
+
+    def interactive(self) -> Worker | None:
+        """The worker that waits for what somebody types: it is in `paceline.breakpoint`, or reads the terminal."""
+        running = [worker for worker in self.workers if worker.exit_code is None]
+        debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
+        reading = [worker for worker in running if worker.reads and self._keyboard.is_read_by(worker.pid)]
+        return next(iter([*debugged, *reading]), None)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every worker that runs."""
+        for worker in self.workers:
+            if worker.exit_code is None:
+                worker.signal(number)
+
+    def resize(self) -> None:
+        """Tells the workers that write to a terminal its present size."""
+        for output in self._outputs:
+            output.resize()
 
     @property
     def is_over(self) -> bool:
@@ -171,14 +197,19 @@ class Generation:
         for stream in self._streams:
             stream.close()
         self._streams.clear()
+        self._outputs.clear()
+        self._keyboard.restore()
 
-    def _follow(self, worker: Worker, outputs: list[_Output]) -> None:
+    def _follow(self, worker: Worker, outputs: list[Output]) -> None:
         for output in outputs:
             output.close_ours()
             if output.stream is not None:
                 worker.pipes.append(output.reading)
                 self._streams.append(output.stream)
-                self._read(output.reading, output.stream)
+                self._outputs.append(output)
+                if worker.reads:
+                    self._prompting.append(output.stream)
+                self._read(output.reading, output.stream, worker.reads)
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
@@ -186,12 +217,18 @@ class Generation:
 
         self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
-    def _read(self, fd: int, stream: Stream) -> None:
+    def _read(self, fd: int, stream: Stream, may_prompt: bool) -> None:
         def read() -> None:
-            data = os.read(fd, _READ_BYTES)
+            try:
+                data = os.read(fd, _READ_BYTES)
+            except OSError:  # the end of a pseudo-terminal is EIO
+                data = b""
             if data:
                 stream.feed(data)
+                if may_prompt:
+                    self._prompt_s = time.monotonic() + _PROMPT_S
             else:
+                stream.close()
                 self._selector.unregister(fd)
                 self._open_pipes.discard(fd)
 
@@ -218,7 +255,5 @@ class Generation:
 
     def _signal(self, number: int) -> None:
         self._told_to_end = True
-        for worker in self.workers:
-            if worker.exit_code is None:
-                worker.signal(signal.SIGCONT)  # a stopped worker would not hear it
-                worker.signal(number)
+        self.signal(signal.SIGCONT)  # a stopped worker would not hear it
+        self.signal(number)

@@ -97,6 +97,7 @@ class Job:
     virtual_local_rank: bool = False
     binding: str | None = "exclusive"  # of workers to cores; None: not at all
     binding_is_asked_for: bool = False
+    stdin_rank: int | None = 0  # that reads the launcher's stdin, if it is one of this machine's
     events: bool = False
     forks: bool = False  # of a template, which is quicker for workers that import no torch
     slot: tuple[int, int] = (0, 1)  # this launcher among those of its machine, where a scheduler started several
@@ -117,6 +118,8 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         timeout_s = values.seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
     meeting = _meeting(options, around)
     workers = 1 if around is not None and around.is_one_a_rank else options.nproc_per_node
+    if meeting.address is None and options.stdin is not None and options.stdin >= workers:
+        raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
     return Job(
         command=command,
         workers=workers,
@@ -131,6 +134,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         virtual_local_rank=options.virtual_local_rank,
         binding=None if options.no_pin else options.numa_binding or "exclusive",
         binding_is_asked_for=options.numa_binding is not None,
+        stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
         forks=_forks(options.start_method, workers),
         slot=around.slot if around is not None else (0, 1),

@@ -8,18 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch.job import Output
-from paceline.launch.output import Console, LinePrefixer, LogFile, Stream, only_with, prefix_of
+from paceline.launch.output import Console, Drawing, LinePrefixer, LogFile, Sink, Stream, only_with, prefix_of
+from paceline.launch.screen import Screen
 from paceline.launch.values import Streams, streams_of
 
 _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 
+_UPDATES_S = 10.0  # between the states of a progress bar that are shown where lines cannot be redrawn
+
+
 @dataclass(frozen=True)
 class Destination:
-    """One stream of one worker: its file without a pipe in between, or what its pipe feeds."""
+    """One stream of one worker: its file without a pipe in between, or what its pipe feeds.
+
+    `screen` is the terminal if the stream goes nowhere else, so that the worker may write to a terminal too.
+    """
 
     file: LogFile | None = None
     stream: Stream | None = None
+    screen: Screen | None = None
 
 
 class Logs:
@@ -37,8 +45,8 @@ class Logs:
         """The directory of a worker's files."""
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
-    def destination(self, which: Streams, attempt: int, rank: int, local_rank: int) -> Destination:
-        """Where stdout (`Streams.OUT`) or stderr of a worker goes."""
+    def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
+        """Where stdout (`Streams.OUT`) or stderr of a worker goes; `draws` if it is the one that may draw."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
         is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))
@@ -48,13 +56,20 @@ class Logs:
         file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
         if file is not None and not is_shown and not words:
             return Destination(file)
-        lines = []
+        sinks: list[Sink] = []
+        screen = self._console.screen(which.value)
         if is_shown:
-            lines.append(LinePrefixer(prefix_of(rank, _is_coloured(which)), self._console.writer(which.value)))
+            sinks.append(self._shown(which, prefix_of(rank, _is_coloured(which)), screen, draws))
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
-            lines.append(LinePrefixer(prefix_of(rank, False), only_with(words, matches.write)))
-        return Destination(stream=Stream(file, lines))
+            sinks.append(LinePrefixer(prefix_of(rank, False), only_with(words, matches.write)))
+        is_all_drawn = draws and is_shown and file is None and not words
+        return Destination(stream=Stream(file, sinks), screen=screen if is_all_drawn else None)
+
+    def _shown(self, which: Streams, prefix: bytes, screen: Screen | None, draws: bool) -> Sink:
+        if screen is None:
+            return LinePrefixer(prefix, self._console.writer(which.value), _UPDATES_S)
+        return Drawing(screen, prefix) if draws else LinePrefixer(prefix, screen.above)
 
     def _open(self, attempt: int, folder: str, name: str) -> LogFile:
         assert self.directory is not None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import select
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
+
+from paceline.launch.rows import Rows
+from paceline.launch.screen import Screen
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
-_BOUNDARY = re.compile(rb"[\r\n]")
 _LONGEST_LINE = 1 << 16
 _PATIENCE_S = 0.2
 
@@ -23,27 +26,62 @@ def prefix_of(rank: int, coloured: bool) -> bytes:
 
 
 class LinePrefixer:
-    """Passes whole lines on to `write`; the last, unfinished one when `close` is called."""
+    """Passes whole lines on to `write`; the last, unfinished one when `close` is called.
 
-    def __init__(self, prefix: bytes, write: Write) -> None:
+    Of a line that is drawn again and again, as progress bars are, only the last state becomes a line, and one of the
+    states between once in `updates_s` seconds (if that is not None).
+    """
+
+    def __init__(
+        self,
+        prefix: bytes,
+        write: Write,
+        updates_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._prefix = prefix
         self._write = write
-        self._open = b""
+        self._updates_s = updates_s
+        self._clock = clock
+        self._rows = Rows()
+        self._updated_s: float | None = None
 
     def feed(self, data: bytes) -> None:
-        """Takes more output, cut anywhere. A carriage return ends a line too: progress bars become lines."""
-        *lines, self._open = _BOUNDARY.split(self._open + data)
-        if len(self._open) > _LONGEST_LINE:
-            lines.append(self._open)
-            self._open = b""
-        shown = b"".join(self._prefix + line + b"\n" for line in lines if line)
+        """Takes more output, cut anywhere."""
+        self._rows.feed(data)
+        lines = self._rows.final()
+        if len(self._rows.open_text) > _LONGEST_LINE:
+            lines += self._rows.end()
+        self._pass_on(lines)
+        if self._updates_s is not None:
+            self._update(self._updates_s)
+
+    def _update(self, every_s: float) -> None:
+        if not self._rows.is_redrawn:
+            self._updated_s = None
+        elif self._updated_s is None:
+            self._updated_s = self._clock()
+        elif self._clock() - self._updated_s >= every_s:
+            self._pass_on(self._rows.changed())
+            self._updated_s = self._clock()
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        shown = b"".join(self._prefix + line + b"\n" for line in lines if line.strip())
         if shown:
             self._write(shown)
 
+    def take(self) -> bytes:
+        """Takes back the unfinished line."""
+        return b"\n".join(self._rows.end())
+
+    def prompt(self) -> None:
+        """Shows the unfinished line; what follows begins with the prefix again."""
+        if not self._rows.is_redrawn and (text := self.take()):
+            self._write(self._prefix + text)
+
     def close(self) -> None:
         """Passes on what is left."""
-        if self._open:
-            self.feed(b"\n")
+        self._pass_on(self._rows.end())
 
 
 class LogFile:
@@ -87,23 +125,65 @@ class LogFile:
         self._file.close()
 
 
-class Stream:
-    """One stream of one worker, to its file, and in lines to the console and filtered to another file."""
+class Sink(Protocol):
+    """Takes the output of a stream."""
 
-    def __init__(self, file: LogFile | None, lines: Sequence[LinePrefixer]) -> None:
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+
+    def prompt(self) -> None:
+        """Shows the unfinished line, since somebody is to answer it."""
+
+    def close(self) -> None:
+        """Passes on what is left; idempotent."""
+
+
+class Drawing:
+    """The stream of a worker that draws on the terminal as it likes, unless another stream of its does just now."""
+
+    def __init__(self, screen: Screen, prefix: bytes) -> None:
+        self._screen = screen
+        self._prefix = prefix
+        self._lines = LinePrefixer(prefix, screen.above)
+
+    def feed(self, data: bytes) -> None:
+        """Takes more output, cut anywhere."""
+        if self._screen.claim(self, self._prefix):
+            self._screen.draw(self._lines.take() + data)
+        else:
+            self._lines.feed(data)
+
+    def prompt(self) -> None:
+        """Nothing: it is shown already."""
+
+    def close(self) -> None:
+        """Leaves the terminal at the beginning of a row."""
+        self._lines.close()
+        self._screen.leave(self)
+
+
+class Stream:
+    """One stream of one worker, to its file, to the console, and filtered to another file."""
+
+    def __init__(self, file: LogFile | None, sinks: Sequence[Sink]) -> None:
         self._file = file
-        self._lines = lines
+        self._sinks = sinks
 
     def feed(self, data: bytes) -> None:
         """Takes more output, cut anywhere."""
         if self._file is not None:
             self._file.write(data)
-        for each in self._lines:
+        for each in self._sinks:
             each.feed(data)
+
+    def prompt(self) -> None:
+        """Shows the unfinished line, since somebody is to answer it."""
+        for each in self._sinks:
+            each.prompt()
 
     def close(self) -> None:
         """Passes on what is left; idempotent."""
-        for each in self._lines:
+        for each in self._sinks:
             each.close()
         if self._file is not None:
             self._file.close()
@@ -131,8 +211,19 @@ class Console:
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
         self._hurries = hurries
         self._unread: set[int] = set()
+        self._screens = {fd: Screen(self._writer(fd), fd) for fd in (1, 2) if can_redraw(fd)}
+        if len(self._screens) == 2 and os.fstat(1).st_rdev == os.fstat(2).st_rdev:
+            self._screens[2] = self._screens[1]
+
+    def screen(self, fd: int) -> Screen | None:
+        """The terminal that `fd` is, if it is one; the same for both if both are."""
+        return self._screens.get(fd)
 
     def writer(self, fd: int) -> Write:
+        """Writes whole lines to `fd`, above what a worker has drawn there."""
+        return self._screens[fd].above if fd in self._screens else self._writer(fd)
+
+    def _writer(self, fd: int) -> Write:
         """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
 
         def write(data: bytes) -> None:
@@ -150,9 +241,19 @@ class Console:
 
         return write
 
+    def redraw(self) -> None:
+        """Shows once more what workers have drawn, on the row of the cursor."""
+        for screen in set(self._screens.values()):
+            screen.redraw()
+
     def say(self, text: str) -> None:
         """A line of the launcher's own on stderr."""
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
+
+
+def can_redraw(fd: int) -> bool:
+    """Whether `fd` is a terminal that knows control sequences."""
+    return os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def open_standard_streams() -> None:

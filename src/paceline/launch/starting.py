@@ -22,9 +22,12 @@ class Starter(Protocol):
     """Starts workers of one generation; left as a context, it holds nothing any more."""
 
     def start(
-        self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], cores: Cores | None
+        self, words: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
-        """Starts a worker in a session of its own, a child of this process, on its cores; its process id."""
+        """Starts a worker in a session of its own, a child of this process, on its cores; its process id.
+
+        `streams` are the descriptors that become its stdin, stdout and stderr.
+        """
 
     def __enter__(self) -> Starter: ...
 
@@ -48,15 +51,15 @@ class Interpreters:
         self._descriptors = descriptors
 
     def start(
-        self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], cores: Cores | None
+        self, words: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
         """Starts a worker."""
         process = subprocess.Popen(
             [_python(), bootstrap.__file__, str(os.getpid()), *words],
             env={**self._environment, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=outputs[0],
-            stderr=outputs[1],
+            stdin=streams[0],
+            stdout=streams[1],
+            stderr=streams[2],
             pass_fds=self._pass_fds,
             start_new_session=True,
         )
@@ -90,7 +93,7 @@ class Template:
             )
 
     def start(
-        self, words: Sequence[str], variables: Mapping[str, str], outputs: tuple[int, int], cores: Cores | None
+        self, words: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
         """Starts a worker.
 
@@ -99,7 +102,7 @@ class Template:
         """
         place(self._process.pid, cores, self._descriptors)  # a fork has it from its first moment
         request = json.dumps({"words": words, "variables": dict(variables)}).encode()
-        socket.send_fds(self._connection, [request], list(outputs))
+        socket.send_fds(self._connection, [request], list(streams))
         answer = self._connection.recv(4)
         if len(answer) != 4:
             raise OSError(

@@ -36,7 +36,7 @@ def main() -> None:
 
     gc.freeze()
     while True:
-        request, outputs, _, _ = socket.recv_fds(connection, _LARGEST, 2)
+        request, streams, _, _ = socket.recv_fds(connection, _LARGEST, 3)
         if not request:
             return
         between = os.fork()
@@ -47,11 +47,11 @@ def main() -> None:
                 os._exit(0)
             break
         os.waitpid(between, 0)
-        for fd in outputs:
+        for fd in streams:
             os.close(fd)
     connection.close()
     os.setsid()
-    for fd, own in zip(outputs, (1, 2), strict=True):
+    for fd, own in zip(streams, (0, 1, 2), strict=True):
         os.dup2(fd, own)
         os.close(fd)
     told = json.loads(request)

@@ -112,6 +112,15 @@ def signals(text: str) -> tuple[signal.Signals, ...]:
     return tuple(found)
 
 
+def rank_or_none(text: str) -> int | None:
+    """A rank, or `none`."""
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is neither a rank nor none")
+    return int(text)
+
+
 def streams(text: str) -> StreamsOfRanks:
     """`3`, or by local rank `0:1,1:2`."""
     try:

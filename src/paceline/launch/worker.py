@@ -32,9 +32,15 @@ class Worker:
     error_file: str
     pidfd: int
     log: str | None = None
+    reads: bool = False  # the launcher's stdin
     exit_code: int | None = None
     peak_bytes: int | None = None
     pipes: list[int] = field(default_factory=list)
+
+    @property
+    def debugger_file(self) -> str:
+        """Exists while the worker is in `paceline.breakpoint`."""
+        return f"{self.error_file}.debugger"
 
     def collect(self) -> int:
         """Takes the exit code of the ended worker, and the memory it had used at most."""

@@ -274,6 +274,25 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self._reducer.exchange.comm_hook = CommHook(state, hook)
 
+    def _set_static_graph(self) -> None:
+        """Like `static_graph=True`, for programs that decide after wrapping; before the first forward.
+
+        Raises:
+            RuntimeError: there was a forward.
+        """
+        if self.static_graph:
+            return
+        if self._reducer.forwards:
+            raise RuntimeError(
+                "_set_static_graph was called after a forward, whose backward was prepared for another graph each "
+                "time; call it before the first one, or wrap with static_graph=True"
+            )
+        self.static_graph = True
+        hook = self._reducer.exchange.comm_hook
+        self._reducer.close()
+        self._start_reducer()
+        self._reducer.exchange.comm_hook = hook
+
     def _require_not_deterministic(self, call: str) -> None:
         if self._replica is not None:
             raise ValueError(
@@ -310,6 +329,15 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _start(self) -> None:
         self._watched = WatchedModule(self.module, self.process_group)
+        self._start_reducer()
+        self._replica = None
+        if self.logical_shards is not None:
+            torch.set_num_threads(1)  # kernels split sums by it
+            self._replica = ShardedReplica(
+                self.module, self._watched.members, self.logical_shards, self.seed, self.dim, self.process_group
+            )
+
+    def _start_reducer(self) -> None:
         self._reducer = Reducer(
             self._watched.members,
             int(self.bucket_cap_mb * MIB),
@@ -319,12 +347,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             static_graph=self.static_graph,
             overlap=self.overlap,
         )
-        self._replica = None
-        if self.logical_shards is not None:
-            torch.set_num_threads(1)  # kernels split sums by it
-            self._replica = ShardedReplica(
-                self.module, self._watched.members, self.logical_shards, self.seed, self.dim, self.process_group
-            )
         # The hooks must not outlive the wrapper: the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from dataclasses import dataclass
 
 VARIABLE = "PACELINE_SECRET_FD"
 
@@ -20,13 +19,13 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 _LONGEST = 1024
 
 
-@dataclass(frozen=True)
-class SecretFile:
+class SecretFile:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
     """Where a secret is: the maker's descriptor, the file's inode, the maker's process id."""
 
-    fd: int
-    inode: int
-    maker: int
+    def __init__(self, fd: int, inode: int, maker: int) -> None:
+        self.fd = fd
+        self.inode = inode
+        self.maker = maker
 
     @classmethod
     def create(cls, secret: bytes) -> SecretFile:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 
-from paceline.durations import to_seconds
-from paceline.errors import StoreError, StoreTimeoutError
+from paceline.durations import Timeout, to_seconds
+from paceline.errors import StoreError, StoreQueueEmptyError, StoreTimeoutError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
@@ -51,7 +51,7 @@ class Store(ABC):
     Every wait ends after `timeout` with a `StoreTimeoutError` that names the keys.
     """
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._timeout_s = to_seconds(timeout)
 
     @property
@@ -59,7 +59,7 @@ class Store(ABC):
         """How long `get`, `wait` and the other waiting calls wait at most; 300 s unless set."""
         return timedelta(seconds=self._timeout_s)
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: Timeout) -> None:
         """Sets `timeout`."""
         self._timeout_s = to_seconds(timeout)
 
@@ -86,7 +86,7 @@ class Store(ABC):
         """
         return self._ask(Op.COMPARE_SET, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Waits until all `keys` exist."""
         self._wait_and_ask(Op.WAIT, _keys(keys), timeout)
 
@@ -126,8 +126,17 @@ class Store(ABC):
         self._ask(Op.QUEUE_PUSH, [key.encode(), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the first value of the queue `key`; waits for one, or with `block=False` raises `StoreTimeoutError`."""
-        return self._wait_and_ask(Op.QUEUE_POP, [key.encode()], None if block else timedelta(0))[1][0]
+        """Takes the first value of the queue `key`; waits for one.
+
+        Raises:
+            StoreQueueEmptyError: there is none, and `block` is False.
+        """
+        if block:
+            return self._wait_and_ask(Op.QUEUE_POP, [key.encode()], None)[1][0]
+        try:
+            return self._wait_and_ask(Op.QUEUE_POP, [key.encode()], 0)[1][0]
+        except StoreTimeoutError:
+            raise StoreQueueEmptyError(f"the queue {key!r} of {self} is empty; queue_pop timed out at once") from None
 
     def queue_len(self, key: str) -> int:
         """The number of values in the queue `key`."""
@@ -140,6 +149,16 @@ class Store(ABC):
         """
         self._ask(Op.LAST_WILL, [key.encode(), _bytes(value)])
 
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Waits until `world_size` callers have called it with this `key`, which they use once."""
+        if self.add(f"{key}/arrived", 1) == world_size:
+            self.set(f"{key}/all", b"")
+        self.wait([f"{key}/all"], timeout)
+
+    def clone(self) -> Store:
+        """This store: threads can use it at a time, each with a connection of its own."""
+        return self
+
     def close(self) -> None:
         """Lets go of what the store holds (a connection, a file, a server); idempotent."""
 
@@ -149,7 +168,7 @@ class Store(ABC):
             raise StoreError(f"{self} refused {op.name.lower()}({fields[0].decode()!r}): {values[0].decode()}")
         return number, values
 
-    def _wait_and_ask(self, op: Op, keys: list[bytes], timeout: timedelta | None) -> tuple[int, list[bytes]]:
+    def _wait_and_ask(self, op: Op, keys: list[bytes], timeout: Timeout | None) -> tuple[int, list[bytes]]:
         wait_s = self._timeout_s if timeout is None else to_seconds(timeout)
         started = time.monotonic()
         status, number, values = self._apply(op, max(0, int(wait_s * 1000)), keys, wait_s)

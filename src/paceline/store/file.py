@@ -15,10 +15,10 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 from paceline import _core
+from paceline.durations import Timeout
 from paceline.errors import StoreError
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 
@@ -37,7 +37,7 @@ class FileStore(Store):
     The file is removed by nobody, and may be: an earlier run's content is discarded by the first process that opens it.
     """
 
-    def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: timedelta = DEFAULT_TIMEOUT):
+    def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT):
         super().__init__(timeout)
         self.path = os.fspath(file_name)
         self.world_size = world_size

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 
 from paceline import _core
+from paceline.durations import Timeout
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 
 
@@ -17,7 +17,7 @@ class HashStore(Store):
     2
     """
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         super().__init__(timeout)
         self._table = _core.StoreTable()
         self._changed = threading.Condition()

@@ -6,10 +6,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from paceline import _core
-from paceline.durations import for_socket, to_seconds
+from paceline.durations import Timeout, for_socket, to_seconds
 from paceline.errors import StoreConnectionError
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key
@@ -33,7 +32,7 @@ class RemoteStore(Store):
     """
 
     def __init__(
-        self, open_connection: Callable[[], socket.socket], name: str, timeout: timedelta = DEFAULT_TIMEOUT
+        self, open_connection: Callable[[], socket.socket], name: str, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
         self._name = name
@@ -99,7 +98,7 @@ class RemoteStore(Store):
 
 
 def connect(
-    dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: timedelta
+    dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: Timeout
 ) -> socket.socket:
     """Dials until the server answers or `timeout` is over; the connection, authenticated.
 
@@ -138,7 +137,7 @@ def connect(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def connect_unix(path: str, secret: bytes | None, timeout: timedelta = DEFAULT_TIMEOUT) -> RemoteStore:
+def connect_unix(path: str, secret: bytes | None, timeout: Timeout = DEFAULT_TIMEOUT) -> RemoteStore:
     """The store that a launcher serves at the Unix socket `path`."""
 
     def dial(timeout_s: float) -> socket.socket:

@@ -6,9 +6,8 @@ import errno
 import os
 import socket
 import weakref
-from datetime import timedelta
 
-from paceline.durations import to_seconds
+from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
@@ -38,6 +37,7 @@ class TCPStore(RemoteStore):
         wait_for_workers: on the server, wait here until `world_size` clients have come.
         multi_tenant: use the server that this process already has on `port`, if it has one.
         master_listen_fd: a listening socket for the server to take over.
+        use_libuv: chooses a server in torch; here there is one.
 
     Raises:
         ValueError: the address is not loopback and the job has no secret.
@@ -52,10 +52,11 @@ class TCPStore(RemoteStore):
         port: int,
         world_size: int | None = None,
         is_master: bool = False,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: Timeout = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
+        use_libuv: bool = True,
     ) -> None:
         self.host = host_name
         self.world_size = world_size

@@ -109,7 +109,7 @@ int take(const char* name, Communicator* comm, Stream* stream, const Arguments& 
         return refuse(INVALID_USAGE, std::string(name) + ": the communicator is not ready");
     }
     if (stream == nullptr || of.count == 0 || of.type < 0 || of.type > 9 || of.op < SUM || of.op > AVG ||
-        of.peer >= comm->size || (of.op == AVG && of.type < 6)) {
+        of.peer >= comm->size) {
         return refuse(INVALID_ARGUMENT, std::string(name) + ": " + line.str());
     }
     pending.push_back({comm, stream, std::move(add), setting("STUB_NCCL_LOSES", "") == std::string(name)});

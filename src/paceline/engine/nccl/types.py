@@ -70,15 +70,15 @@ _PAIRS = {
 }
 _FLOAT8 = {"float8_e4m3fn": (DataType.FLOAT8_E4M3, 1), "float8_e5m2": (DataType.FLOAT8_E5M2, 1)}
 
-_OF_INTEGERS = {
+_OF_NUMBERS = {
     ReduceCode.SUM: RedOp.SUM,
     ReduceCode.PRODUCT: RedOp.PROD,
     ReduceCode.MIN: RedOp.MIN,
     ReduceCode.MAX: RedOp.MAX,
     ReduceCode.PREMUL_SUM: RedOp.SUM,  # of what has been multiplied
+    ReduceCode.AVG: RedOp.AVG,
 }
-_OF_FLOATS = _OF_INTEGERS | {ReduceCode.AVG: RedOp.AVG}
-_OF_PAIRS = {code: _OF_FLOATS[code] for code in (ReduceCode.SUM, ReduceCode.AVG, ReduceCode.PREMUL_SUM)}
+_OF_PAIRS = {code: _OF_NUMBERS[code] for code in (ReduceCode.SUM, ReduceCode.AVG, ReduceCode.PREMUL_SUM)}
 _OF_BOOLEANS = dict.fromkeys((ReduceCode.SUM, ReduceCode.MAX, ReduceCode.BOR), RedOp.MAX)
 _OF_BOOLEANS |= dict.fromkeys((ReduceCode.PRODUCT, ReduceCode.MIN, ReduceCode.BAND), RedOp.MIN)
 
@@ -91,9 +91,9 @@ def reduction(dtype: int, reduce_op: int, version: int) -> Reduction | None:
     elif name in _PAIRS:
         known, ops = _PAIRS[name], _OF_PAIRS
     elif name in _INTEGERS:
-        known, ops = _INTEGERS[name], _OF_INTEGERS
+        known, ops = _INTEGERS[name], _OF_NUMBERS
     elif name in _FLOATS or (name in _FLOAT8 and version >= FLOAT8_SINCE):
-        known, ops = (_FLOATS | _FLOAT8)[name], _OF_FLOATS
+        known, ops = (_FLOATS | _FLOAT8)[name], _OF_NUMBERS
     else:
         return None
     op = ops.get(code)

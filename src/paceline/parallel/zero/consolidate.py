@@ -32,7 +32,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     if group.rank() != to:
         tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
         if tensors:
-            group.send([_bytes(tensor.detach().contiguous()) for tensor in tensors], to)
+            group.send([_bytes(tensor.detach().contiguous()) for tensor in tensors], to, async_op=False)
         return None
     gathered: State = {}
     for rank, (_, entries) in enumerate(everyone):
@@ -49,7 +49,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
                     received.append(_bytes(value))
             gathered.setdefault(index, {})[name] = value
         if received:
-            group.recv(received, rank)
+            group.recv(received, rank, async_op=False)
     return dict(sorted(gathered.items()))
 
 

@@ -1,0 +1,94 @@
+"""The names of backends, and which of them can be used here."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from paceline.engine.registry import choose, engines_for, missing_piece
+from paceline.group.default import Group, get_backend
+from paceline.group.reduce_op import ReduceOp, Reduction
+
+_BEST = {"cpu": "paceline", "cuda": "nccl"}
+
+
+class Backend(str):
+    """The name of a backend in lower case: `Backend("GLOO")` is "gloo".
+
+    >>> Backend.PACELINE, Backend("GLOO")
+    ('paceline', 'gloo')
+    """
+
+    __slots__ = ()
+
+    UNDEFINED = "undefined"
+    PACELINE = "paceline"
+    GLOO = "gloo"
+    MPI = "mpi"
+    NCCL = "nccl"
+
+    backend_list = (UNDEFINED, PACELINE, GLOO, MPI, NCCL)
+    default_device_backend_map = _BEST
+
+    def __new__(cls, name: str) -> Backend:
+        """The name in lower case.
+
+        Raises:
+            ValueError: it is no string.
+        """
+        if not isinstance(name, str):
+            raise ValueError(f"Backend takes the name of a backend, not {name!r}")
+        return super().__new__(cls, name.lower())
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used here."""
+    try:
+        chosen = choose(backend)
+    except ValueError:
+        return False
+    return all(missing_piece(name) is None for name in chosen.engines.values())
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The backend that serves tensors on `device` where no other is named.
+
+    Raises:
+        ValueError: no backend serves them.
+    """
+    device_type = torch.device(device).type
+    best = _BEST.get(device_type)
+    if best is None or best not in engines_for(device_type):
+        raise ValueError(f"no backend serves tensors on {device_type}; there are backends for {', '.join(_BEST)}")
+    return best
+
+
+def get_backend_config(group: Group = None) -> str:
+    """The group's backend for each type of device, such as "cpu:paceline,cuda:nccl".
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    chosen = choose(get_backend(group))
+    return ",".join(f"{device_type}:{name}" for device_type, name in chosen.engines.items())
+
+
+def is_ucc_available() -> bool:
+    """Whether backend="ucc" can be used: never, Paceline has no engine for it."""
+    return False
+
+
+def is_xccl_available() -> bool:
+    """Whether backend="xccl" can be used: never, Paceline has no engine for it."""
+    return False
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether `paceline run` or torchrun started this process, which set TORCHELASTIC_RUN_ID."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def supports_complex(op: Reduction) -> bool:
+    """Whether complex tensors can be reduced by `op`."""
+    return op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

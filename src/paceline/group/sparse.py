@@ -1,0 +1,105 @@
+"""Sums of sparse tensors: rows of some of a tensor, other rows on every rank.
+
+A rank's rows are its indices and values. All ranks get the rows of all and add them up in rank order, which leaves the
+same bits on all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.durations import Timeout
+from paceline.errors import CollectiveMismatchError
+from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
+from paceline.group.work import Work, ended
+
+if TYPE_CHECKING:
+    from paceline.group.process_group import ProcessGroup
+
+
+def all_reduce_sparse(
+    group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
+) -> Work | None:
+    """Reduces a sparse COO tensor over all ranks, in place; afterwards it is coalesced.
+
+    How many rows each rank has must be known first, so with `async_op` as well this returns when all ranks have made
+    the call; the rows themselves travel in the background.
+
+    Raises:
+        TypeError: the reduction is not SUM, AVG or a `PremulSum`.
+        CollectiveMismatchError: the ranks' tensors differ in shape, type or number of sparse dimensions.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVG) and not isinstance(op, PremulSum):
+        raise TypeError(
+            f"all_reduce: {op.name} is not defined for sparse tensors; use SUM, AVG or PremulSum, or to_dense()"
+        )
+    mine = tensor.detach().coalesce()
+    if isinstance(op, PremulSum):
+        mine = mine * op.factor
+    counts = _counts_of_all(group, mine, timeout)
+    gathered = GatheredRows(group, mine, counts)
+    work = group.all_to_all(gathered.rooms, [gathered.mine] * group.size(), async_op, timeout)
+
+    def write() -> None:
+        total = gathered.total()
+        if op is ReduceOp.AVG:
+            rounding = None if total.is_floating_point() or total.is_complex() else "trunc"
+            total = torch.sparse_coo_tensor(
+                total.indices(),
+                torch.div(total.values(), group.size(), rounding_mode=rounding),
+                total.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        with torch.no_grad():
+            tensor.copy_(total)
+
+    return ended([work], "all_reduce", [tensor], write)
+
+
+class GatheredRows:
+    """Room for the rows of every rank's `mine`, of which rank r has `counts[r]`; all are of one shape and type.
+
+    Attributes:
+        mine: what this rank sends, as bytes.
+        rooms: what rank r sends goes to `rooms[r]`.
+    """
+
+    def __init__(self, group: ProcessGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
+        self._shape = mine.shape
+        indices, values = mine.indices().T.contiguous(), mine.values().contiguous()
+        self._rows = [
+            (indices.new_empty(count, *indices.shape[1:]), values.new_empty(count, *values.shape[1:]))
+            for count in counts
+        ]
+        self.mine = [_bytes(indices), _bytes(values)]
+        self.rooms = [[_bytes(each) for each in pair] for pair in self._rows]
+
+    def total(self) -> torch.Tensor:
+        """The sum of all ranks' tensors, coalesced, once `rooms` are filled."""
+        indices = torch.cat([indices for indices, _ in self._rows]).T
+        values = torch.cat([values for _, values in self._rows])
+        return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
+
+
+def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
+    kind = f"shape {list(mine.shape)}, {mine.dtype}, {mine.sparse_dim()} sparse dimensions"
+    told = torch.tensor([mine._nnz(), zlib.crc32(kind.encode())], device="cpu")
+    everyone = [torch.empty_like(told) for _ in group.ranks]
+    group.all_gather(everyone, told, timeout=timeout)
+    counts, kinds = torch.stack(everyone).T.tolist()
+    others = [rank for rank, each in zip(group.ranks, kinds, strict=True) if each != kinds[group.rank()]]
+    if others:
+        raise CollectiveMismatchError(
+            f"{group.members[group.rank()]}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
+            f"this rank, whose has {kind}. Pass tensors that are alike on all ranks. The group remains usable"
+        )
+    return [int(count) for count in counts]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,86 @@
+"""The terminal that the launcher's stdin may be, and whether a worker waits for what is typed there.
+
+One worker has the launcher's stdin as its own. It is in a session of its own, so the kernel neither stops it when it
+reads in the background nor sends it SIGINT for Ctrl-C: the launcher, to which the terminal belongs, does that for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import termios
+from pathlib import Path
+
+_READ = {"x86_64": 0, "aarch64": 63}  # the number of the system call
+
+Attributes = list[int | list[bytes | int]]
+
+
+class Keyboard:
+    """The launcher's stdin."""
+
+    def __init__(self) -> None:
+        self.path: str | None = None
+        self._before: Attributes | None = None
+        if os.isatty(0):
+            self._before = termios.tcgetattr(0)
+            try:
+                self.path = os.ttyname(0)
+            except OSError:  # it belongs to another mount namespace
+                self.path = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether stdin is a terminal."""
+        return self._before is not None
+
+    def is_ours(self) -> bool:
+        """Whether what is typed is for the launcher: stdin is no terminal, or we are in its foreground."""
+        if not self.is_terminal:
+            return True
+        try:
+            return os.tcgetpgrp(0) == os.getpgrp()
+        except OSError:  # it is not our controlling terminal, which therefore nobody else reads
+            return True
+
+    def is_read_by(self, pid: int) -> bool:
+        """Whether process `pid`, which has our stdin, waits for what is typed: in a line editor, or by a read."""
+        if self._before is None:
+            return False
+        return self._edits_lines() or waits_for_stdin(pid)
+
+    def _edits_lines(self) -> bool:
+        attributes = self.attributes()
+        assert self._before is not None
+        return bool(
+            attributes is not None
+            and int(self._before[3]) & termios.ICANON  # type: ignore[arg-type]
+            and not int(attributes[3]) & termios.ICANON  # type: ignore[arg-type]
+        )
+
+    def attributes(self) -> Attributes | None:
+        """The terminal's attributes now; None without a terminal."""
+        try:
+            return termios.tcgetattr(0) if self.is_terminal else None
+        except termios.error:  # it was closed
+            return None
+
+    def set(self, attributes: Attributes | None) -> None:
+        """Gives the terminal these attributes, if we are in its foreground."""
+        if attributes is not None and self.is_ours():
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(0, termios.TCSADRAIN, attributes)
+
+    def restore(self) -> None:
+        """Undoes what a worker that ended in a line editor has left."""
+        if self._before is not None and self.attributes() != self._before:
+            self.set(self._before)
+
+
+def waits_for_stdin(pid: int) -> bool:
+    """Whether process `pid` is in a read from its stdin; False where the system does not say."""
+    try:
+        words = Path(f"/proc/{pid}/syscall").read_text().split()
+    except OSError:
+        return False
+    return len(words) > 1 and words[0] == str(_READ.get(os.uname().machine)) and int(words[1], 16) == 0

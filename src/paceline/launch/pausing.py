@@ -1,0 +1,29 @@
+"""Ctrl-Z: the workers stop with the launcher, though they are in sessions of their own, and are continued with it."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from paceline.launch.generation import Generation
+from paceline.launch.keyboard import Keyboard
+from paceline.launch.signals import Signals
+
+
+def pause(generation: Generation | None, keyboard: Keyboard, signals: Signals) -> None:
+    """Stops the workers and this process; returns when the shell has continued it, and the workers with it.
+
+    If a worker waits for what is typed, the job is continued in the foreground only, as is any program that reads.
+    """
+    waits = generation is not None and generation.interactive() is not None
+    attributes = keyboard.attributes()
+    if generation is not None:
+        generation.signal(signal.SIGSTOP)
+    keyboard.restore()
+    signals.stop_here(signal.SIGTSTP)
+    while waits and not keyboard.is_ours():
+        signals.stop_here(signal.SIGTTIN)
+        time.sleep(0.05)
+    keyboard.set(attributes)
+    if generation is not None:
+        generation.signal(signal.SIGCONT)

@@ -1,0 +1,79 @@
+"""What workers read from and write to: the launcher's stdin for one of them; files, pipes and pseudo-terminals."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import termios
+from collections.abc import Sequence
+
+from paceline.launch.logs import Destination
+
+# A pager on a worker's terminal would wait for keys that never come.
+WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
+_PREFIX_COLUMNS = len("[rank 0] ")
+
+
+class Output:
+    """What a worker writes one stream to: a file, or a pipe or pseudo-terminal that we read and pass on to `stream`."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._file = destination.file
+        self._screen = destination.screen
+        self.stream = destination.stream
+        self.reading = -1
+        if self._file is not None:
+            self.writing = self._file.fileno()
+            return
+        try:
+            self.reading, self.writing = os.pipe() if self._screen is None else _open_terminal()
+        except OSError:
+            if self._screen is None:
+                raise
+            self._screen = None  # there are no pseudo-terminals here
+            self.reading, self.writing = os.pipe()
+        self.resize()
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the worker writes to a pseudo-terminal."""
+        return self._screen is not None
+
+    def resize(self) -> None:
+        """Tells the worker how wide the terminal is, less the rank in front of each row."""
+        if self._screen is not None:
+            columns, rows = self._screen.size()
+            size = struct.pack("HHHH", rows, max(0, columns - _PREFIX_COLUMNS), 0, 0)
+            fcntl.ioctl(self.reading, termios.TIOCSWINSZ, size)
+
+    def close_ours(self) -> None:
+        """Closes what the worker has by now."""
+        if self._file is not None:
+            self._file.close()
+        else:
+            os.close(self.writing)
+
+
+def outputs_of(destinations: Sequence[Destination]) -> list[Output]:
+    """What a worker's stdout and stderr are: one and the same pseudo-terminal where both are shown on one terminal."""
+    out, err = destinations
+    if out.screen is not None and out.screen is err.screen:
+        return [Output(out)]
+    return [Output(out), Output(err)]
+
+
+def _open_terminal() -> tuple[int, int]:
+    """A pseudo-terminal: the end to read from, and the worker's, which it cannot read from."""
+    ours, theirs = os.openpty()
+    try:
+        attributes = termios.tcgetattr(theirs)
+        attributes[1] &= ~termios.OPOST  # a newline arrives as one
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        writing = os.open(f"/proc/self/fd/{theirs}", os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except (OSError, termios.error) as error:
+        os.close(ours)
+        raise OSError(f"no pseudo-terminal: {error}") from error
+    finally:
+        os.close(theirs)
+    return ours, writing

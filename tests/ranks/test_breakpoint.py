@@ -1,0 +1,129 @@
+"""`paceline.breakpoint`: a debugger on one rank, while the others wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from launching import ENVIRONMENT, run
+from terminal import Terminal
+
+import paceline as dist
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+import torch
+import paceline as dist
+dist.init_process_group()
+world = dist.GroupMember.WORLD
+world.set_timeout(timedelta(seconds=0.5))
+here = "frame of the caller"
+dist.breakpoint(int(sys.argv[1]), timeout_s=None)
+world.set_timeout(timedelta(seconds=60))
+after = torch.ones(1)
+dist.all_reduce(after)
+print("sum", after.item())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_gets_the_terminal_while_others_wait(script, rank):
+    with Terminal("--nproc-per-node=2", script(SCRIPT), str(rank)) as terminal:
+        terminal.wait_for("(Pdb) ")
+        terminal.type("p here, dist.get_rank()\r")
+        terminal.wait_for(f"('frame of the caller', {rank})")
+        terminal.wait_for("(Pdb) ")
+        terminal.type("\x03")
+        terminal.wait_for("--KeyboardInterrupt--")
+        terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
+        terminal.type("n\r")
+        terminal.wait_for("-> world.set_timeout(timedelta(seconds=60))")
+        terminal.type("c\r")
+        rows = terminal.end()
+    assert terminal.exit_code == 0
+    assert {"[rank 0] sum 2.0", "[rank 1] sum 2.0"} <= set(rows)
+
+
+def test_ctrl_c_after_continue_ends_the_job(script):
+    text = SCRIPT + "import time\ntime.sleep(60)\n"
+    with Terminal("--nproc-per-node=2", script(text), "0") as terminal:
+        terminal.wait_for("(Pdb) ")
+        terminal.type("c\r")
+        terminal.wait_for("[rank 0] sum")
+        terminal.type("\x03")
+        terminal.end()
+    assert terminal.exit_code == 1
+
+
+def test_a_rank_without_anything_to_type_into_says_so(script):
+    done = run("--nproc-per-node=2", "--stdin=none", script(SCRIPT), "1")
+    assert done.returncode == 1
+    assert "breakpoint: rank 1 has no terminal and its stdin is empty" in done.stderr
+    assert "`paceline run --stdin 1`" in done.stderr
+
+
+def test_calls_are_skipped_by_the_line_they_come_from(script):
+    text = """
+import paceline as dist
+dist.init_process_group()
+for step in range(4):
+    dist.breakpoint(skip=2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", script(text)],
+        input="p 'at', step\nc\np 'at', step\nc\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "('at', 2)" in done.stdout
+    assert "('at', 3)" in done.stdout
+    assert "('at', 1)" not in done.stdout
+
+
+def debugged(path: str) -> float:
+    """What a plain process does whose stdin is `path`, as multiprocessing leaves it."""
+    import torch
+
+    dist.init_process_group()
+    with open(path) as typed:
+        os.dup2(typed.fileno(), 0)
+    timeout = dist.group.WORLD.timeout
+    value = torch.ones(1)
+    dist.breakpoint(1)
+    assert dist.group.WORLD.timeout == max(timeout, timedelta(hours=1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_plain_processes_read_their_stdin(ranks, tmp_path):
+    typed = tmp_path / "typed"
+    typed.write_text("value += 2\nc\n")
+    assert ranks(2)(debugged, str(typed)) == [4.0, 4.0]
+
+
+def refuses() -> str:
+    dist.init_process_group()
+    with pytest.raises(ValueError, match="rank 2 is not in the default group of 2 ranks") as caught:
+        dist.breakpoint(2)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_not_there_is_refused(ranks):
+    assert len(set(ranks(2)(refuses))) == 1

@@ -1,0 +1,68 @@
+"""What the command line says to somebody who mistyped it: a line or two, with what to type instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.main import COMMANDS, main, parser
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        (["train.py"], "paceline run train.py"),
+        (["--nproc-per-node", "2", "my script.py"], "paceline run --nproc-per-node 2 'my script.py'"),
+        (["rnu", "train.py"], "paceline run"),
+        (["docter"], "paceline doctor"),
+    ],
+)
+def test_a_missing_command_is_suggested(capsys, words, suggested):
+    first, second = complaint(capsys, *words)
+    assert first == f"paceline: {words[0]} is not a command; did you mean `{suggested}`?"
+    assert second == "See `paceline --help` for all commands."
+
+
+def test_no_command_at_all_names_them(capsys):
+    assert complaint(capsys)[0] == f"paceline: a command is missing: {', '.join(COMMANDS)}"
+
+
+def test_the_commands_are_those_of_the_grammar():
+    choices = next(action.choices for action in parser({})._actions if action.dest == "command")
+    assert tuple(choices) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("words", "seen", "meant"),
+    [
+        (["run", "--nprocs-per-node", "2", "x.py"], "--nprocs-per-node", "--nproc-per-node"),
+        (["run", "--nproc_per_nodes=2", "x.py"], "--nproc_per_nodes", "--nproc-per-node"),
+        (["doctor", "--lisen"], "--lisen", "--listen"),
+    ],
+)
+def test_the_nearest_flag_is_suggested(capsys, words, seen, meant):
+    first, second = complaint(capsys, *words)
+    assert first == f"paceline {words[0]}: {seen} is not a flag; did you mean {meant}?"
+    assert second == f"See `paceline {words[0]} --help` for all flags."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--qqqq", "x.py"], "paceline run: --qqqq is not a flag"),
+        (["run"], "paceline run: the following arguments are required: SCRIPT"),
+        (["run", "--max-restarts", "often", "x.py"], "'often' is not a number from 0"),
+    ],
+)
+def test_a_flag_error_is_two_lines(capsys, words, said):
+    lines = complaint(capsys, *words)
+    assert len(lines) == 2
+    assert said in lines[0]

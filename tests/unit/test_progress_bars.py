@@ -1,0 +1,160 @@
+"""Progress bars: one row on a terminal, beside the lines of other ranks, and few lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from terminal import look
+
+from paceline.launch.output import Drawing, LinePrefixer
+from paceline.launch.rows import Rows
+from paceline.launch.screen import Screen
+
+
+def bar(done: int) -> bytes:
+    return b"\r%3d%%|%s|" % (done, (b"#" * (done // 10)).ljust(10))
+
+
+class Shown:
+    """A terminal with its screen."""
+
+    def __init__(self) -> None:
+        self._bytes = io.BytesIO()
+        self.screen = Screen(lambda data: self._bytes.write(data), -1)
+
+    def rows(self) -> list[str]:
+        return look(self._bytes.getvalue().decode().replace("\n", "\r\n"))  # as the kernel does
+
+
+@pytest.fixture
+def shown():
+    return Shown()
+
+
+def lines_of(*pieces: bytes, updates_s: float | None = None, step_s: float = 1.0) -> list[bytes]:
+    """What the console gets, if a piece comes each `step_s`."""
+    got: list[bytes] = []
+    now = iter(range(1000))
+    lines = LinePrefixer(b"", got.append, updates_s, lambda: next(now) * step_s)
+    for piece in pieces:
+        lines.feed(piece)
+    lines.close()
+    return b"".join(got).splitlines()
+
+
+def test_a_bar_in_a_file_is_its_last_state():
+    assert lines_of(*map(bar, range(101)), b"\ndone\n") == [bar(100)[1:], b"done"]
+
+
+def test_a_long_bar_in_a_file_is_a_line_now_and_then():
+    shown = lines_of(*map(bar, range(101)), b"\n", updates_s=25)
+    assert 3 <= len(shown) <= 6
+    assert shown[-1] == bar(100)[1:]
+    assert len(set(shown)) == len(shown)
+
+
+def test_updates_ended_by_a_carriage_return_are_a_bar_too():
+    assert lines_of(b"10%\r", b"20%\r", b"30%\r\n", b"next\r\n") == [b"30%", b"next"]
+
+
+def test_a_bar_that_is_wiped_out_leaves_no_line():
+    assert lines_of(bar(10), bar(20), b"\r                 \r", b"text\n") == [b"text"]
+
+
+def nested(outer: int, inner: int) -> bytes:
+    """What tqdm writes for two bars, one below the other."""
+    return b"\n" + bar(inner) + b"\x1b[A" + bar(outer)
+
+
+def test_nested_bars_in_a_file_are_few_lines():
+    pieces = [bar(0), *(nested(outer, inner) for outer in range(0, 100, 10) for inner in range(0, 100, 10))]
+    shown = lines_of(*pieces, b"\n\nend\n")
+    assert shown[-3:] == [bar(90)[1:], bar(90)[1:], b"end"]
+    assert len(shown) <= 5
+
+
+def test_a_terminal_shows_a_bar_as_one_row(shown):
+    drawing = Drawing(shown.screen, b"[rank 0] ")
+    for done in range(101):
+        drawing.feed(bar(done))
+    drawing.feed(b"\n")
+    assert shown.rows() == ["[rank 0] " + bar(100)[1:].decode(), ""]
+
+
+def test_lines_of_others_appear_above_the_bar(shown):
+    drawing = Drawing(shown.screen, b"[rank 0] ")
+    others = LinePrefixer(b"[rank 1] ", shown.screen.above)
+    for done in range(0, 101, 10):
+        drawing.feed(bar(done))
+        others.feed(b"loss %d\n" % done)
+    losses = [f"[rank 1] loss {done}" for done in range(0, 101, 10)]
+    assert shown.rows() == [*losses, "[rank 0] " + bar(100)[1:].decode()]
+
+
+def test_lines_of_others_appear_above_nested_bars(shown):
+    drawing = Drawing(shown.screen, b"[rank 0] ")
+    drawing.feed(bar(0))
+    for done in range(10, 101, 10):
+        drawing.feed(nested(done, done // 2))
+        shown.screen.above(b"loss %d\n" % done)
+    *losses, outer, inner = shown.rows()
+    assert losses == [f"loss {done}" for done in range(10, 101, 10)]
+    assert (outer, inner) == ("[rank 0] " + bar(100)[1:].decode(), "[rank 0] " + bar(50)[1:].decode())
+
+
+def test_lines_of_others_appear_above_a_live_display(shown):
+    drawing = Drawing(shown.screen, b"[rank 0] ")
+    drawing.feed(b"\x1b[?25lone 0\ntwo 0")
+    for n in range(1, 4):
+        shown.screen.above(b"loss %d\n" % n)
+        drawing.feed(b"\r\x1b[2K\x1b[1A\x1b[2Kone %d\ntwo %d" % (n, n))
+    shown.screen.above(b"loss 4\n")
+    assert shown.rows() == ["loss 1", "loss 2", "loss 3", "loss 4", "[rank 0] one 3", "[rank 0] two 3"]
+
+
+def test_a_killed_display_leaves_the_cursor_visible(shown):
+    drawing = Drawing(shown.screen, b"")
+    drawing.feed(b"\x1b[?25l50%")
+    drawing.close()
+    shown.screen.above(b"the end\n")
+    assert shown.rows() == ["50%", "the end", ""]
+    assert shown._bytes.getvalue().endswith(b"50%\n\x1b[?25hthe end\n")
+
+
+def test_a_prompt_stays_below_the_lines_of_others(shown):
+    Drawing(shown.screen, b"[rank 0] ").feed(b"(Pdb) p lo")
+    shown.screen.above(b"loss 1\n")
+    assert shown.rows() == ["loss 1", "[rank 0] (Pdb) p lo"]
+
+
+def test_a_row_longer_than_the_terminal_is_redrawn_whole():
+    rows = Rows(b"[0] ")
+    rows.feed(b"x" * 50)
+    assert rows.erase(20) == b"\r\x1b[2A\x1b[J"
+
+
+def test_a_second_stream_does_not_draw_into_the_bar(shown):
+    err, out = Drawing(shown.screen, b"[rank 0] "), Drawing(shown.screen, b"[rank 0] ")
+    err.feed(bar(10))
+    out.feed(b"loss 1\nlo")
+    err.feed(bar(20) + b"\n")
+    out.feed(b"ss 2\n")
+    rows = ["loss 1", bar(20)[1:].decode(), "loss 2", ""]
+    assert shown.rows() == [f"[rank 0] {row}" if row else "" for row in rows]
+
+
+def test_control_sequences_may_be_cut_anywhere(shown):
+    drawing = Drawing(shown.screen, b"")
+    for byte in b"\x1b[31mone\x1b[0m\r\x1b[2Ktwo":
+        drawing.feed(bytes([byte]))
+    assert shown.rows() == ["two"]
+
+
+def test_text_without_control_characters_takes_the_short_way_alike():
+    text = b"one\n\ntwo three\nfour"
+    short, long = Rows(), Rows(b"")
+    short.feed(text)
+    for byte in text:
+        long.feed(bytes([byte]))
+    assert short.final() + short.end() == long.final() + long.end() == [b"one", b"two three", b"four"]
