@@ -19,7 +19,7 @@ from report import parser, show
 
 SCRIPT = """
 import os, sys, time
-from paceline.rendezvous.methods import rendezvous
+from paceline.rendezvous.rendezvous import rendezvous
 joined = rendezvous(None, None, -1, -1, 60)
 if joined.rank == 0:
     open(sys.argv[1], "w").write(str(time.time()))

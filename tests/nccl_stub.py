@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paceline.engine import registry
-from paceline.engine.engine import Meeting
+from paceline.engine.api import Meeting
 from paceline.engine.nccl import loader
 from paceline.engine.nccl.engine import NcclEngine
 

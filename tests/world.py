@@ -28,7 +28,7 @@ context.set_forkserver_preload(
         "torch",
         "torch.distributed",
         "paceline.group.collectives",
-        "paceline.parallel.ddp",
+        "paceline.parallel.ddp.module",
         "pytest",
         "torch.distributed.tensor",
         "torch._dynamo",

@@ -46,7 +46,7 @@ _PUBLIC = {
     "paceline.store.prefix": ("PrefixStore",),
     "paceline.store.tcp": ("TCPStore",),
     # collectives
-    "paceline.engine.shared": ("empty_shared",),
+    "paceline.engine.native.shared": ("empty_shared",),
     "paceline.group.coalesced": (
         "all_gather_coalesced",
         "all_gather_into_tensor_coalesced",
@@ -80,8 +80,8 @@ _PUBLIC = {
         "reduce_multigpu",
         "reduce_scatter_multigpu",
     ),
-    "paceline.group.object_messages": ("recv_object_list", "send_object_list"),
-    "paceline.group.objects": (
+    "paceline.group.objects.messages": ("recv_object_list", "send_object_list"),
+    "paceline.group.objects.collectives": (
         "all_gather_object",
         "broadcast_object_list",
         "gather_object",
@@ -116,10 +116,10 @@ _PUBLIC = {
     "paceline.data.evaluation": ("DistributedEvalSampler", "mean_over_samples"),
     "paceline.data.loader": ("StatefulLoader",),
     "paceline.data.sampler": ("DistributedSampler",),
-    "paceline.parallel.bucket_hook": ("GradBucket",),
+    "paceline.parallel.ddp.hook": ("GradBucket",),
     "paceline.parallel.data_parallel": ("DataParallel", "data_parallel"),
-    "paceline.parallel.ddp": ("DistributedDataParallel", "DistributedDataParallelCPU"),
-    "paceline.parallel.fused_step": ("apply_optimizer_in_backward",),
+    "paceline.parallel.ddp.module": ("DistributedDataParallel", "DistributedDataParallelCPU"),
+    "paceline.parallel.ddp.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "paceline.parallel.sharded.loader": ("ShardLoader",),

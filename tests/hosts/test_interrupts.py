@@ -11,7 +11,7 @@ import torch
 
 import paceline as dist
 from hosts.talking import await_word, rank, say
-from paceline.engine import native
+from paceline.engine.native import engine as native
 
 
 def reduce_until_interrupted(ready: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import paceline as dist
-from paceline.rendezvous.methods import rendezvous
+from paceline.rendezvous.rendezvous import rendezvous
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PACELINE_SECRET")}
 

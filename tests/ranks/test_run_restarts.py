@@ -122,7 +122,7 @@ import os, sys
 assert "torch" not in sys.modules, "a fork would have its threads' locks"
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     raise ValueError("once")
-from paceline.rendezvous.methods import rendezvous
+from paceline.rendezvous.rendezvous import rendezvous
 joined = rendezvous(None, None, -1, -1, 50)
 print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
 """
@@ -136,6 +136,6 @@ print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
 
 @pytest.mark.timeout(60)
 def test_many_workers_meet(script):
-    text = "from paceline.rendezvous.methods import rendezvous\nrendezvous(None, None, -1, -1, 50)"
+    text = "from paceline.rendezvous.rendezvous import rendezvous\nrendezvous(None, None, -1, -1, 50)"
     done = run("--nproc-per-node=64", script(text))
     assert done.returncode == 0, done.stderr

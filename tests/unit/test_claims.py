@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import HashStore, RendezvousError, RendezvousTimeoutError
-from paceline.rendezvous.claims import Claim, agree, decode_claims, describe_absence, judge
+from paceline.rendezvous.check_in import Claim, agree, decode_claims, describe_absence, judge
 
 
 def _claims(*ranks: int, world_size: int = 4) -> list[Claim]:

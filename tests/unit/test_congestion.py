@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.congestion import VARIABLE, set_congestion_control
+from paceline.engine.native.congestion import VARIABLE, set_congestion_control
 
 
 def control_of(connection: socket.socket) -> str:

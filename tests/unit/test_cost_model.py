@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from paceline.schedule.cost import CostModel, LinkCost, choose, explain_text, predict
 from paceline.schedule.formulas import FORMS
 from paceline.schedule.registry import ALGORITHMS, build
-from paceline.schedule.simulate import simulate
 from paceline.schedule.steps import OPERATIONS, ROOTED
+from paceline.schedule.verify.simulate import simulate
 
 MIB = 1 << 20
 CLUSTER = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(20e-6, 1 / 3e9), 1 / 10e9)

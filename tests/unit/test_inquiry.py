@@ -11,10 +11,10 @@ import sys
 import pytest
 
 import paceline as dist
+from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.members import fate_of
 from paceline.engine.failures import Code, Member, to_error
-from paceline.engine.inquiry import Inquiry
 from paceline.engine.introduction import introduce, read
-from paceline.engine.membership import fate_of
 from paceline.engine.processes import Process
 
 HISTORY = [(7, 2, 11, 0, -1, 3)]
@@ -74,7 +74,7 @@ def finds(store: dist.Store, them: list[Member], said: str = "", rank: int = 0):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr("paceline.engine.inquiry._PATIENCE_S", 0.05)
+    monkeypatch.setattr("paceline.engine.adapters.diagnosis._PATIENCE_S", 0.05)
 
 
 def test_a_silent_rank_elsewhere_did_not_come():

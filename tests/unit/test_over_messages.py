@@ -13,9 +13,9 @@ import torch
 from values import expected, make
 
 from paceline import ReduceOp
+from paceline.engine.adapters.executor import OverMessages
+from paceline.engine.adapters.serial_channel import Call, Late
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
-from paceline.engine.over_messages import OverMessages
-from paceline.engine.turns import Call, Late
 from paceline.schedule.registry import ALGORITHMS, offers
 
 _COUNT = 5

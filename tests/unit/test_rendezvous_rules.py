@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline import FileStore, HashStore, RendezvousError
-from paceline.rendezvous import beside_torchrun
-from paceline.rendezvous.methods import rendezvous
+from paceline.rendezvous import torchrun as beside_torchrun
+from paceline.rendezvous.rendezvous import rendezvous
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.schedule.registry import ALGORITHMS, build, offers
 from paceline.schedule.steps import OPERATIONS, ROOTED
-from paceline.schedule.symbolic import verify
+from paceline.schedule.verify.symbolic import verify
 
 FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
 PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALGORITHMS[algorithm]]

@@ -20,7 +20,7 @@ from paceline.schedule.steps import (
     receive,
     send,
 )
-from paceline.schedule.symbolic import ScheduleError, verify
+from paceline.schedule.verify.symbolic import ScheduleError, verify
 
 
 def world(algorithm, operation, world_size, root=-1):

@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.engine.codes import DTYPE_CODES
-from paceline.group.packing import MAX_DEPTH, MalformedPayload
-from paceline.group.serialization import Form, PickleRefused, decode, encode
+from paceline.group.objects.codec import MAX_DEPTH, MalformedPayload
+from paceline.group.objects.serialization import Form, PickleRefused, decode, encode
 
 
 def there_and_back(value: object) -> object:

@@ -101,7 +101,8 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
         return CollectiveError(
             f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "
             "do not have, or is another rank's. The other ranks wait in the call until their time-out. If the "
-            "algorithm is yours, prove it with paceline.schedule.symbolic.verify; otherwise this is a bug of Paceline"
+            "algorithm is yours, prove it with paceline.schedule.verify.symbolic.verify; otherwise this is a bug of "
+            "Paceline"
         )
     if isinstance(outcome, Failure) and outcome.code == Code.REFUSED:
         return CollectiveError(f"{me}: {call} failed: {outcome.said}. {_BROKEN}")

@@ -9,8 +9,8 @@ from typing import NamedTuple, cast
 
 import torch
 
-from paceline.engine.engine import Engine, EngineModule, Meeting
-from paceline.rendezvous.methods import Joined
+from paceline.engine.api import Engine, EngineModule, Meeting
+from paceline.rendezvous.rendezvous import Joined
 
 
 class _Entry(NamedTuple):
@@ -21,8 +21,8 @@ class _Entry(NamedTuple):
 
 # A new engine is a module (`engine.EngineModule`) and a line here.
 _ENGINES: Mapping[str, _Entry] = {
-    "paceline": _Entry("cpu", "paceline.engine.native"),
-    "gloo": _Entry("cpu", "paceline.engine.gloo"),
+    "paceline": _Entry("cpu", "paceline.engine.native.engine"),
+    "gloo": _Entry("cpu", "paceline.engine.gloo.engine"),
     "mpi": _Entry("cpu", "paceline.engine.mpi", "paceline.engine.mpi.meeting"),
     "nccl": _Entry("cuda", "paceline.engine.nccl"),
 }

@@ -12,14 +12,14 @@ from multiprocessing import util
 import torch
 
 from paceline.durations import Timeout, to_seconds, to_timedelta
-from paceline.engine.engine import Meeting
+from paceline.engine.api import Meeting
 from paceline.engine.formation import Formation
 from paceline.engine.registry import Backend, choose, meeting
 from paceline.group import torch_backend
 from paceline.group.arguments import group_rank_of
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
-from paceline.rendezvous.methods import Joined, rendezvous
+from paceline.rendezvous.rendezvous import Joined, rendezvous
 from paceline.store.base import Store
 
 DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from paceline.engine.engine import OpenGroup
+from paceline.engine.api import OpenGroup
 from paceline.engine.registry import engines_for
 
 Opener = Callable[[torch.device], OpenGroup]

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from paceline.engine import registry
-from paceline.engine.between import open_two_levels
-from paceline.engine.engine import Engine, Meeting, OpenGroup
+from paceline.engine.adapters.members import exchange_members
+from paceline.engine.api import Engine, Meeting, OpenGroup
 from paceline.engine.failures import Member
-from paceline.engine.membership import exchange_members
-from paceline.engine.native import NativeEngine
+from paceline.engine.native.engine import NativeEngine
 from paceline.engine.registry import Backend
+from paceline.engine.two_level import open_two_levels
 from paceline.group.devices import Opener
 
 _AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups

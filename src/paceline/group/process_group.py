@@ -12,11 +12,11 @@ from torch.autograd import profiler
 
 from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
+from paceline.engine.api import OpenGroup
 from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
-from paceline.engine.engine import OpenGroup
 from paceline.engine.failures import Code, Member, describe_call, to_error
-from paceline.engine.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
+from paceline.engine.native.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
 from paceline.group.devices import Devices, Opener

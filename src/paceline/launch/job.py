@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.launch import values
 from paceline.launch.environment import allowed_cores
 from paceline.launch.lifeline import MARK
-from paceline.launch.surroundings import Surroundings, recognise
+from paceline.launch.schedulers import Surroundings, recognise
 from paceline.launch.values import Streams, StreamsOfRanks
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's

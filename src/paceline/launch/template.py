@@ -32,7 +32,7 @@ def main() -> None:
 
     bootstrap.die_with_parent(launcher)
     with suppress(ImportError):  # of a core for another Python; workers that need it will say so
-        import_module("paceline.rendezvous.methods")  # what makes a worker slow to start, and what it needs to meet
+        import_module("paceline.rendezvous.rendezvous")  # what makes a worker slow to start, and what it needs to meet
 
     gc.freeze()
     while True:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 from paceline.durations import to_seconds
-from paceline.engine.engine import Meeting
+from paceline.engine.api import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
 from paceline.engine.registry import choose

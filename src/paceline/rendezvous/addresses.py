@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from paceline.rendezvous.rank_zero import serve_or_connect
+from paceline.rendezvous.tcp import serve_or_connect
 from paceline.store.base import Store
 from paceline.store.file import FileStore
 

@@ -37,10 +37,10 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from paceline.rendezvous.beside_torchrun import open_file
+        from paceline.rendezvous.torchrun import open_file
 
         return open_file(port, world_size, timeout)
-    from paceline.rendezvous.rank_zero import serve_or_connect
+    from paceline.rendezvous.tcp import serve_or_connect
 
     return serve_or_connect(host, port, rank, world_size, timeout)
 

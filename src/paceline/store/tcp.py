@@ -11,7 +11,7 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
-from paceline.store.holder import port_holder
+from paceline.store.port_owner import port_holder
 from paceline.store.remote import RemoteStore, connect
 from paceline.store.server import StoreServer
 

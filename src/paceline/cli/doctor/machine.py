@@ -147,7 +147,7 @@ def network(root: Path = Path("/")) -> list[Finding]:
 
 def ports() -> list[Finding]:
     """Whether the usual port is free, and which ports the kernel gives out."""
-    from paceline.store.holder import port_holder
+    from paceline.store.port_owner import port_holder
 
     given = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     span = f"connections get ports {'-'.join(given)}" if given else ""

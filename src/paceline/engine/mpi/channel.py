@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline import _core
+from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.executor import OverMessages, Transfer
+from paceline.engine.adapters.flat_buffer import Stretch
+from paceline.engine.adapters.serial_channel import Call, TurnChannel
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
-from paceline.engine.inquiry import Inquiry
-from paceline.engine.memory import Stretch
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.types import datatype, reduction
 from paceline.engine.mpi.world import library
-from paceline.engine.over_messages import OverMessages, Transfer
-from paceline.engine.turns import Call, TurnChannel
 
 # What is longer is cut: MPI counts in 32 bits before its version 4.
 MOST_BYTES = 1 << 30

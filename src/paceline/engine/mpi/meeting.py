@@ -10,12 +10,12 @@ import threading
 import time
 from datetime import timedelta
 
-from paceline.engine.interface import own_address
+from paceline.engine.adapters.serial_channel import Late
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.world import initialised
-from paceline.engine.turns import Late
+from paceline.engine.native.addresses import own_address
 from paceline.errors import RendezvousTimeoutError
-from paceline.rendezvous.methods import Joined, rendezvous
+from paceline.rendezvous.rendezvous import Joined, rendezvous
 from paceline.security.secret import job_secret
 from paceline.store.tcp import TCPStore
 

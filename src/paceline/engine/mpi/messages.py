@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.serial_channel import Late, Refused
+from paceline.engine.adapters.waited_message import WaitedMessage
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
-from paceline.engine.inquiry import Inquiry
 from paceline.engine.mpi.channel import MOST_BYTES
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.world import library
-from paceline.engine.turns import Late, Refused
-from paceline.engine.waiting import WaitedMessage
 
 _HEAD = struct.Struct("<qq")  # number of bytes, type
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paceline.engine.adapters.serial_channel import Late, Refused
 from paceline.engine.mpi.world import library
-from paceline.engine.turns import Late, Refused
 
 _AWAKE = 50
 _SPINS = 2000

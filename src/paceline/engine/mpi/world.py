@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.engine.engine import Meeting
+from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
+from paceline.engine.api import Meeting
 from paceline.engine.failures import Member
-from paceline.engine.inquiry import Inquiry
-from paceline.engine.membership import announce_death, announce_leave, await_members, by_host
-from paceline.engine.scheduled import known_algorithm
+from paceline.engine.native.scheduled import known_algorithm
 
 if TYPE_CHECKING:
     from paceline.engine.mpi.channel import MpiChannel

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.engine.engine import Meeting
+from paceline.engine.api import Meeting
 from paceline.engine.nccl.device import CudaDevice
 from paceline.engine.nccl.engine import NcclEngine
 from paceline.engine.nccl.loader import LibraryMissingError, find

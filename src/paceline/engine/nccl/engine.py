@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.engine import Meeting
+from paceline.engine.api import Meeting
 from paceline.engine.failures import Member
 from paceline.engine.nccl.channel import NcclChannel
 from paceline.engine.nccl.device import OpenDevice

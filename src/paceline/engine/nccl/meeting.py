@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from paceline.engine.bootstrap import host_id
 from paceline.engine.failures import Member
+from paceline.engine.native.bootstrap import host_id
 from paceline.errors import StoreError
 from paceline.store.base import Store
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.errors import StoreConnectionError
 from paceline.launch.job import Job, Meeting
-from paceline.launch.nodes.line import Line, LocalLine
+from paceline.launch.nodes.client import Line, LocalLine
 from paceline.launch.nodes.link import dial
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.server import MeetingServer

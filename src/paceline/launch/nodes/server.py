@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.launch.nodes.line import apply
+from paceline.launch.nodes.client import apply
 from paceline.launch.nodes.membership import Membership, Orders, Policy
 from paceline.launch.nodes.messages import Alive, Inbox, MessageError, Report, encode
 from paceline.security.doorkeeper import Doorkeeper

@@ -4,8 +4,8 @@
 low rank. All divide by the number of ranks, and all leave the same bits on every rank.
 """
 
-from paceline.parallel.bucket_hook import GradBucket
-from paceline.parallel.futures import DeferredFuture, collect_all, future_of
+from paceline.parallel.ddp.futures import DeferredFuture, collect_all, future_of
+from paceline.parallel.ddp.hook import GradBucket
 from paceline.parallel.hooks.average import (
     allreduce_hook,
     bf16_compress_hook,

@@ -10,8 +10,8 @@ from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
-from paceline.parallel.bucket_hook import GradBucket, Hook, Reduced
-from paceline.parallel.futures import AnyFuture, DeferredFuture, future_of
+from paceline.parallel.ddp.futures import AnyFuture, DeferredFuture, future_of
+from paceline.parallel.ddp.hook import GradBucket, Hook, Reduced
 
 FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
 

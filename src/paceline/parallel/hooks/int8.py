@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.bucket_hook import GradBucket, Reduced
-from paceline.parallel.futures import AnyFuture, DeferredFuture, future_of
+from paceline.parallel.ddp.futures import AnyFuture, DeferredFuture, future_of
+from paceline.parallel.ddp.hook import GradBucket, Reduced
 from paceline.parallel.hooks.average import allreduce_hook, group_of
 
 _LEVELS = 127

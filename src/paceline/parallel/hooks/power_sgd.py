@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.bucket_hook import GradBucket, Reduced
-from paceline.parallel.futures import AnyFuture, DeferredFuture
+from paceline.parallel.ddp.futures import AnyFuture, DeferredFuture
+from paceline.parallel.ddp.hook import GradBucket, Reduced
 from paceline.parallel.hooks.average import allreduce_hook, average, group_of
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.agreement import broadcast_tensors, require_same_module
-from paceline.parallel.conditions import facts_of
-from paceline.parallel.ddp import DistributedDataParallel
-from paceline.parallel.members import find_members
+from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
+from paceline.parallel.ddp.conditions import facts_of
+from paceline.parallel.ddp.members import find_members
+from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.sharded.exchange import add_over_ranks
 from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.agreement import broadcast_tensors
-from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
-from paceline.parallel.members import Members
+from paceline.parallel.ddp.agreement import broadcast_tensors
+from paceline.parallel.ddp.graph import NO_BACKWARD, in_backward, running_backward
+from paceline.parallel.ddp.members import Members
 from paceline.parallel.scatter_gather import gather, map_tensors
 from paceline.parallel.sharded.exchange import add_over_ranks
 from paceline.parallel.sharded.packing import Values, add, pack, unpack

@@ -15,7 +15,7 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
-from paceline.parallel.gradients import shares_memory
+from paceline.parallel.ddp.gradients import shares_memory
 from paceline.parallel.join import Join, Joinable
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.shards import Shard

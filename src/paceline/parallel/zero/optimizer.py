@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
-from paceline.parallel.agreement import broadcast_tensors, require_same_module
-from paceline.parallel.buckets import MIB, make_buckets
-from paceline.parallel.conditions import facts_of
-from paceline.parallel.ddp import DistributedDataParallel
+from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
+from paceline.parallel.ddp.buckets import MIB, make_buckets
+from paceline.parallel.ddp.conditions import facts_of
+from paceline.parallel.ddp.members import Members
+from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
-from paceline.parallel.members import Members
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer

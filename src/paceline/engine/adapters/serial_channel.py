@@ -1,0 +1,195 @@
+"""Takes the calls of a group in turn: those that run synchronously where they are made, the others on a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.channel import HeaderFields, Outcome, Pieces
+from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.failures import Code, Failure
+
+_FOR_EVER_S = 1e9
+_REMEMBERED = 16
+
+
+@dataclass(slots=True)  # frozen, it would take three times as long to make
+class Call:
+    """A call of a channel; see `channel.Channel`."""
+
+    operation: int
+    dtype: int
+    reduce_op: int
+    root: int
+    count: int
+    timeout_ns: int
+    inputs: Sequence[Pieces]
+    outputs: Sequence[Pieces]
+
+
+class Refused(Exception):
+    """A library refused a call, or gave up on it; the message is what it said."""
+
+
+class Late(Exception):
+    """A call's time was over."""
+
+
+class Ended(Exception):
+    """A call ended in a way that is known already."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+class Turn:
+    """A call that waits for its turn, or is over: the `Pending` of a `TurnChannel`."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._over = threading.Event()
+        self._outcome: Outcome | None = None
+
+    def end(self, outcome: Outcome | None) -> None:
+        """The call is over."""
+        self._outcome = outcome
+        self._over.set()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._over.is_set()
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits for it; False when the time was over first."""
+        return self._over.wait(min(timeout_ns / 1e9, _FOR_EVER_S) if timeout_ns > 0 else 0)
+
+    def outcome(self) -> Outcome | None:
+        """Why it failed."""
+        return self._outcome
+
+
+class TurnChannel(ABC):
+    """A `Channel` of which an engine says only how one call is performed.
+
+    A call that fails breaks the group: later ones end as it did.
+    """
+
+    def __init__(self, inquiry: Inquiry) -> None:
+        self._inquiry = inquiry
+        self._turn = threading.Lock()
+        self._waiting: deque[Turn] = deque()  # the first one runs
+        self._arrived = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._sequence = 0
+        self._history: deque[HeaderFields] = deque(maxlen=_REMEMBERED)
+        self._broken: Outcome | None = None
+
+    @abstractmethod
+    def perform(self, call: Call) -> None:
+        """Runs a call to its end, for `call.timeout_ns` at most.
+
+        Raises:
+            Late: it was not over by then.
+            Refused: the library did not do it.
+        """
+
+    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
+        """Of one dense tensor, in place."""
+        pieces = [address, count * ITEM_SIZES[dtype]]
+        return self.run(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [pieces])
+
+    def run(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Pieces],
+        outputs: Sequence[Pieces],
+        /,
+    ) -> Outcome | None:
+        """Any call, to its end."""
+        call = Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        if not self._waiting:
+            with self._turn:
+                if not self._waiting:
+                    return self._perform(call)
+        turn = self._queue(call)
+        turn.wait(int(_FOR_EVER_S * 1e9))
+        return turn.outcome()
+
+    def submit(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[Pieces],
+        outputs: Sequence[Pieces],
+        /,
+    ) -> Turn:
+        """Any call, behind those made before."""
+        return self._queue(Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs))
+
+    def close(self) -> None:
+        """Lets the others know, and ends the calls that wait; idempotent."""
+        if self._broken is None:
+            self._broken = Failure(Code.INTERRUPTED)
+        self._inquiry.leave()
+        with self._arrived:
+            self._arrived.notify()
+
+    def _queue(self, call: Call) -> Turn:
+        turn = Turn(call)
+        with self._arrived:
+            self._waiting.append(turn)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._take_turns, name="paceline-turns", daemon=True)
+                self._thread.start()
+            self._arrived.notify()
+        return turn
+
+    def _take_turns(self) -> None:
+        while True:
+            with self._arrived:
+                while not self._waiting:
+                    if self._broken is not None:
+                        self._thread = None
+                        return
+                    self._arrived.wait()
+            with self._turn:
+                outcome = self._perform(self._waiting[0].call)
+            self._waiting.popleft().end(outcome)
+
+    def _perform(self, call: Call) -> Outcome | None:
+        if self._broken is not None:
+            return self._broken
+        self._note(call.operation, call.dtype, call.reduce_op, call.root, call.count)
+        started_ns = time.monotonic_ns()
+        try:
+            self.perform(call)
+            return None
+        except Exception as error:  # on the thread nobody else would hear of it
+            return self._break(error, started_ns)
+
+    def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:
+        self._sequence += 1
+        self._history.append((self._sequence, operation, dtype, reduce_op, root, count))
+
+    def _break(self, error: Exception, started_ns: int) -> Outcome:
+        if isinstance(error, Ended):
+            self._broken = error.outcome
+            return error.outcome
+        said = "" if isinstance(error, Late) else f"{error}" if isinstance(error, Refused) else f"{error!r}"
+        self._broken = self._inquiry.find_out(self._history, said, time.monotonic_ns() - started_ns)
+        return self._broken

@@ -1,0 +1,86 @@
+"""Messages of libraries that tell only those who wait: a thread waits for what goes on in the background."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+
+import torch
+
+from paceline.engine.adapters.flat_buffer import Stretch
+from paceline.engine.channel import Outcome, Pieces
+from paceline.engine.failures import Code, Failure
+
+_FOR_EVER_S = 1e9
+_HEAD = struct.Struct("<qq")  # number of bytes, type
+
+
+class WaitedMessage:
+    """A `channel.Message` that `finish` waits for, which returns the sender's group rank, and why it failed."""
+
+    def __init__(self, finish: Callable[[], tuple[int, Outcome | None]], background: bool) -> None:
+        self._finish = finish
+        self._over = threading.Event()
+        self._waiting = threading.Lock()
+        self._source = -1
+        self._outcome: Outcome | None = None
+        self._background = background
+        if background:
+            threading.Thread(target=self._run, name="paceline-message", daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._over.is_set()
+
+    def wait(self, timeout_ns: int, /) -> bool:
+        """Waits for it; False when the time was over first."""
+        if not self._background:
+            self._run()
+        return self._over.wait(max(0.0, min(timeout_ns / 1e9, _FOR_EVER_S)))
+
+    def outcome(self) -> Outcome | None:
+        """Why it failed."""
+        return self._outcome
+
+    def source(self) -> int:
+        """The sender."""
+        return self._source
+
+    def _run(self) -> None:
+        with self._waiting:
+            if not self._over.is_set():
+                self._source, self._outcome = self._finish()
+                self._over.set()
+
+
+class Envelope:
+    """A message with what it is in front of it, in memory of its own, so that its receiver sees whether it fits."""
+
+    def __init__(self, dtype: int, pieces: Pieces) -> None:
+        self._stretch = Stretch([pieces])
+        self._head = (self._stretch.nbytes, dtype)
+        self._memory = bytearray(_HEAD.size + self._stretch.nbytes)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def fill(self) -> Envelope:
+        """For a send; itself."""
+        _HEAD.pack_into(self._memory, 0, *self._head)
+        self.tensor[_HEAD.size :].copy_(self._stretch.load().tensor())
+        return self
+
+    def open(self, source: int, receiver: int) -> Outcome | None:
+        """After a receive: writes the tensor, if the message fits; else why not."""
+        (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack_from(self._memory), self._head
+        if (nbytes, dtype) != self._head:
+            return Failure(
+                Code.MISMATCH,
+                split_from=source,
+                split_to=receiver,
+                split_sent=nbytes,
+                split_expected=expected,
+                calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
+            )
+        self._stretch.tensor().copy_(self.tensor[_HEAD.size :])
+        self._stretch.store()
+        return None

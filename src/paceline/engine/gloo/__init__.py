@@ -1,0 +1,4 @@
+"""The engine over torch's gloo library.
+
+May use: `engine/api.py`, `engine/adapters`, `schedule`, `store`. Start reading at `engine.py`.
+"""

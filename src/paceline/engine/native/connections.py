@@ -1,0 +1,117 @@
+"""TCP connections between a group's ranks on different hosts.
+
+A rank listens only while a group forms, on one address, and connects from that same address. Between two ranks the
+higher connects to the lower: once for control and messages, and once for each stream of data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+
+from paceline.engine.formation import Formation
+from paceline.engine.native.bootstrap import Topology
+from paceline.engine.native.congestion import set_congestion_control
+from paceline.engine.native.dialing import Arrivals, dial
+from paceline.errors import RendezvousError, RendezvousTimeoutError
+from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.handshake import HandshakeUnfinishedError, Hello
+from paceline.security.secret import derive_key, job_secret
+from paceline.store.tcp import listen
+
+_CHANNEL = "links"
+_LOOK_S = 0.5
+
+Sockets = list[list[int]]
+
+
+def connect(
+    formation: Formation,
+    topology: Topology,
+    ranks: Sequence[int],
+    number: int,
+    address: str,
+    streams: int,
+    timeout_s: float,
+) -> Sockets:
+    """This rank's connections to each of the group's `ranks`, by group rank; none to those of its own host.
+
+    Args:
+        number: of the group, the same on its members and new for each group.
+        address: to listen on and to connect from.
+        streams: connections for data, beside the one for control.
+
+    Raises:
+        ValueError: the job has no secret, and `address` can be reached from other machines.
+        RendezvousError: a rank gave up or died, or its address cannot be reached.
+        RendezvousTimeoutError: a rank did not come; the message names it.
+        AuthenticationError: another process answered at a rank's address.
+    """
+    deadline = time.monotonic() + timeout_s
+    me = topology.members[topology.rank]
+    remote = [peer for peer in ranks if peer not in topology.local_ranks]
+    key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
+    arrivals = Arrivals()
+    doorkeeper = Doorkeeper(listen(address, 0, job_secret()), key, _CHANNEL, arrivals.admit, number)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(arrivals.close)
+        cleanup.callback(doorkeeper.close)
+        store = formation.store
+        store.set(_key(number, topology.rank), f"{address} {doorkeeper.port}")
+        keys = {_key(number, peer): peer for peer in remote}
+        if late := formation.absent(list(keys), deadline):
+            raise RendezvousTimeoutError(
+                f"{me}: {', '.join(str(topology.members[keys[key]]) for key in late)} did not open this group within "
+                f"{timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the same "
+                "arguments and in the same order"
+            )
+        found: dict[tuple[int, int], socket.socket] = {}
+        for peer in remote:
+            if peer > topology.rank:
+                continue
+            host, port = store.get(_key(number, peer)).decode().split()
+            for lane in range(1 + streams):
+                try:
+                    connection = _dial(
+                        host, int(port), address, key, Hello(_CHANNEL, topology.rank, number, lane), deadline
+                    )
+                except (OSError, HandshakeUnfinishedError) as error:
+                    formation.await_news()
+                    raise RendezvousError(
+                        f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "
+                        "check the route and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
+                    ) from error
+                found[peer, lane] = cleanup.enter_context(connection)
+        expected = {(peer, lane) for peer in remote for lane in range(1 + streams)}
+        while missing := expected - found.keys():
+            left_s = max(0.05, deadline - time.monotonic())
+            arrived = arrivals.take(min(left_s, _LOOK_S))
+            if arrived is None:
+                formation.look()
+                if left_s > _LOOK_S:
+                    continue
+                absent = sorted({peer for peer, _ in missing})
+                raise RendezvousTimeoutError(
+                    f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not connect to {address} "
+                    f"within {timeout_s:.0f} s; look at their output"
+                )
+            hello, connection = arrived
+            cleanup.enter_context(connection)
+            if hello.rank > topology.rank and (hello.rank, hello.lane) in expected:
+                found[hello.rank, hello.lane] = connection  # the latest: it gave up those before
+        for connection in found.values():
+            set_congestion_control(connection)
+        return [[found[peer, lane].detach() for lane in range(1 + streams)] if peer in remote else [] for peer in ranks]
+
+
+def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float) -> socket.socket:
+    def connected(left_s: float) -> socket.socket:
+        return socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
+
+    return dial(connected, key, hello, deadline)
+
+
+def _key(number: int, rank: int) -> str:
+    return f"links/{number}/{rank}"

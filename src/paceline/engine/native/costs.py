@@ -1,0 +1,153 @@
+"""What a message costs here: measured when the ranks of several hosts meet, or given."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+
+import torch
+
+from paceline import _core
+from paceline.engine.channel import Message, Messages, Pieces
+from paceline.engine.codes import DTYPE_CODES
+from paceline.engine.formation import Formation
+from paceline.engine.native.bootstrap import Topology
+from paceline.errors import RendezvousError, RendezvousTimeoutError
+from paceline.schedule.cost import CostModel, LinkCost
+
+VARIABLE = "PACELINE_COSTS"
+
+_KEY = "engine/costs"
+_BUDGET_S = 0.02  # for each of the two kinds of link
+_BULK = 512 << 10
+_REDUCED = 1 << 20
+_TIMEOUT_NS = 60_000_000_000
+_ALONE = 1  # nothing follows the number
+# Where nothing can be measured: shared memory, and a fast Ethernet.
+_WITHIN_HOST = LinkCost(2e-6, 1e-10)
+_BETWEEN_HOSTS = LinkCost(3e-5, 5e-10)
+UNMEASURED = CostModel(_WITHIN_HOST, _BETWEEN_HOSTS, 1e-10)
+
+
+def agree_on_costs(formation: Formation, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
+    """The same model on all ranks: rank 0's measurements, or what PACELINE_COSTS says there.
+
+    PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
+    in seconds a message, beta and gamma in seconds a byte.
+
+    Raises:
+        ValueError: PACELINE_COSTS is not that.
+        RendezvousError: a rank gave up or died.
+    """
+    deadline = time.monotonic() + timeout_s
+    partners = [topology.hosts[0][1]] if len(topology.hosts[0]) > 1 else []
+    between = topology.hosts[1][0]
+    if topology.rank == 0:
+        given = os.environ.get(VARIABLE)
+        to = functools.partial(_Way, formation, topology, links)
+        within_host = _measure(to(partners[0])) if partners else _WITHIN_HOST
+        between_hosts = _measure(to(between))
+        gamma = _core.time_reduction(_REDUCED) / _REDUCED
+        model = _parse(given) if given else CostModel(within_host, between_hosts, gamma)
+        formation.store.set(_KEY, _format(model))
+        return model
+    if topology.rank in (*partners, between):
+        _answer(_Way(formation, topology, links, 0))
+    if formation.absent([_KEY], deadline):
+        raise RendezvousTimeoutError(
+            f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
+            f"{timeout_s:.0f} s; look at its output"
+        )
+    return _parse(formation.store.get(_KEY).decode())
+
+
+class _Way:
+    """Messages to and from one rank."""
+
+    def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
+        self._formation = formation
+        self._topology = topology
+        self._links = links
+        self._peer = peer
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """To its end."""
+        self._pass(self._links.send, tensor)
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Into `tensor`."""
+        self._pass(self._links.receive, tensor)
+
+    def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], Message], tensor: torch.Tensor) -> None:
+        pieces = [tensor.data_ptr(), tensor.nbytes]
+        message = call(self._peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
+        message.wait(_TIMEOUT_NS)
+        if message.outcome() is not None:
+            self._formation.await_news()
+            raise RendezvousError(
+                f"{self._topology.members[self._topology.rank]}: {self._topology.members[self._peer]} died, left or "
+                "stopped while the speed of the connection to it was measured; look at its output"
+            )
+
+
+def _measure(way: _Way) -> LinkCost:
+    """Round trips within the budget. A number says how many bytes follow it; the answer is empty, and 0 is the end."""
+    started = time.monotonic()
+
+    def best_of(nbytes: int, most: int) -> float:
+        best = float("inf")
+        for _ in range(most):
+            before = time.monotonic()
+            way.send(torch.tensor([nbytes], device="cpu"))
+            if nbytes > _ALONE:
+                way.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            way.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            best = min(best, time.monotonic() - before)
+            if time.monotonic() - started > _BUDGET_S:
+                break
+        return best
+
+    alpha_s = best_of(_ALONE, 10) / 2
+    beta_s = _BETWEEN_HOSTS.beta_s_per_byte
+    if alpha_s < _BUDGET_S / 8:
+        # A large message asks before it comes, so it takes two round trips.
+        beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
+    way.send(torch.tensor([0], device="cpu"))
+    return LinkCost(alpha_s, beta_s)
+
+
+def _answer(way: _Way) -> None:
+    """The other end of `_measure`."""
+    nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
+    while True:
+        way.receive(nbytes)
+        if int(nbytes) == 0:
+            return
+        if int(nbytes) > _ALONE:
+            way.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
+        way.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+
+def _parse(text: str) -> CostModel:
+    try:
+        data = json.loads(text)
+        return CostModel(LinkCost(*data["within_host"]), LinkCost(*data["between_hosts"]), float(data["gamma"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{VARIABLE} is {text!r}; it must be JSON like "
+            '{"within_host": [2e-6, 1e-10], "between_hosts": [3e-5, 5e-10], "gamma": 1e-10}'
+        ) from error
+
+
+def _format(model: CostModel) -> str:
+    return json.dumps(
+        {
+            "within_host": astuple(model.within_host),
+            "between_hosts": astuple(model.between_hosts),
+            "gamma": model.gamma_s_per_byte,
+        }
+    )

@@ -1,0 +1,198 @@
+"""The native engine: shared memory between the ranks of a host, TCP between hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline import _core
+from paceline.engine.api import Meeting
+from paceline.engine.channel import Channel
+from paceline.engine.failures import Member
+from paceline.engine.formation import Formation
+from paceline.engine.native.addresses import own_address
+from paceline.engine.native.bootstrap import join
+from paceline.engine.native.connections import connect
+from paceline.engine.native.costs import UNMEASURED, agree_on_costs
+from paceline.engine.native.scheduled import ALGORITHM_VARIABLE, ScheduledChannel, known_algorithm
+from paceline.errors import RendezvousTimeoutError
+from paceline.schedule.cost import CostModel
+
+# Four slots of this many bytes a rank and group: a part of a tensor passes through the second-level cache.
+SLOT_BYTES = 128 << 10
+STREAMS_VARIABLE = "PACELINE_STREAMS"
+_DEFAULT_STREAMS = 1
+_MOST_STREAMS = 64
+_START = "native"  # of the engine, if it is not there from the start of the job
+_LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
+
+
+@dataclass(frozen=True)
+class NativeGroup:
+    """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
+
+    channel: Channel
+    links: _core.LinkGroup
+
+    def close(self) -> None:
+        """Ends both; idempotent."""
+        self.channel.close()
+        self.links.close()
+
+
+class NativeEngine:
+    """Connects the ranks of the default group and of all others; closed by `close`.
+
+    Args:
+        formation: of the default group; its store is used while later groups form, too.
+        timeout_s: how long to wait for the others.
+        peer: the host at which the ranks met, if it is known.
+        interface: the interface or address that other hosts connect to; see `own_address`.
+        algorithm: for every collective that it has, by schedule, also on one host.
+
+    Raises:
+        ValueError: `algorithm` or `interface` does not exist.
+        RendezvousError, AuthenticationError: see `join` and `connect`.
+    """
+
+    name = "paceline"
+
+    def __init__(
+        self,
+        formation: Formation,
+        timeout_s: float,
+        *,
+        peer: str | None = None,
+        interface: str | None = None,
+        algorithm: str | None = None,
+    ) -> None:
+        self._formation = formation
+        self._store = formation.store
+        self._algorithm = known_algorithm(algorithm or os.environ.get(ALGORITHM_VARIABLE) or None)
+        self._streams = _streams()
+        self._peer = peer
+        self._interface = interface
+        self._groups: list[NativeGroup] = []
+        self._costs: CostModel | None = None
+        settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
+        self._topology, self._mesh = join(formation, settings, timeout_s)
+        formation.watch(self._gone)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks of the default group."""
+        return self._topology.members
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        return self._topology.hosts
+
+    def open_group(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        identity: int = 0,
+        algorithm: str | None = None,
+        device: torch.device | None = None,
+    ) -> NativeGroup:
+        """See `engine.Engine`.
+
+        Raises:
+            RendezvousTimeoutError: a member did not come.
+            RendezvousError, AuthenticationError: see `connect`.
+        """
+        algorithm = known_algorithm(algorithm) or self._algorithm
+        if self._formation.is_open:
+            return self._open(self._formation, ranks, timeout_s, algorithm, identity)
+        with Formation(self._store, self._topology.rank, len(ranks), identity) as formation:
+            formation.watch(self._gone)
+            return self._open(formation, ranks, timeout_s, algorithm, identity)
+
+    def _open(
+        self, formation: Formation, ranks: Sequence[int], timeout_s: float, algorithm: str | None, identity: int
+    ) -> NativeGroup:
+        deadline = time.monotonic() + timeout_s
+        topology = self._topology
+        group_rank = list(ranks).index(topology.rank)
+        hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
+        hosts = [host for host in hosts if host]
+        local = topology.local_ranks
+        mesh_ranks = [local.index(r) if r in local else -1 for r in ranks]
+        sockets: list[list[int]] = [[] for _ in ranks]
+        if len(hosts) > 1:
+            address = own_address(self._peer, self._interface)
+            sockets = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
+        left_s = max(0.1, deadline - time.monotonic())
+        # Within a host ranks that chose different algorithms do not find each other; between hosts their calls do.
+        local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
+        links = _core.LinkGroup.create(self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, left_s)
+        if links is None:
+            raise self._not_opened(formation, ranks, timeout_s)
+        with contextlib.ExitStack() as undo:
+            undo.callback(links.close)
+            channel: Channel | None
+            if len(hosts) > 1 or algorithm is not None:
+                if self._costs is None:
+                    measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
+                    self._costs = agree_on_costs(formation, topology, links, timeout_s) if measurable else UNMEASURED
+                channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
+            else:
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, left_s)
+            if channel is None:
+                raise self._not_opened(formation, ranks, timeout_s)
+            undo.pop_all()
+        group = NativeGroup(channel, links)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Ends every group and takes leave of the other ranks; idempotent."""
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self._mesh.close()
+
+    def _gone(self) -> Member | None:
+        """A rank that is seen to have died: of this host, or in the default group."""
+        lost = self._mesh.lost()
+        here = [rank for place, rank in enumerate(self._topology.local_ranks) if lost >> place & 1]
+        gone = here or (self._groups[0].links.gone() if self._groups else [])
+        return self._topology.members[gone[0]] if gone else None
+
+    def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
+        formation.await_news()
+        return RendezvousTimeoutError(
+            f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for its "
+            f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
+            "with the same arguments and in the same order"
+        )
+
+
+def missing_piece() -> None:
+    """Nothing: it comes with Paceline."""
+
+
+def start(meeting: Meeting) -> NativeEngine:
+    """Connects this rank with the others of its host, and learns of all."""
+    with meeting.forming(_START) as formation:
+        return NativeEngine(
+            formation,
+            meeting.timeout_s,
+            peer=meeting.peer,
+            interface=meeting.interface,
+            algorithm=meeting.algorithm,
+        )
+
+
+def _streams() -> int:
+    text = os.environ.get(STREAMS_VARIABLE, str(_DEFAULT_STREAMS))
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_STREAMS:
+        raise ValueError(f"{STREAMS_VARIABLE} is {text!r}; it must be a number from 1 to {_MOST_STREAMS}")
+    return int(text)

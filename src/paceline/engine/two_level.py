@@ -1,0 +1,200 @@
+"""The hierarchical algorithm with two engines: one within each host, another between the hosts' leaders.
+
+A host's leader is its first rank in the group. What has no leaders' part (all-to-all, and what gathers or scatters) and
+messages go by the engine that connects all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline import _core
+from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.flat_buffer import Stretch
+from paceline.engine.adapters.serial_channel import Call, Ended, TurnChannel
+from paceline.engine.api import Engine, OpenGroup
+from paceline.engine.channel import Channel, Messages, Outcome, Pieces
+from paceline.engine.codes import Operation, ReduceCode
+from paceline.engine.failures import Code, Failure
+from paceline.store.base import Store
+
+_WITHIN = 1 << 61  # tells the identity of a group's part on one host from its own
+
+
+class Part(NamedTuple):
+    """An open group of some of the group's ranks."""
+
+    opened: OpenGroup
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TwoLevelGroup:
+    """A group whose hosts are connected by another engine."""
+
+    channel: TwoLevelChannel
+    links: Messages
+    parts: Sequence[OpenGroup]
+
+    def close(self) -> None:
+        """Ends all that it is made of; idempotent."""
+        self.channel.close()
+        for part in self.parts:
+            part.close()
+
+
+def open_two_levels(
+    inside: Engine,
+    outside: Engine,
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    hosts: Sequence[Sequence[int]],
+    timeout_s: float,
+    identity: int,
+) -> OpenGroup:
+    """The group of `ranks` (of the default group, as in `Engine.open_group`), hosts joined by `outside`.
+
+    Args:
+        rank: this one, in the default group.
+        hosts: the ranks of the default group by host.
+    """
+    by_host = [[at for at, each in enumerate(ranks) if each in host] for host in hosts]
+    by_host = [host for host in by_host if host]
+    me = list(ranks).index(rank)
+    with contextlib.ExitStack() as undo:
+        whole = inside.open_group(ranks, timeout_s, identity)
+        undo.callback(whole.close)
+        if len(by_host) == 1:
+            undo.pop_all()
+            return whole
+        local = next(host for host in by_host if me in host)
+        leaders = [host[0] for host in by_host]
+        within = inside.open_group([ranks[at] for at in local], timeout_s, identity | _WITHIN)
+        undo.callback(within.close)
+        between = None
+        if me in leaders:
+            between = Part(outside.open_group([ranks[at] for at in leaders], timeout_s, identity), leaders)
+            undo.callback(between.opened.close)
+        inquiry = Inquiry(store, identity, [inside.members[each] for each in ranks], me)
+        channel = TwoLevelChannel(inquiry, whole.channel, by_host, me, Part(within, local), between)
+        undo.pop_all()
+    parts = [within, whole] if between is None else [between.opened, within, whole]
+    return TwoLevelGroup(channel, whole.links, parts)
+
+
+class TwoLevelChannel(TurnChannel):
+    """Reduces and broadcasts through the leaders.
+
+    Args:
+        whole: of all ranks, for everything else.
+        hosts: group ranks by host.
+        rank: this one, in the group.
+        within: this host's ranks.
+        between: the leaders, if this is one.
+    """
+
+    def __init__(
+        self,
+        inquiry: Inquiry,
+        whole: Channel,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        within: Part,
+        between: Part | None,
+    ) -> None:
+        super().__init__(inquiry)
+        self._whole = whole
+        self._hosts = hosts
+        self._rank = rank
+        self._size = sum(map(len, hosts))
+        self._within = within
+        self._between = between
+
+    def perform(self, call: Call) -> None:
+        """Runs a call to its end."""
+        deadline_ns = time.monotonic_ns() + call.timeout_ns
+        if call.operation == Operation.BROADCAST:
+            self._broadcast(call, call.outputs, call.root, deadline_ns)
+        elif call.operation == Operation.ALL_REDUCE:
+            self._all_reduce(call, call.outputs, deadline_ns)
+        elif call.operation == Operation.REDUCE:
+            self._reduce(call, deadline_ns)
+        else:
+            arguments = call.operation, call.dtype, call.reduce_op, call.root, call.count, call.timeout_ns
+            self._check(self._whole.run(*arguments, call.inputs, call.outputs), range(self._size))
+
+    def _all_reduce(self, call: Call, tensor: Sequence[Pieces], deadline_ns: int) -> None:
+        op = ReduceCode.SUM if call.reduce_op == ReduceCode.AVG else call.reduce_op
+        self._run(self._within, Operation.REDUCE, call, op, 0, tensor, deadline_ns)
+        if self._between is not None:
+            self._run(self._between, Operation.ALL_REDUCE, call, op, -1, tensor, deadline_ns)
+            if call.reduce_op == ReduceCode.AVG:
+                self._divide(call, tensor)
+        self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, 0, tensor, deadline_ns)
+
+    def _reduce(self, call: Call, deadline_ns: int) -> None:
+        tensor = Stretch(call.outputs).load()
+        copy = tensor.tensor().clone()  # the tensors of all but the root stay as they are
+        self._all_reduce(call, [[copy.data_ptr(), copy.nbytes]], deadline_ns)
+        if self._rank == call.root:
+            tensor.tensor().copy_(copy)
+            tensor.store()
+
+    def _broadcast(self, call: Call, tensor: Sequence[Pieces], root: int, deadline_ns: int) -> None:
+        at_home = root in self._within.ranks
+        if at_home:
+            source = list(self._within.ranks).index(root)
+            self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, source, tensor, deadline_ns)
+        if self._between is not None:
+            source = next(number for number, host in enumerate(self._hosts) if root in host)
+            self._run(self._between, Operation.BROADCAST, call, ReduceCode.NONE, source, tensor, deadline_ns)
+        if not at_home:
+            self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, 0, tensor, deadline_ns)
+
+    def _run(
+        self,
+        part: Part,
+        operation: Operation,
+        call: Call,
+        reduce_op: int,
+        root: int,
+        tensor: Sequence[Pieces],
+        deadline_ns: int,
+    ) -> None:
+        if len(part.ranks) > 1:
+            left_ns = max(1, deadline_ns - time.monotonic_ns())
+            channel = part.opened.channel
+            outcome = channel.run(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
+            self._check(outcome, part.ranks)
+
+    def _divide(self, call: Call, tensor: Sequence[Pieces]) -> None:
+        whole = Stretch(tensor).load()
+        if call.count:
+            _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceCode.AVG, self._size)
+        whole.store()
+
+    def _check(self, outcome: Outcome | None, ranks: Sequence[int]) -> None:
+        """Ends the call as a part of it ended, in the group's ranks."""
+        if outcome is None:
+            return
+        calls = [(0, 0, 0, 0, -1, 0)] * self._size
+        for rank, header in zip(ranks, outcome.calls, strict=False):
+            calls[rank] = header
+        raise Ended(
+            Failure(
+                Code(outcome.code),
+                outcome.said if isinstance(outcome, Failure) else "",
+                [ranks[at] for at in outcome.missing],
+                [ranks[at] for at in outcome.gone],
+                [ranks[at] for at in outcome.left],
+                self._rank,
+                outcome.waited_ns,
+                calls=calls,
+                algorithms=[0] * self._size,
+            )
+        )

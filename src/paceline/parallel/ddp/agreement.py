@@ -1,0 +1,135 @@
+"""Sees to it that every rank wraps the same model in the same way before training starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from paceline.errors import CollectiveMismatchError
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.ddp.members import Members
+
+Entry = list[object]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What may differ between ranks, and is told to all.
+
+    `overlaps`: this rank could, or wants to, overlap reduction with backward.
+    """
+
+    overlaps: bool
+    host: str
+    cores: list[int]
+    threads: int
+
+
+def describe_members(members: Members) -> list[Entry]:
+    """Name, shape, strides, type, kind of device and requires_grad of each parameter and buffer."""
+    described: list[Entry] = []
+    for kind, named in (("parameter", members.trained | members.frozen), ("buffer", members.buffers)):
+        for name, tensor in named.items():
+            shape = list(tensor.shape)
+            where = "" if tensor.is_cpu else f" on {tensor.device.type}"
+            described.append([kind, name, shape, list(tensor.stride()), f"{tensor.dtype}{where}", tensor.requires_grad])
+    return described
+
+
+def require_same_module(
+    members: Members, options: dict[str, object], facts: Facts, problem: Exception | None, group: ProcessGroup
+) -> list[Facts]:
+    """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's facts.
+
+    Args:
+        members: of the module that this rank wraps.
+        options: arguments that must be the same on every rank.
+        facts: of this rank.
+        problem: why this rank cannot wrap it; raised here, after the others were told.
+
+    Raises:
+        CollectiveMismatchError: on every rank, naming the first difference and who is on which side of it.
+    """
+    description = [] if problem is not None else describe_members(members)
+    digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
+    mine: dict[str, object] = {"digest": digest, "options": options, "facts": asdict(facts)}
+    mine["problem"] = str(problem) if problem else None
+    everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(mine).encode())]
+    if problem is not None:
+        raise problem
+    for rank, other in zip(group.ranks, everyone, strict=True):
+        if other["problem"] is not None:
+            raise CollectiveMismatchError(
+                f"rank {group.ranks[group.rank()]}: rank {rank} could not wrap its module, so no rank can: "
+                f"{other['problem']}. Build the same model on every rank and wrap it the same way"
+            )
+    for option, value in options.items():
+        values = [other["options"].get(option) for other in everyone]
+        if any(each != value for each in values):
+            told = _sides([f"{option}={each!r}" for each in values], group.ranks)
+            raise CollectiveMismatchError(
+                f"rank {group.ranks[group.rank()]}: the module is not wrapped alike: {told}. "
+                "Pass the same arguments on every rank"
+            )
+    if any(other["digest"] != digest for other in everyone):
+        descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
+        raise CollectiveMismatchError(
+            f"rank {group.ranks[group.rank()]}: the models differ: {_first_difference(descriptions, group.ranks)}. "
+            "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
+        )
+    return [Facts(**other["facts"]) for other in everyone]
+
+
+def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:
+    for at in range(max(map(len, descriptions))):
+        said = [_say(entries[at] if at < len(entries) else None) for entries in descriptions]
+        if any(each != said[0] for each in said):
+            return _sides(said, ranks)
+    raise AssertionError("descriptions whose digests differ are equal")
+
+
+def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
+    """Which ranks hold which value, rank 0's first."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    told = []
+    for value, who in holders.items():
+        listed = ", ".join(map(str, who[:most])) + (f" and {len(who) - most} more" if len(who) > most else "")
+        told.append(f"rank{'s' if len(who) > 1 else ''} {listed}: {value}")
+    return "; ".join(told)
+
+
+def _say(entry: Entry | None) -> str:
+    if entry is None:
+        return "nothing in its place"
+    kind, name, shape, stride, dtype, requires_grad = entry
+    return f"{kind} {name!r} of shape {shape}, strides {stride}, {dtype}, requires_grad={requires_grad}"
+
+
+def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors of each device; a call takes those of one."""
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())
+
+
+def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors' memory as uint8, so that several types travel in one call; they must be contiguous."""
+    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+
+
+def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
+    """Copies the root's values to all ranks, whatever the types and layouts."""
+    plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
+    kept = {id(tensor) for tensor in plain}
+    for together in by_device(plain):
+        group.broadcast(byte_views(together), root)
+    for tensor in tensors:
+        if id(tensor) not in kept:
+            group.broadcast(tensor.detach(), root)

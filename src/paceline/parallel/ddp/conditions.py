@@ -1,0 +1,87 @@
+"""What a module and a machine must have to train data parallel."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from paceline.engine.codes import DTYPE_CODES
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.ddp.agreement import Facts
+from paceline.parallel.ddp.members import Members
+from paceline.parallel.placement import say_absent, say_elsewhere
+
+_warned = False  # of too many threads, in this process
+
+
+def why_not(
+    members: Members,
+    group: ProcessGroup,
+    device_ids: Sequence[torch.device] = (),
+    output_device: torch.device | None = None,
+) -> Exception | None:
+    """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
+    absent = say_absent(device_ids, output_device)
+    if absent is not None:
+        return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
+    device = device_ids[0] if device_ids else None
+    for name, tensor in (members.trained | members.frozen | members.buffers).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
+        if tensor.device.type not in group.device_types:
+            fitting = "init_process_group(backend='cpu:paceline,cuda:nccl')" if tensor.is_cuda else "module.cpu()"
+            fitting = "module.to_empty(device='cpu'), then load its state" if tensor.is_meta else fitting
+            return ValueError(
+                f"{name!r} is on {tensor.device}, and the group's backend {group.backend!r} has no engine for it: "
+                f"{fitting}"
+            )
+        if device is not None and tensor.device != device:
+            return ValueError(say_elsewhere(name, tensor, device))
+    if not members.trained:
+        return RuntimeError(
+            "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
+        )
+    for name, param in members.trained.items():
+        if param.dtype not in DTYPE_CODES:
+            return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
+    return None
+
+
+def facts_of(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> Facts:
+    """What this rank tells the others of itself; a GPU needs no core for what goes on beside backward."""
+    overlaps = (not on_cpu or _has_core_to_spare(group)) if overlap is None else overlap
+    return Facts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+
+
+def _has_core_to_spare(group: ProcessGroup) -> bool:
+    """Whether the ranks of this host leave each of their progress threads a core."""
+    named = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(named) if named.isdecimal() else group.size()
+    return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
+
+
+def warn_of_too_many_threads(everyones: Sequence[Facts], group: ProcessGroup) -> None:
+    """Warns, once, on one rank of each host whose ranks have more threads than cores."""
+    global _warned
+    mine = everyones[group.rank()]
+    here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]
+    threads = sum(everyones[rank].threads for rank in here)
+    cores = len({core for rank in here for core in everyones[rank].cores})
+    if threads <= cores or len(here) < 2 or here[0] != group.rank() or _warned:
+        return
+    _warned = True
+    fair = max(1, cores // len(here))
+    advice = [f"Give each {fair}: set OMP_NUM_THREADS={fair}, or call torch.set_num_threads({fair}) before wrapping"]
+    if all(everyones[rank].threads <= fair for rank in here):
+        advice = []
+    if len(here) > cores:
+        advice.append(f"Start no more than {cores} ranks here")
+    warnings.warn(
+        f"rank {group.ranks[group.rank()]}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
+        f"{cores} cores, so they slow each other down. {'. '.join(advice)}",
+        stacklevel=4,
+    )

@@ -1,0 +1,119 @@
+"""Communication hooks: the user's code reduces the gradients, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.group.work import Work
+from paceline.parallel.ddp.futures import AnyFuture, DeferredFuture
+from paceline.parallel.ddp.gradients import BucketGradients, Memory
+
+Reduced = torch.Tensor | Sequence[torch.Tensor]
+
+
+class GradBucket:
+    """What a communication hook gets: the gradients of a bucket, one behind the other in a flat tensor.
+
+    It has the methods of `torch.distributed.GradBucket`.
+    """
+
+    def __init__(self, index: int, is_last: bool, buffer: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._params = list(params)
+
+    def index(self) -> int:
+        """The bucket's number; the buckets of a backward come in this order on every rank."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of this backward."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients in one flat tensor."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Puts another tensor, for example of another type, in the place of the buffer."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The parameters' gradients, as views of the buffer.
+
+        Raises:
+            ValueError: the buffer has been set to one of another size.
+        """
+        total = sum(param.numel() for param in self._params)
+        if self._buffer.numel() != total:
+            raise ValueError(
+                f"the buffer of bucket {self._index} has {self._buffer.numel()} elements since set_buffer(), and its "
+                f"gradients have {total}; call gradients() before set_buffer()"
+            )
+        parts = self._buffer.split([param.numel() for param in self._params])
+        layouts = (torch.empty_like(param, device="meta").stride() for param in self._params)
+        return [p.as_strided(param.shape, at) for p, param, at in zip(parts, self._params, layouts, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of their gradients."""
+        return list(self._params)
+
+
+Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
+
+
+class HookedWork:
+    """A bucket in the hands of the hook; `wait` puts what it made of it into the gradients."""
+
+    def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: Memory) -> None:
+        self._future = future
+        self._bucket = bucket
+        self._memory = memory
+
+    def wait(self) -> None:
+        """Waits for the hook's future."""
+        reduced = self._future.result() if isinstance(self._future, Work) else self._future.wait()
+        if not isinstance(reduced, torch.Tensor):
+            reduced = reduced[0]
+        if reduced.numel() != self._memory.count:
+            raise ValueError(
+                f"the communication hook returned {reduced.numel()} elements for bucket {self._bucket.index()}, whose "
+                f"gradients have {self._memory.count}; its future must hold the averaged gradients in the order of "
+                "bucket.buffer()"
+            )
+        flat = _flat_views(self._memory.tensors)
+        for gradient, part in zip(flat, reduced.reshape(-1).split([each.numel() for each in flat]), strict=True):
+            gradient.copy_(part)
+
+
+class CommHook:
+    """A hook with its state."""
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state = state
+        self._hook = hook
+
+    def start(self, index: int, is_last: bool, gradients: BucketGradients, memory: Memory) -> HookedWork:
+        """Hands a bucket to the hook.
+
+        Raises:
+            TypeError: the hook did not return a future.
+        """
+        bucket = GradBucket(index, is_last, torch.cat(_flat_views(memory.tensors)), gradients.params)
+        future = self._hook(self._state, bucket)
+        # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
+        if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
+            name = getattr(self._hook, "__qualname__", repr(self._hook))
+            raise TypeError(
+                f"the communication hook {name} returned {type(future).__name__}; it must return a "
+                "torch.futures.Future of the averaged buffer, or the Work of a call with async_op=True"
+            )
+        return HookedWork(future, bucket, memory)
+
+
+def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The elements in the order in which they lie in memory, which is the same on every rank."""
+    return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

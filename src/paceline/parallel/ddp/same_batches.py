@@ -1,0 +1,97 @@
+"""Sees whether ranks read the same batches, without a call of its own.
+
+In the first few steps each rank has a number more in the gradients that it averages: a digest of its inputs, at its own
+place among zeros. Averaged, they are everybody's digests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import warnings
+
+import torch
+
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.ddp.gradients import Memory
+from paceline.parallel.ddp.graph import find_tensors
+
+_LOOKS = 3  # steps that must agree before it is told
+_DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
+_MOST_BYTES = 1 << 16  # of each tensor
+
+
+class SameBatches:
+    """Compares the ranks' batches in the first steps; `is_over` then.
+
+    Args:
+        group: the ranks.
+        on_cpu: the gradients are; to read digests out of others would hold up the device.
+    """
+
+    def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
+        self.is_over = group.size() == 1 or not on_cpu
+        self._group = group
+        self._mine: int | None = None
+        self._sent: torch.Tensor | None = None
+        self._seen: list[list[float]] = []
+
+    def look(self, inputs: object) -> None:
+        """Takes the inputs of a forward."""
+        self._mine = digest(inputs)
+
+    def look_away(self) -> None:
+        """There are no inputs in this step."""
+        self._mine = None
+
+    def add_to(self, memory: Memory, dtype: torch.dtype) -> None:
+        """Has the digest travel with gradients of that type; does nothing if they are not exact enough."""
+        if self.is_over or dtype not in (torch.float32, torch.float64):
+            return
+        self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
+        # Without a digest, a number that is no other rank's.
+        self._sent[self._group.rank()] = -1 - self._group.rank() if self._mine is None else self._mine
+        memory.pieces += (self._sent.data_ptr(), self._sent.nbytes)
+        memory.tensors = [*memory.tensors, self._sent]
+        memory.count += len(self._sent)
+
+    def arrive(self) -> None:
+        """What was added has been averaged."""
+        if self._sent is None:
+            return
+        self._seen.append(self._sent.tolist())
+        self._sent = None
+        if len(self._seen) == _LOOKS:
+            self.is_over = True
+            self._tell()
+
+    def _tell(self) -> None:
+        histories = list(zip(*self._seen, strict=True))
+        me = self._group.rank()
+        if min(histories[me]) < 0:
+            return
+        alike = [rank for rank, history in enumerate(histories) if history == histories[me]]
+        if len(alike) > 1 and alike[0] == me:
+            ranks = [self._group.ranks[rank] for rank in alike]
+            warnings.warn(
+                f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read the same batches: the first {_LOOKS} of "
+                "each were equal, so they compute the same gradients, and more ranks bring nothing. Give the "
+                "DataLoader sampler=paceline.DistributedSampler(dataset), or seed what makes the batches "
+                "differently on each rank",
+                stacklevel=2,
+            )
+
+
+def digest(inputs: object) -> int | None:
+    """A number for what the tensors in a nest hold; None if they hold nothing that tells batches apart."""
+    hashed = hashlib.blake2b(digest_size=8)
+    tells = False
+    for tensor in find_tensors(inputs):
+        if tensor.layout is not torch.strided or not tensor.is_cpu:
+            return None
+        flat = tensor.detach().reshape(-1)[: _MOST_BYTES // tensor.element_size()].contiguous().resolve_conj()
+        data = ctypes.string_at(flat.data_ptr(), flat.nbytes)
+        hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        hashed.update(data)
+        tells = tells or (len(flat) > 1 and data != data[: flat.element_size()] * len(flat))
+    return int.from_bytes(hashed.digest(), "big") % (1 << _DIGEST_BITS) if tells else None

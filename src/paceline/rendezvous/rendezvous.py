@@ -1,0 +1,116 @@
+"""`env://`, `tcp://`, `file://` and an explicit store: from an address to a store and this process's place.
+
+Broken rules are `ValueError`s that name the rule and the fix. Every worker pays for what is imported here, so each kind
+of address is in a module of its own, and nothing here needs dataclasses, urllib or tempfile.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+from paceline.durations import LONGEST_S
+from paceline.errors import RendezvousTimeoutError, StoreConnectionError
+from paceline.rendezvous import environment
+from paceline.rendezvous.check_in import Claim, agree
+from paceline.rendezvous.meeting_count import next_at_address, next_at_store
+from paceline.store.base import Store
+from paceline.store.prefix import PrefixStore
+
+_RETRY_PAUSE_S = 0.05
+
+
+class Joined:
+    """The result of a rendezvous.
+
+    `store` is empty but for the ranks of this meeting; `address` is the host at which they met, if there is one.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store, address: str | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.store = store
+        self.address = address
+
+
+def rendezvous(init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float) -> Joined:
+    """Meets the other ranks.
+
+    Args:
+        init_method: "env://" (if neither it nor `store` is given), "tcp://host:port" or "file:///path".
+        store: a store that all ranks share, instead of `init_method`.
+        world_size: the number of ranks; -1 to take it from the environment or the URL.
+        rank: this process's rank; -1 likewise.
+        timeout_s: how long to wait for the others, in seconds; a hundred years at most.
+
+    Raises:
+        ValueError: a rule is broken.
+        RendezvousError, RendezvousTimeoutError: see `agree`.
+    """
+    timeout_s = min(timeout_s, LONGEST_S)
+    if store is not None:
+        if init_method is not None:
+            raise ValueError("init_method and store exclude each other; give one of them")
+        if world_size < 0 or rank < 0:
+            raise ValueError("with store, world_size and rank must be given, since there is nowhere to read them from")
+        _check_place(rank, world_size)
+        joined = PrefixStore(f"paceline/{next_at_store(store)}", store)
+        agree(joined, Claim.mine(rank, world_size), timeout_s)
+        return Joined(rank, world_size, joined, getattr(store, "host", None))
+
+    url = init_method if init_method is not None else "env://"
+    scheme = url.partition(":")[0].lower()
+    open_store: Callable[[int, int, timedelta], Store] = environment.open_store
+    attempt = "0"
+    if scheme == "env":
+        rank, world_size = environment.place(rank, world_size)
+        # Workers that the launcher started anew meet in the same store as those before them.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
+    elif scheme in ("tcp", "file"):
+        from paceline.rendezvous import addresses
+
+        rank, world_size = addresses.place(url, rank, world_size)
+        open_store = partial(addresses.open_store, url)
+    else:
+        raise ValueError(f"init_method {url!r} is not known; use env://, tcp://host:port or file:///path")
+    _check_place(rank, world_size)
+    prefix = f"paceline/{attempt}/{next_at_address(url)}"
+    return _meet(partial(open_store, rank, world_size), prefix, Claim.mine(rank, world_size), timeout_s)
+
+
+def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, timeout_s: float) -> Joined:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.1, deadline - time.monotonic())
+        opened: Store | None = None
+        try:
+            opened = open_store(timedelta(seconds=left_s))
+            joined = PrefixStore(prefix, opened)
+            agree(joined, claim, left_s)
+            return Joined(claim.rank, claim.world_size, joined, getattr(opened, "host", None))
+        except StoreConnectionError as error:
+            if opened is not None:
+                opened.close()
+            if claim.rank == 0:
+                raise
+            if time.monotonic() >= deadline:
+                raise RendezvousTimeoutError(
+                    f"rank {claim.rank} waited {timeout_s:.0f} s for {claim.world_size} ranks; rank 0, at whose "
+                    f"address they meet, did not arrive: {error}"
+                ) from error
+            # The server was just being closed: it was of an earlier process group at this address.
+            time.sleep(_RETRY_PAUSE_S)
+        except BaseException:
+            if opened is not None:
+                opened.close()
+            raise
+
+
+def _check_place(rank: int, world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; with world_size {world_size} it must be from 0 to {world_size - 1}")
