@@ -31,7 +31,7 @@ enum class Operation : std::uint8_t {
 // A call as its rank made it; the ranks compare them in the first round.
 struct CallHeader {
     std::uint64_t sequence;  // of the group's calls, from 1
-    std::uint64_t count;     // elements in all
+    std::uint64_t count;     // elements in all; of an all_to_all those that the rank sends, which are not compared
     std::int32_t root;       // group rank, -1 where the operation has none
     Operation operation;
     DType dtype;
@@ -43,8 +43,8 @@ struct CallHeader {
     std::uint8_t reserved[7];
 
     bool fits(const CallHeader& other) const {
-        return sequence == other.sequence && count == other.count && root == other.root &&
-               operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op &&
+        return sequence == other.sequence && (count == other.count || operation == Operation::all_to_all) &&
+               root == other.root && operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op &&
                algorithm == other.algorithm;
     }
 };
@@ -86,6 +86,14 @@ struct Call {
     std::uint64_t offset = 0;
     std::shared_ptr<const executor::Schedule> schedule;  // for those that run schedules
 };
+
+// What the call's header tells as its count.
+inline std::uint64_t count_in_header(const Call& call) {
+    if (call.operation != Operation::all_to_all) return call.count;
+    std::uint64_t nbytes = 0;
+    for (const Stream& each : call.inputs) nbytes += each.nbytes();
+    return nbytes / item_size(call.dtype);
+}
 
 // Asked now and then while a call waits; true ends it as `interrupted`.
 using Interrupted = std::function<bool()>;

@@ -17,11 +17,25 @@ constexpr int kSlicesPerInterruptCheck = 5;
 constexpr int kSlicesPerSilenceCheck = 25;
 constexpr int kAnnounceAtSlice = 1;
 constexpr auto kReasonComes = std::chrono::milliseconds(200);
+// A rank that has ended the group may have done its part in this call before; what is under way may complete it.
+constexpr auto kLastMoves = std::chrono::milliseconds(10);
+
+// Whether a rank's part in the call ends only after every rank has begun its own.
+bool needs_all(Operation operation) {
+    return operation == Operation::all_reduce || operation == Operation::all_gather ||
+           operation == Operation::reduce_scatter || operation == Operation::all_to_all ||
+           operation == Operation::barrier;
+}
 
 }  // namespace
 
 Executor::Executor(link::Links& links, Messenger& messenger) : links_(links), messenger_(messenger) {
     links_.watch_bulk(waiter_);
+    messenger_.on_failure(&waiter_);
+}
+
+Executor::~Executor() {
+    messenger_.on_failure(nullptr);
 }
 
 // Where the slice's blocks lie; nullopt when the call has no such blocks.
@@ -153,13 +167,17 @@ void Executor::poll() {
     messenger_.poll();
 }
 
+// Takes in what the others have told.
+void Executor::hear() {
+    heard_ = links_.news();
+    poll();
+    if (!broken_at_ && messenger_.failure()) broken_at_ = Clock::now();
+}
+
 // What a rank that waits does every slice; false when the call is over that way.
 bool Executor::look_around(int slice, const Interrupted& interrupted) {
-    poll();
-    if (auto failure = messenger_.failure()) {
-        outcome_ = std::move(*failure);
-        return false;
-    }
+    hear();
+    if (broken_at_) return true;
     if (slice == kAnnounceAtSlice) messenger_.announce(header_);
     const std::vector<CallHeader> announced = messenger_.announced();
     Outcome outcome;
@@ -183,7 +201,7 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
     if (outcome.code == Code::ok && waited_ns > timeout_ns_) {
         outcome.code = Code::timed_out;
         outcome.missing = missing(announced);
-        outcome.calls = announced;
+        outcome.calls = messenger_.latest();
     }
     if (outcome.code == Code::ok && slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted()) {
         outcome.code = Code::interrupted;
@@ -202,6 +220,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
     failed_ = false;
+    broken_at_.reset();
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
@@ -212,7 +231,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         outcome_.step = *step;
         return outcome_;
     }
-    header_ = {++sequence_, call.count, call.root, call.operation,       call.dtype, call.reduce_op,
+    header_ = {++sequence_, count_in_header(call), call.root, call.operation,       call.dtype, call.reduce_op,
                0,           0,          0,         schedule_->algorithm, {}};
 
     const auto spin = background ? kBackgroundSpin : kSpin;
@@ -223,6 +242,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         const bool moved = progress();
         if (failed_) return outcome_;
         const auto now = Clock::now();
+        if (broken_at_ && now - *broken_at_ > kLastMoves) return *messenger_.failure();
         if (now - looked > std::chrono::milliseconds(kSliceMs)) {
             looked = now;
             if (!look_around(++slice, interrupted)) return outcome_;
@@ -238,8 +258,11 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         bool more = false;
         for (const FlowState& state : flows_)
             for (const auto& lane : *state.lanes) more |= lane->arm();
-        if (!more || !progress()) waiter_.sleep(kSliceMs);
+        if (more && progress()) continue;
+        const bool news = waiter_.sleep(broken_at_ ? static_cast<int>(kLastMoves.count()) : kSliceMs);
+        if (news || links_.news() != heard_) hear();
     }
+    if (needs_all(call.operation)) messenger_.saw_all(header_);
     return outcome_;
 }
 

@@ -24,6 +24,9 @@ namespace paceline::executor {
 class Executor final : public Collectives {
   public:
     Executor(link::Links& links, Messenger& messenger);
+    Executor(const Executor&) = delete;
+    Executor& operator=(const Executor&) = delete;
+    ~Executor() override;
 
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
 
@@ -85,6 +88,7 @@ class Executor final : public Collectives {
     bool check_header(FlowState& state, std::uint32_t step);
     void lost(int peer);
     void poll();
+    void hear();
     bool look_around(int slice, const Interrupted& interrupted);
     std::vector<int> awaited() const;
     std::vector<int> missing(const std::vector<CallHeader>& announced) const;
@@ -94,6 +98,7 @@ class Executor final : public Collectives {
     link::Waiter waiter_;
     std::uint64_t sequence_ = 0;
     std::chrono::steady_clock::time_point polled_{};  // the messenger
+    std::uint32_t heard_ = 0;                         // of the links' news
     std::vector<std::uint8_t> scratch_;
 
     // Of the call that runs:
@@ -109,6 +114,7 @@ class Executor final : public Collectives {
     ReduceFn reduce_ = nullptr;
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;
+    std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank heard that the group is
     Outcome outcome_;
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};

@@ -67,7 +67,7 @@ bool is_complete(const Outcome& outcome, int size) {
         case Code::mismatch:
             return outcome.calls.size() == calls && (outcome.split_from < 0) == (outcome.split_to < 0);
         case Code::timed_out:
-            return outcome.calls.size() == calls;
+            return outcome.calls.empty() || outcome.calls.size() == calls;
         case Code::peer_lost:
             return !outcome.gone.empty();
         default:

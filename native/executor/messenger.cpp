@@ -28,7 +28,8 @@ Outcome lost_outcome(int peer, bool left) {
 
 }  // namespace
 
-Messenger::Messenger(link::Links& links) : links_(links), states_(static_cast<std::size_t>(links.size())) {
+Messenger::Messenger(link::Links& links) 
+    : links_(links), states_(static_cast<std::size_t>(links.size())), seen_(states_.size()) {
     links_.watch_control(waiter_);
 }
 
@@ -194,6 +195,7 @@ void Messenger::break_group(Outcome outcome, bool tell) {
         }
     }
     changed_.notify_all();
+    if (told_ != nullptr) told_->wake();
 }
 
 bool Messenger::progress() {
@@ -218,7 +220,10 @@ void Messenger::expire(bool look_for_silence) {
             for (int peer = 0; peer < links_.size(); ++peer)
                 if (peer == request->peer_ || (request->peer_ == kAnySource && peer != links_.rank()))
                     outcome.missing.push_back(peer);
-            for (const PeerState& each : states_) outcome.calls.push_back(each.announced);
+            outcome.calls = latest_locked();
+            const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
+                                         [](const CallHeader& call) { return call.sequence != 0; });
+            if (!any) outcome.calls.clear();  // the group's collectives, if there are any, do not pass here
             break_group(std::move(outcome), true);
             return;
         }
@@ -331,6 +336,11 @@ void Messenger::poll() {
     if (hold.owns_lock() && !driving_) progress();
 }
 
+void Messenger::on_failure(link::Waiter* waiter) {
+    const std::lock_guard hold(mutex_);
+    told_ = waiter;
+}
+
 std::optional<Outcome> Messenger::failure() {
     if (!failed_.load(std::memory_order_acquire)) return std::nullopt;
     const std::lock_guard hold(mutex_);
@@ -362,6 +372,31 @@ std::vector<CallHeader> Messenger::announced() {
     const std::lock_guard hold(mutex_);
     std::vector<CallHeader> headers;
     for (const PeerState& each : states_) headers.push_back(each.announced);
+    return headers;
+}
+
+void Messenger::saw(int peer, const CallHeader& header) {
+    const std::lock_guard hold(seeing_);
+    seen_[static_cast<std::size_t>(peer)] = header;
+}
+
+void Messenger::saw_all(const CallHeader& header) {
+    const std::lock_guard hold(seeing_);
+    seen_of_all_ = header;
+}
+
+std::vector<CallHeader> Messenger::latest() {
+    const std::lock_guard hold(mutex_);
+    return latest_locked();
+}
+
+std::vector<CallHeader> Messenger::latest_locked() {
+    const std::lock_guard hold(seeing_);
+    std::vector<CallHeader> headers;
+    for (std::size_t r = 0; r < states_.size(); ++r)
+        headers.push_back(
+            std::max({states_[r].announced, seen_[r], seen_of_all_},
+                     [](const CallHeader& a, const CallHeader& b) { return a.sequence < b.sequence; }));
     return headers;
 }
 

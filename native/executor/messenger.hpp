@@ -79,6 +79,8 @@ class Messenger {
 
     // Looks once at what has come, unless somebody is at it.
     void poll();
+    // Wakes `waiter` when the group breaks, whoever sees it; nullptr for nobody.
+    void on_failure(link::Waiter* waiter);
     // Why the group is broken, once it is.
     std::optional<Outcome> failure();
     // Breaks the group for this rank and tells all others; the first reason stands, and is returned.
@@ -87,6 +89,11 @@ class Messenger {
     void announce(const CallHeader& header);
     // The latest call that each rank told of.
     std::vector<CallHeader> announced();
+    // Proof of calls that nobody told of: a header that came from `peer`, and a call that ends only when all made it.
+    void saw(int peer, const CallHeader& header);
+    void saw_all(const CallHeader& header);
+    // The latest call of each rank, told of or seen; one of no operation where none is known.
+    std::vector<CallHeader> latest();
     // Frames that wait to be written to `peer`.
     std::size_t queued(int peer);
     // Ranks that said goodbye.
@@ -127,6 +134,7 @@ class Messenger {
         bool lost = false;
     };
 
+    std::vector<CallHeader> latest_locked();
     PeerState& state(int peer) { return states_[static_cast<std::size_t>(peer)]; }
 
     bool progress();
@@ -155,9 +163,13 @@ class Messenger {
 
     link::Links& links_;
     link::Waiter waiter_;
+    link::Waiter* told_ = nullptr;  // of a failure
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<PeerState> states_;
+    std::mutex seeing_;  // of the two below; `mutex_` is held while large messages move
+    std::vector<CallHeader> seen_;
+    CallHeader seen_of_all_{};
     std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in order
     std::list<Arrival> arrivals_;                 // messages without a receive, in order
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done

@@ -177,6 +177,7 @@ bool Executor::check_header(FlowState& state, std::uint32_t step) {
         lost(state.flow->peer);
         return false;
     }
+    messenger_.saw(state.flow->peer, theirs.call);
     if (theirs.call.fits(header_) && theirs.nbytes == op.nbytes) return true;
     Outcome outcome;
     outcome.code = Code::mismatch;

@@ -17,7 +17,10 @@ using Clock = std::chrono::steady_clock;
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
 constexpr int kYields = 20;
-constexpr std::int64_t kSliceNs = 20'000'000;  // how late news of a death may be
+// A yield of this length gave the core to somebody who computes. To yield again means to stand behind him for another
+// of his turns, while a thread that is woken from its sleep soon runs.
+constexpr auto kLongYield = std::chrono::microseconds(500);
+constexpr std::int64_t kSliceNs = 20'000'000;  // between two looks at the others' verdicts; a death ends it
 constexpr int kSlicesPerInterruptCheck = 5;
 
 std::uint64_t bit(int rank) {
@@ -33,7 +36,7 @@ std::vector<int> ranks_of(std::uint64_t mask) {
 }  // namespace
 
 Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes)
-    : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes) {
+    : mesh_(mesh), members_(std::move(members)), id_(id), slot_bytes_(slot_bytes), sleeper_(mesh.news()) {
     size_ = static_cast<int>(members_.size());
     for (int r = 0; r < size_; ++r) {
         if (members_[static_cast<std::size_t>(r)] == mesh.rank())
@@ -98,9 +101,13 @@ bool Group::await(std::uint32_t round) {
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
     if (crowded_) {
+        auto before = Clock::now();
         for (int i = 0; i < kYields; ++i) {
             sched_yield();
             if (word.load(std::memory_order_acquire) == round) return true;
+            const auto now = Clock::now();
+            if (now - before > kLongYield) break;
+            before = now;
         }
     } else {
         const int spins = background_ ? kBackgroundSpins : kSpins;
@@ -117,7 +124,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     for (int slice = 1;; ++slice) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
-        if (seen != round) shm::futex_wait(word, seen, kSliceNs);
+        if (seen != round) sleeper_.sleep(word, seen, kSliceNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
 
@@ -199,7 +206,7 @@ bool Group::adopt_verdict(int peer, std::uint32_t round) {
 // The first round of a call: shows its header and `payload`, takes the peers' and compares.
 bool Group::begin(const Call& call, const void* payload, std::size_t payload_bytes) {
     header_ = {
-        sequence_,   call.count, call.root, call.operation, call.dtype, call.reduce_op, call.region != 0, call.region,
+        sequence_,   count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, call.region != 0, call.region,
         call.offset, 0,          {}};
     const std::uint32_t round = round_++;
     Cell& mine = cell(rank_, round);

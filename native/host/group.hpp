@@ -74,6 +74,7 @@ class Group final : public Collectives {
     std::vector<std::shared_ptr<shm::Segment>> segments_;
     std::vector<Control*> controls_;
     std::vector<const void*> sources_;
+    shm::News::Sleeper sleeper_;
 
     std::uint32_t round_ = 1;  // the next to publish
     std::uint64_t sequence_ = 0;

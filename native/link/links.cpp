@@ -109,6 +109,8 @@ void Links::watch_bulk(Waiter& waiter) const {
     for (const Peer& peer : peers_)
         for (const auto& lane : peer.bulk)
             if (lane->descriptor() >= 0) waiter.watch(lane->descriptor());
+    for (const Peer& peer : peers_)
+        if (peer.control && peer.control->descriptor() >= 0) waiter.watch_for_news(peer.control->descriptor());
     if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
 }
 

@@ -38,7 +38,10 @@ class Links {
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
     void watch_control(Waiter& waiter) const;
+    // And for news on the control lanes.
     void watch_bulk(Waiter& waiter) const;
+    // Of the deaths and departures of this host's ranks: how often there was any.
+    std::uint32_t news() const { return mesh_->news().count(); }
 
   private:
     explicit Links(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}

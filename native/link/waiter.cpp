@@ -4,11 +4,25 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <system_error>
 
 namespace paceline::link {
+namespace {
+
+enum class Sign : std::uint32_t { data, news };
+
+void add(int epoll, int descriptor, std::uint32_t events, Sign sign) {
+    epoll_event event{};
+    event.events = events | EPOLLRDHUP | EPOLLET;
+    event.data.u32 = static_cast<std::uint32_t>(sign);
+    if (epoll_ctl(epoll, EPOLL_CTL_ADD, descriptor, &event) != 0)
+        throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+}
+
+}  // namespace
 
 Waiter::Waiter() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
     if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
@@ -18,7 +32,7 @@ Waiter::Waiter() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
         ::close(epoll_);
         throw std::system_error(why, std::generic_category(), "eventfd");
     }
-    watch(wake_);
+    watch_for_news(wake_);
 }
 
 Waiter::~Waiter() {
@@ -27,15 +41,19 @@ Waiter::~Waiter() {
 }
 
 void Waiter::watch(int descriptor) {
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, descriptor, &event) != 0)
-        throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+    add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::data);
 }
 
-void Waiter::sleep(int timeout_ms) {
+void Waiter::watch_for_news(int descriptor) {
+    add(epoll_, descriptor, EPOLLIN, Sign::news);
+}
+
+bool Waiter::sleep(int timeout_ms) {
     std::array<epoll_event, 16> events;
-    epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout_ms);
+    const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout_ms);
+    return std::any_of(events.data(), events.data() + std::max(n, 0), [](const epoll_event& event) {
+        return event.data.u32 == static_cast<std::uint32_t>(Sign::news);
+    });
 }
 
 void Waiter::wake() {

@@ -15,8 +15,10 @@ class Waiter {
     ~Waiter();
 
     void watch(int descriptor);
-    // Returns after `timeout_ms` at the latest.
-    void sleep(int timeout_ms);
+    // What comes in on `descriptor` is news for whoever sleeps here, but not for him to read.
+    void watch_for_news(int descriptor);
+    // Returns after `timeout_ms` at the latest; true when there is news: of a descriptor watched for it, or `wake`.
+    bool sleep(int timeout_ms);
     // Wakes a sleeper, or else the next one; from any thread.
     void wake();
 

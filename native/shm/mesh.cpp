@@ -14,7 +14,10 @@
 namespace paceline::shm {
 namespace {
 
-enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4 };
+enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4, pulse = 5 };
+
+// Between two wakes of a thread that had not fallen asleep yet.
+constexpr int kRepeatMs = 1;
 
 std::uint64_t bit(int rank) {
     return std::uint64_t{1} << rank;
@@ -35,6 +38,7 @@ Mesh::Mesh(int rank, std::vector<int> sockets)
       wake_(eventfd(0, EFD_CLOEXEC)),
       doorbell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       doorbells_(sockets_.size()),
+      watch_([this](int peer) { pulse_ended(peer); }),
       guard_([this] { close_sockets(); }) {
     if (wake_ < 0 || doorbell_ < 0) {
         const int why = errno;
@@ -85,6 +89,7 @@ void Mesh::close() {
     while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {
     }
     listener_.join();
+    watch_.close();
     {
         const std::lock_guard hold(mutex_);
         regions_.clear();
@@ -142,6 +147,7 @@ std::shared_ptr<Segment> Mesh::region(int peer, RegionId id, std::chrono::steady
 void Mesh::listen() {
     pthread_setname_np(pthread_self(), "paceline-mesh");
     std::vector<pollfd> watched;
+    show_pulse();
     std::vector<int> peers;
     for (int peer = 0; peer < size(); ++peer) {
         if (sockets_[static_cast<std::size_t>(peer)] < 0) continue;
@@ -150,11 +156,39 @@ void Mesh::listen() {
     }
     watched.push_back({wake_, POLLIN, 0});
     for (;;) {
-        if (poll(watched.data(), watched.size(), -1) < 0) continue;
-        if (watched.back().revents != 0) return;
+        const int timeout_ms = news_.repeat() ? kRepeatMs : -1;
+        if (poll(watched.data(), watched.size(), timeout_ms) < 0) continue;
+        if (watched.back().revents != 0) break;
         for (std::size_t i = 0; i < peers.size(); ++i)
             if (watched[i].revents != 0 && !receive(peers[i])) watched[i].fd = -1;
     }
+    if (pulse_) pulse_->release();
+}
+
+// Has the kernel tell the peers of this process's end.
+void Mesh::show_pulse() {
+    if (size() < 2 || !Watch::is_possible()) return;
+    pulse_ = Pulse::create(size());
+    if (!pulse_ || !pulse_->hold()) return;
+    for (int peer = 0; peer < size(); ++peer)
+        send(peer, {Kind::pulse, 0, 0, pulse_->segment().size()}, pulse_->segment().fd());
+    pulse_->segment().close_descriptor();
+}
+
+void Mesh::pulse_ended(int peer) {
+    {
+        const std::lock_guard hold(mutex_);
+        if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0) tell_of(liveness_.lost, peer);
+        arrived_.notify_all();
+    }
+    while (news_.repeat()) std::this_thread::sleep_for(std::chrono::milliseconds(kRepeatMs));
+}
+
+void Mesh::tell_of(std::atomic<std::uint64_t>& mask, int peer) {
+    if ((mask.fetch_or(bit(peer), std::memory_order_release) & bit(peer)) != 0) return;
+    news_.tell();
+    const std::uint64_t one = 1;
+    static_cast<void>(!write(doorbell_, &one, sizeof one));
 }
 
 // Takes one message from `peer`; false when it is gone.
@@ -180,7 +214,7 @@ bool Mesh::receive(int peer) {
     const std::lock_guard hold(mutex_);
     if (got != static_cast<ssize_t>(sizeof message)) {
         if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0)
-            liveness_.lost.fetch_or(bit(peer), std::memory_order_release);
+            tell_of(liveness_.lost, peer);
         arrived_.notify_all();
         return false;
     }
@@ -200,8 +234,15 @@ bool Mesh::receive(int peer) {
                 fd = -1;
             }
             break;
+        case Kind::pulse:
+            if (auto segment = fd >= 0 ? Segment::adopt(fd, message.size) : nullptr) {
+                segment->close_descriptor();
+                watch_.add(peer, std::move(segment), rank_);
+            }
+            fd = -1;
+            break;
         case Kind::goodbye:
-            liveness_.left.fetch_or(bit(peer), std::memory_order_release);
+            tell_of(liveness_.left, peer);
             break;
     }
     if (fd >= 0) ::close(fd);

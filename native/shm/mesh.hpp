@@ -1,8 +1,9 @@
 // The ranks of one host, joined pairwise by authenticated Unix sockets.
 //
-// The sockets carry descriptors (of shared memory, and of each rank's doorbell), a goodbye, and by their closing the
-// news that a rank died. One thread a process listens to them. Bits of `lost` and `left` are only ever set, in that
-// order after everything the peer published before; a reader that sees a bit sees those publications too.
+// The sockets carry descriptors (of shared memory, each rank's doorbell and its pulse), a goodbye, and by their closing the
+// news that a rank died. One thread a process listens to them, and wakes whoever waits for that rank. Bits of `lost` and `left` are only ever set, in that
+// order after everything the peer published before; a reader that sees a bit sees those publications too. (The pulse
+// stops when the kernel has told all of the process's threads to end.)
 #pragma once
 
 #include <atomic>
@@ -17,6 +18,8 @@
 #include <vector>
 
 #include "process/fork_guard.hpp"
+#include "shm/news.hpp"
+#include "shm/pulse.hpp"
 #include "shm/segment.hpp"
 
 namespace paceline::shm {
@@ -43,6 +46,8 @@ class Mesh {
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(sockets_.size()); }
     const Liveness& liveness() const { return liveness_; }
+    // Of every change of `liveness`; the doorbell is rung for it as well.
+    News& news() { return news_; }
 
     // Hands `segment` to the peers whose bits are set, under an id that no earlier region of this rank had.
     void offer(RegionId id, const Segment& segment, std::uint64_t peers);
@@ -65,7 +70,10 @@ class Mesh {
     struct Message;
 
     void listen();
+    void show_pulse();
+    void pulse_ended(int peer);
     bool receive(int peer);
+    void tell_of(std::atomic<std::uint64_t>& mask, int peer);
     void send(int peer, const Message& message, int fd);
     void close_sockets();
 
@@ -75,11 +83,14 @@ class Mesh {
     int doorbell_;
     std::vector<std::atomic<int>> doorbells_;  // of the peers, -1 until it came
     Liveness liveness_;
+    News news_;
     std::mutex mutex_;
     std::condition_variable arrived_;
     std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> regions_;
     std::mutex sending_;
     bool closed_ = false;
+    std::unique_ptr<Pulse> pulse_;
+    Watch watch_;
     std::thread listener_;
     ForkGuard guard_;
 };

@@ -44,7 +44,12 @@ std::shared_ptr<Segment> Segment::adopt(int fd, std::size_t size) {
 
 Segment::~Segment() {
     munmap(data_, size_);
-    close(fd_);
+    close_descriptor();
+}
+
+void Segment::close_descriptor() {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
 }
 
 }  // namespace paceline::shm

@@ -23,6 +23,8 @@ class Segment {
     std::uint8_t* data() const { return data_; }
     std::size_t size() const { return size_; }
     int fd() const { return fd_; }
+    // The memory stays; nobody else can be given it any more.
+    void close_descriptor();
 
   private:
     Segment(int fd, std::uint8_t* data, std::size_t size) : fd_(fd), data_(data), size_(size) {}

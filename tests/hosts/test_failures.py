@@ -72,7 +72,14 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
         lambda group, later: dist.broadcast(torch.ones(4), 0, group=group, async_op=later),
         lambda group, later: dist.broadcast(torch.ones(4), 1, group=group, async_op=later),
     ),
+    "all_to_all(float32, 600003 elements)": (
+        lambda group, later: dist.all_reduce(torch.ones(4), group=group, async_op=later),
+        lambda group, later: dist.all_to_all_single(
+            torch.empty(600_003), torch.ones(600_003), _UNEQUAL, _UNEQUAL, group=group, async_op=later
+        ),
+    ),
 }
+_UNEQUAL = [150_000, 150_001, 150_001, 150_001]
 
 
 def disagree() -> list[tuple[str, str, float]]:
@@ -191,9 +198,11 @@ def stay_away() -> list[tuple[str, str, float]]:
     told = []
     for of_one_call, call in [(False, call) for call in CALLS.values()] + [(True, None)]:
         group = dist.new_group(timeout=timedelta(seconds=60 if of_one_call else 0.5))
-        dist.all_reduce(torch.ones(3), group=group)
+        for _ in range(5):  # too quick for anybody to tell the others what it waits in
+            dist.all_reduce(torch.ones(3), group=group)
         if rank() == 1:
             time.sleep(0.8)
+            told.append(told_by(lambda group=group: dist.all_reduce(torch.ones(3), group=group)))
         elif call is not None:
             told.append(told_by(lambda call=call, group=group: call(group)))
         else:
@@ -205,11 +214,33 @@ def stay_away() -> list[tuple[str, str, float]]:
 
 
 def test_a_rank_that_stays_away_is_named_with_its_latest_call(hosts):
-    for error, message, took_s in hosts(2, 1)(stay_away)[0]:
+    in_time, late = hosts(2, 1)(stay_away)
+    for error, message, took_s in in_time:
         assert error == "CollectiveTimeoutError", message
         assert message.startswith("rank 0 (h0, pid ") and "timed out after 0.5 s" in message
-        assert "rank 1 (h1, pid " in message and "latest " in message
+        assert "rank 1 (h1, pid " in message and "latest all_reduce(float32, 3 elements, SUM) as call 5" in message
         assert 0.5 <= took_s < 0.8
+    for error, message, _ in late:
+        assert error == "CollectiveTimeoutError", message
+        assert message.startswith("rank 1 (h1, pid ") and " on rank 0 (h0, pid " in message
+        assert "which had waited for this rank in vain" in message and "did not come" not in message
+
+
+def receive_from_each_other() -> tuple[str, str]:
+    dist.init_process_group()
+    limit = timedelta(seconds=0.3 if rank() == 0 else 20)
+    told = told_by(lambda: world().recv(torch.empty(1), 1 - rank(), timeout=limit))
+    return told[1], told_by(dist.barrier)[0]
+
+
+def test_ranks_that_receive_from_each_other_are_told_the_truth(hosts):
+    (first, then_first), (second, then_second) = hosts(2, 1)(receive_from_each_other)
+    assert "rank 1 (h1, pid " in first and "did not come" in first
+    assert "on rank 0 (h0, pid " in second and "waited for this rank in vain" in second
+    assert "did not come" not in second
+    for message in (first, second):
+        assert "This group can no longer be used" in message
+    assert then_first == then_second == "CollectiveTimeoutError"
 
 
 def be_stopped() -> tuple[str, str, float] | None:

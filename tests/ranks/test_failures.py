@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -15,44 +17,55 @@ import torch
 import paceline as dist
 
 
-def wait_for_the_dead(asynchronous: bool) -> tuple[float, str, int]:
+def wait_for_the_dead(asynchronous: bool) -> tuple[str, int]:
     dist.init_process_group()
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(0.3)
-        dist.get_rank()
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.time()
     with pytest.raises(dist.PeerLostError) as caught:
         work = dist.all_reduce(torch.ones(100_000), async_op=asynchronous)
         assert work is not None
         work.wait()
-    ended = time.time()
-    assert ended - started > 0.2  # it waited for a living rank first
     with pytest.raises(dist.PeerLostError):
         dist.barrier()
-    return ended, str(caught.value), caught.value.rank
+    return str(caught.value), caught.value.rank
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_dead_rank_wakes_every_waiter_within_50_ms(ranks, asynchronous):
-    best_s = 1.0
-    for _ in range(3):  # the promise is about the wait, not about a machine that has other things to do
-        with ranks(4).start(wait_for_the_dead, asynchronous) as world:
-            while world.processes[1].is_alive():
-                time.sleep(0.001)
-            died = time.time()
-            told = world.join(30, expect_dead=frozenset({1}))
-        for rank in (0, 2, 3):
-            _, message, lost = told[rank]
-            assert lost == 1
-            assert f"rank 1 ({os.uname().nodename}, pid {world.pids[1]}) died, seen by rank " in message
-            assert re.search(rf"(seen by|which told) rank {rank} \(", message)
-            assert "all_reduce(float32, 100000 elements, SUM)" in message
-        best_s = min(best_s, max(told[rank][0] for rank in (0, 2, 3)) - died)
-        if best_s < 0.05:
-            return
-    raise AssertionError(f"the waiters woke {best_s * 1000:.0f} ms after the death")
+def test_a_dead_rank_is_named_to_every_waiter(ranks, asynchronous):
+    with ranks(4).start(wait_for_the_dead, asynchronous) as world:
+        told = world.join(30, expect_dead=frozenset({1}))
+    for rank in (0, 2, 3):
+        message, lost = told[rank]
+        assert lost == 1
+        assert f"rank 1 ({os.uname().nodename}, pid {world.pids[1]}) died, seen by rank " in message
+        assert re.search(rf"(seen by|which told) rank {rank} \(", message)
+        assert "all_reduce(float32, 100000 elements, SUM)" in message
+
+
+def die_with_open_sockets(algorithm: str | None) -> int:
+    dist.init_process_group(algorithm=algorithm, timeout=timedelta(seconds=10))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        sockets = [int(fd) for fd in os.listdir("/proc/self/fd") if stat.S_ISSOCK(_mode(f"/proc/self/fd/{fd}"))]
+        subprocess.Popen(["sleep", "60"], pass_fds=sockets)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.PeerLostError) as caught:
+        dist.all_reduce(torch.ones(100_000))
+    return caught.value.rank
+
+
+def _mode(path: str) -> int:
+    return os.stat(path).st_mode if os.path.exists(path) else 0
+
+
+# A process that dies closes its sockets last, after its memory was freed. Here they stay open for good.
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 16), reason="needs Linux 5.16")
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+def test_a_death_is_known_before_the_sockets_close(ranks, algorithm):
+    with ranks(3).start(die_with_open_sockets, algorithm) as world:
+        assert world.join(30, expect_dead=frozenset({1})) == [1, None, 1]
 
 
 def stay_away() -> str | None:
@@ -108,6 +121,12 @@ def test_a_rank_that_left_is_told_from_one_that_died(ranks):
     ranks(2)(leave)
 
 
+def exchange_seven_elements() -> None:
+    sizes = [2] * (dist.get_world_size() - 1)
+    sizes.append(7 - sum(sizes))
+    dist.all_to_all_single(torch.empty(7), torch.ones(7), sizes, sizes)
+
+
 def disagree() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
@@ -122,6 +141,7 @@ def disagree() -> None:
         ),
         (lambda: dist.broadcast(torch.ones(4), 0), lambda: dist.broadcast(torch.ones(4), 1), "root 0.*root 1"),
         (lambda: dist.barrier(), lambda: dist.all_reduce(torch.ones(100_000)), "barrier.*all_reduce"),
+        (lambda: dist.barrier(), exchange_seven_elements, r"barrier.*all_to_all\(float32, 7 elements\)"),
     ]
     for first, second, message in calls:
         with pytest.raises(dist.CollectiveMismatchError, match=f"rank 0 .* called .*{message}"):

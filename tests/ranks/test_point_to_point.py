@@ -208,3 +208,29 @@ def wait_for_nothing() -> str:
 
 def test_a_message_that_does_not_come_is_told_with_the_rank_it_should_come_from(ranks):
     assert "rank 1" in ranks(2)(wait_for_nothing)[0]
+
+
+def receive_from_each_other() -> str:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(dist.CollectiveTimeoutError) as caught:
+        dist.recv(torch.ones(1), 1 - rank, timeout=timedelta(seconds=0.3 if rank == 0 else 20))
+    with pytest.raises(dist.CollectiveTimeoutError):
+        dist.send(torch.ones(1), 1 - rank)
+    dist.barrier()
+    group = dist.new_group()
+    assert group is not None
+    group.send(torch.ones(1), 1 - rank)
+    group.recv(torch.ones(1), 1 - rank)
+    return str(caught.value)
+
+
+def test_ranks_that_receive_from_each_other_are_told_the_truth(ranks):
+    first, second = ranks(2)(receive_from_each_other)
+    assert "rank 1 (" in first and "did not come" in first
+    assert "on rank 0 (" in second and "waited for this rank in vain" in second and "did not come" not in second
+    for message in (first, second):
+        assert "No further messages can be sent or received in this group; its collective calls still work" in message
+        assert "no call" not in message

@@ -65,7 +65,12 @@ class Member:
 
 
 MOST_OFFERS = 1 << 16  # native/executor/messenger.hpp
-_BROKEN = "This group can no longer be used: destroy it and start again"
+# What a failure has cost.
+GROUP_LOST = "This group can no longer be used: destroy it and start again"
+MESSAGES_LOST = (
+    "No further messages can be sent or received in this group; its collective calls still work. For messages, "
+    "destroy it and make a new one"
+)
 
 
 def describe_call(header: HeaderFields) -> str:
@@ -75,7 +80,10 @@ def describe_call(header: HeaderFields) -> str:
         return "no call"
     parts = []
     if operation != Operation.BARRIER:
-        parts += [dtype_name(dtype), f"{count} elements"]
+        parts.append(dtype_name(dtype))
+    # Of an all_to_all some engines' ranks do not know each other's numbers.
+    if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
+        parts.append(f"{count} elements")
     if reduce_op != ReduceCode.NONE:
         parts.append(ReduceCode(reduce_op).name)
     if root >= 0:
@@ -83,8 +91,16 @@ def describe_call(header: HeaderFields) -> str:
     return f"{Operation(operation).name.lower()}({', '.join(parts)}) as call {sequence}"
 
 
-def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call: str) -> CollectiveError:
-    """The error for `outcome`. `members` are the group's, by group rank; `call` is what this rank did."""
+def to_error(
+    outcome: Outcome, members: Sequence[Member], group_rank: int, call: str, lost: str = GROUP_LOST
+) -> CollectiveError:
+    """The error for `outcome`.
+
+    Args:
+        members: the group's, by group rank.
+        call: what this rank did.
+        lost: what a failure of such a call has cost, as a sentence without its full stop.
+    """
     me = members[group_rank]
     if isinstance(outcome, Failure) and outcome.seen:
         return _not_heard_of(outcome, members, me, call)
@@ -105,27 +121,30 @@ def to_error(outcome: Outcome, members: Sequence[Member], group_rank: int, call:
             "Paceline"
         )
     if isinstance(outcome, Failure) and outcome.code == Code.REFUSED:
-        return CollectiveError(f"{me}: {call} failed: {outcome.said}. {_BROKEN}")
+        return CollectiveError(f"{me}: {call} failed: {outcome.said}. {lost}")
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     if outcome.code == Code.TIMED_OUT:
-        known = [at for at in outcome.missing if at < len(outcome.calls)]
+        known = [at for at in outcome.missing if at < len(outcome.calls) and at != group_rank]
         absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in known)
         return CollectiveTimeoutError(
             f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s"
-            f"{'' if reporter is me else f' by {reporter}'}; {_absence(missing, absent)}. "
+            f"{'' if reporter is me else f' on {reporter}'}{_absence(missing, absent, me)}. "
             "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
-            f"(look where it waits). {_BROKEN}"
+            f"(look where it waits). {lost}"
         )
     where = "" if reporter is me else f" on {reporter}"
     waiting = f" while {_names(missing)} had not come" if missing else ""
-    return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {_BROKEN}")
+    return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {lost}")
 
 
-def _absence(missing: Sequence[Member], calls: str) -> str:
+def _absence(missing: Sequence[Member], calls: str, me: Member) -> str:
     if not missing:
-        return "the engine cannot tell who did not come"
-    return f"{_names(missing)} did not come" + (f" ({calls})" if calls else "")
+        return "; the engine cannot tell who did not come"
+    others = [member for member in missing if member is not me]
+    late = ", which had waited for this rank in vain" if me in missing else ""
+    absent = f"; {_names(others)} did not come" if others else ""
+    return late + absent + (f" ({calls})" if calls else "")
 
 
 def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
@@ -163,7 +182,7 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
     if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
         return _message_mismatch(outcome, members, me)
     # On one host all ranks see it in the same call; over links a rank sees it first, and ends the group for all.
-    usable = "The group remains usable" if outcome.reporter < 0 else _BROKEN
+    usable = "The group remains usable" if outcome.reporter < 0 else GROUP_LOST
     advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:
         return CollectiveMismatchError(

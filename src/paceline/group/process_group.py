@@ -14,8 +14,8 @@ from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
 from paceline.engine.channel import HeaderFields, Outcome
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode, dtype_name
-from paceline.engine.failures import Code, Member, describe_call, to_error
+from paceline.engine.codes import DTYPE_CODES, ITEM_SIZES, Operation, ReduceCode, dtype_name
+from paceline.engine.failures import GROUP_LOST, MESSAGES_LOST, Code, Member, describe_call, to_error
 from paceline.engine.native.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.buffers import Buffers, Tensors, as_list, dtype_code, is_plain
@@ -352,14 +352,21 @@ class ProcessGroup(TorchMethods):
         buffers = Buffers()
         pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)
         recording = Recording(name, tensors) if profiler._is_profiler_enabled else None
-        links = self._devices.of(tensors, name).links
+        opened = self._devices.of(tensors, name)
+        links = opened.links
+        lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST
         start = links.send if name == "send" else links.receive
         message = start(peer, tag, code, pieces, self._limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {_count(tensors)} elements, {other_end}, tag {tag})"
 
         work = Work(
-            message, name, buffers.kept, buffers.finish, lambda outcome: self._failed(outcome, call), results=tensors
+            message,
+            name,
+            buffers.kept,
+            buffers.finish,
+            lambda outcome: self._failed(outcome, call, lost),
+            results=tensors,
         )
         if background:
             if recording is not None:
@@ -430,7 +437,10 @@ class ProcessGroup(TorchMethods):
         if self._closed:
             raise self._closed_error()
         timeout_ns = self._limit_ns(timeout)
-        header = (0, operation, dtype, reduce_op, root, count)
+        described = count
+        if operation is Operation.ALL_TO_ALL:  # the ranks' numbers of elements differ
+            described = sum(sum(pieces[1::2]) for pieces in inputs) // ITEM_SIZES[dtype]
+        header = (0, operation, dtype, reduce_op, root, described)
         name = operation.name.lower()
         recording = Recording(name, _shown(buffers, inputs)) if profiler._is_profiler_enabled else None
         channel = self._devices.of(buffers.kept, name).channel
@@ -468,8 +478,8 @@ class ProcessGroup(TorchMethods):
     def _error(self, outcome: Outcome, header: HeaderFields) -> CollectiveError:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
 
-    def _failed(self, outcome: Outcome, call: str) -> CollectiveError:
-        error = to_error(outcome, self._members, self._rank, call)
+    def _failed(self, outcome: Outcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
+        error = to_error(outcome, self._members, self._rank, call, lost)
         if isinstance(error, CollectiveTimeoutError):
             error.missing = tuple(self.ranks[at] for at in outcome.missing)
         return error

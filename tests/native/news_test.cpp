@@ -1,0 +1,103 @@
+// How a death becomes known: the kernel's mark on a rank's pulse, and the sleepers that its news wakes.
+#include "shm/news.hpp"
+
+#include <unistd.h>
+
+#include <future>
+#include <thread>
+
+#include "check.hpp"
+#include "shm/pulse.hpp"
+
+namespace {
+
+using namespace paceline::shm;
+
+constexpr std::int64_t kForEverNs = std::int64_t{600} * 1'000'000'000;  // longer than a test may take
+
+void a_sleeper_is_woken_by_the_news_and_not_by_the_end_of_its_sleep() {
+    News news;
+    std::atomic<std::uint32_t> word{0};
+    std::thread sleeper([&] { News::Sleeper(news).sleep(word, 0, kForEverNs); });
+    news.tell();
+    // Whether the sleeper is before its sleep, on its way to it, or asleep: it hears.
+    std::atomic<bool> awake{false};
+    std::thread teller([&] {
+        while (!awake) news.repeat();
+    });
+    sleeper.join();
+    awake = true;
+    teller.join();
+    CHECK(!news.repeat());
+}
+
+void one_who_has_heard_is_left_alone() {
+    News news;
+    std::atomic<std::uint32_t> word{0};
+    News::Sleeper sleeper(news);
+    news.tell();
+    sleeper.sleep(word, 0, kForEverNs);  // returns at once: there was news
+    std::thread waker([&] {
+        while (word == 0) {
+        }
+        futex_wake_all(word);
+    });
+    CHECK(!news.repeat());
+    word = 1;
+    sleeper.sleep(word, 0, kForEverNs);  // returns since the word has changed
+    waker.join();
+}
+
+void the_end_of_a_holder_is_told_without_a_socket() {
+    std::promise<int> told;
+    Watch watch([&](int peer) { told.set_value(peer); });
+    const auto pulse = Pulse::create(3);
+    CHECK(pulse != nullptr);
+    // A thread stands for the process: the kernel does the same for each.
+    std::thread([&] { CHECK(pulse->hold()); }).join();
+    watch.add(7, Segment::adopt(dup(pulse->segment().fd()), pulse->segment().size()), 2);
+    CHECK(told.get_future().get() == 7);
+}
+
+void a_holder_that_is_watched_already_is_told_of_when_it_ends() {
+    std::promise<int> told;
+    std::promise<void> held;
+    std::promise<void> seen;
+    Watch watch([&](int peer) { told.set_value(peer); });
+    const auto pulse = Pulse::create(2);
+    std::thread holder([&] {
+        CHECK(pulse->hold());
+        held.set_value();
+        seen.get_future().wait();
+    });
+    held.get_future().wait();
+    watch.add(1, Segment::adopt(dup(pulse->segment().fd()), pulse->segment().size()), 0);
+    seen.set_value();
+    holder.join();
+    CHECK(told.get_future().get() == 1);
+}
+
+void a_holder_that_takes_leave_ends_without_a_sign() {
+    Watch watch([](int) { CHECK(false); });
+    const auto pulse = Pulse::create(2);
+    std::thread holder([&] {
+        CHECK(pulse->hold());
+        watch.add(0, Segment::adopt(dup(pulse->segment().fd()), pulse->segment().size()), 1);
+        pulse->release();
+    });
+    holder.join();
+    const auto* word = reinterpret_cast<const Held*>(pulse->segment().data()) + 1;
+    CHECK((word->holder.load() & FUTEX_OWNER_DIED) == 0);
+    watch.close();
+}
+
+}  // namespace
+
+int main() {
+    a_sleeper_is_woken_by_the_news_and_not_by_the_end_of_its_sleep();
+    one_who_has_heard_is_left_alone();
+    if (!Watch::is_possible()) return 0;
+    the_end_of_a_holder_is_told_without_a_socket();
+    a_holder_that_is_watched_already_is_told_of_when_it_ends();
+    a_holder_that_takes_leave_ends_without_a_sign();
+}
