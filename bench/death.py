@@ -2,10 +2,10 @@
 
     python bench/death.py [--kills 200] [--case all_reduce ddp ...] [--busy 2] [--ballast 0] [--json FILE]
 
-Four ranks on two cores, with busy processes beside them, are in the middle of their calls when one of them is killed with
-SIGKILL; the time goes from there to the error in the program of every survivor. A survivor that was outside any call at
-the kill is counted from its next one. `late` is different: three ranks wait in init_process_group for the fourth, and one
-of the three is killed. torch's gloo does the same all-reduce in the same run.
+Four ranks on two cores, with busy processes beside them, are in the middle of their calls when one of them is killed
+with SIGKILL; the time runs from there to the error in the program of each survivor. A survivor that was outside any
+call at the kill is counted from its next one. `late` is different: three ranks wait in init_process_group for the
+fourth, and one of the three is killed. torch's gloo does the same all-reduce in the same run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -99,6 +100,7 @@ def work(case: str, victim: int, ballast_mib: int, board_path: str) -> Raised | 
 
     board, rank = Board(board_path), int(os.environ["RANK"])
     ballast = torch.ones(ballast_mib << 18)
+    warnings.filterwarnings("ignore", message=".* slow each other down")  # which is the point
     dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_S))
     call = _group_calls()[case]()
     entered = 0
@@ -127,7 +129,7 @@ def wait_for_the_late(victim: int, board_path: str) -> Raised | None:
     board.enter(rank)
     try:
         dist.init_process_group(
-            f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
             rank=rank,
             world_size=RANKS,
             timeout=timedelta(seconds=TIMEOUT_S),

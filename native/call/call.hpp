@@ -44,8 +44,8 @@ struct CallHeader {
 
     bool fits(const CallHeader& other) const {
         return sequence == other.sequence && (count == other.count || operation == Operation::all_to_all) &&
-               root == other.root && operation == other.operation && dtype == other.dtype && reduce_op == other.reduce_op &&
-               algorithm == other.algorithm;
+               root == other.root && operation == other.operation && dtype == other.dtype &&
+               reduce_op == other.reduce_op && algorithm == other.algorithm;
     }
 };
 

@@ -231,8 +231,8 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         outcome_.step = *step;
         return outcome_;
     }
-    header_ = {++sequence_, count_in_header(call), call.root, call.operation,       call.dtype, call.reduce_op,
-               0,           0,          0,         schedule_->algorithm, {}};
+    header_ = {++sequence_, count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, 0, 0,
+               0,           schedule_->algorithm,  {}};
 
     const auto spin = background ? kBackgroundSpin : kSpin;
     auto idle_since = started_;

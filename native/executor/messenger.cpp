@@ -28,7 +28,7 @@ Outcome lost_outcome(int peer, bool left) {
 
 }  // namespace
 
-Messenger::Messenger(link::Links& links) 
+Messenger::Messenger(link::Links& links)
     : links_(links), states_(static_cast<std::size_t>(links.size())), seen_(states_.size()) {
     links_.watch_control(waiter_);
 }
@@ -394,9 +394,8 @@ std::vector<CallHeader> Messenger::latest_locked() {
     const std::lock_guard hold(seeing_);
     std::vector<CallHeader> headers;
     for (std::size_t r = 0; r < states_.size(); ++r)
-        headers.push_back(
-            std::max({states_[r].announced, seen_[r], seen_of_all_},
-                     [](const CallHeader& a, const CallHeader& b) { return a.sequence < b.sequence; }));
+        headers.push_back(std::max({states_[r].announced, seen_[r], seen_of_all_},
+                                   [](const CallHeader& a, const CallHeader& b) { return a.sequence < b.sequence; }));
     return headers;
 }
 

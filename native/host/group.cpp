@@ -205,9 +205,17 @@ bool Group::adopt_verdict(int peer, std::uint32_t round) {
 
 // The first round of a call: shows its header and `payload`, takes the peers' and compares.
 bool Group::begin(const Call& call, const void* payload, std::size_t payload_bytes) {
-    header_ = {
-        sequence_,   count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, call.region != 0, call.region,
-        call.offset, 0,          {}};
+    header_ = {sequence_,
+               count_in_header(call),
+               call.root,
+               call.operation,
+               call.dtype,
+               call.reduce_op,
+               call.region != 0,
+               call.region,
+               call.offset,
+               0,
+               {}};
     const std::uint32_t round = round_++;
     Cell& mine = cell(rank_, round);
     mine.header = header_;

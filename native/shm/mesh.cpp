@@ -213,8 +213,7 @@ bool Mesh::receive(int peer) {
 
     const std::lock_guard hold(mutex_);
     if (got != static_cast<ssize_t>(sizeof message)) {
-        if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0)
-            tell_of(liveness_.lost, peer);
+        if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0) tell_of(liveness_.lost, peer);
         arrived_.notify_all();
         return false;
     }

@@ -1,9 +1,9 @@
 // The ranks of one host, joined pairwise by authenticated Unix sockets.
 //
-// The sockets carry descriptors (of shared memory, each rank's doorbell and its pulse), a goodbye, and by their closing the
-// news that a rank died. One thread a process listens to them, and wakes whoever waits for that rank. Bits of `lost` and `left` are only ever set, in that
-// order after everything the peer published before; a reader that sees a bit sees those publications too. (The pulse
-// stops when the kernel has told all of the process's threads to end.)
+// The sockets carry descriptors (of shared memory, each rank's doorbell and its pulse), a goodbye, and by their closing
+// the news that a rank died. One thread a process listens to them, and wakes whoever waits for that rank. Bits of
+// `lost` and `left` are only ever set, in that order after everything the peer published before; a reader that sees a
+// bit sees those publications too. (The pulse stops when the kernel has told all of the process's threads to end.)
 #pragma once
 
 #include <atomic>
