@@ -171,7 +171,7 @@ def _not_heard_of(outcome: Failure, members: Sequence[Member], me: Member, call:
     gone = _select(members, outcome.gone)
     return PeerLostError(
         f"{_names(gone)} {outcome.seen}, seen by {me} in {call}. Look at its output, and if its host cannot be "
-        f"reached, at the network. {_BROKEN}",
+        f"reached, at the network. {GROUP_LOST}",
         rank=gone[0].rank,
         host=gone[0].host,
         pid=gone[0].pid,
