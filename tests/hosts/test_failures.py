@@ -229,7 +229,7 @@ def test_a_rank_that_stays_away_is_named_with_its_latest_call(hosts):
 def receive_from_each_other() -> tuple[str, str]:
     dist.init_process_group()
     limit = timedelta(seconds=0.3 if rank() == 0 else 20)
-    told = told_by(lambda: world().recv(torch.empty(1), 1 - rank(), timeout=limit))
+    told = told_by(lambda: world().recv(torch.empty(1), 1 - rank(), async_op=False, timeout=limit))
     return told[1], told_by(dist.barrier)[0]
 
 

@@ -222,8 +222,8 @@ def receive_from_each_other() -> str:
     dist.barrier()
     group = dist.new_group()
     assert group is not None
-    group.send(torch.ones(1), 1 - rank)
-    group.recv(torch.ones(1), 1 - rank)
+    group.send(torch.ones(1), 1 - rank, async_op=False)
+    group.recv(torch.ones(1), 1 - rank, async_op=False)
     return str(caught.value)
 
 
