@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <span>
 
 namespace paceline::store {
 namespace {
@@ -65,12 +66,16 @@ Client::Result Client::ask(const Message& request, Message& answer, Deadline dea
 
 Client::Result Client::exchange(const Message& request, Message& answer, Deadline deadline,
                                 const Interrupted& interrupted) {
+    if (goodbye_) return Result::closed;
     encode(request, out_);
     const Result sent = send_all(deadline, interrupted);
     out_.clear();
     if (out_.capacity() > kKeptBytes) out_.shrink_to_fit();
-    if (sent != Result::answered) return sent;
-    const Result received = receive(answer, deadline, interrupted);
+    // After a failed send the server's goodbye may still be there to read.
+    if (sent != Result::answered && sent != Result::lost) return sent;
+    Result received = receive(answer, deadline, interrupted);
+    if (received == Result::answered && static_cast<Status>(answer.code) == Status::closing) received = Result::closed;
+    if (received == Result::answered && sent == Result::lost) received = Result::lost;
     in_.clear();
     if (in_.capacity() > kKeptBytes) in_.shrink_to_fit();
     return received;
@@ -85,10 +90,20 @@ Client::Result Client::send_all(Deadline deadline, const Interrupted& interrupte
             if (const Result waited = sleep_until(POLLOUT, deadline, interrupted); waited != Result::answered)
                 return waited;
         } else if (errno != EINTR) {
-            return Result::closed;
+            return Result::lost;
         }
     }
     return Result::answered;
+}
+
+// Whether the answer is all that has come, but for the server's goodbye.
+bool Client::ends_at(std::size_t used) {
+    if (used == in_.size()) return true;
+    Message rest;
+    std::size_t of_rest = 0;
+    goodbye_ = decode(std::span<const char>(in_).subspan(used), rest, of_rest) == Parse::complete &&
+               used + of_rest == in_.size() && static_cast<Status>(rest.code) == Status::closing;
+    return goodbye_;
 }
 
 // Spinning hides the time the scheduler takes to wake a sleeper, but takes the server's core where cores are few; so
@@ -102,17 +117,17 @@ Client::Result Client::receive(Message& answer, Deadline deadline, const Interru
             in_.append(buffer_.get(), static_cast<std::size_t>(n));
             std::size_t used = 0;
             const Parse parsed = decode(in_, answer, used);
-            if (parsed == Parse::malformed || (parsed == Parse::complete && used != in_.size())) return Result::closed;
+            if (parsed == Parse::malformed || (parsed == Parse::complete && !ends_at(used))) return Result::lost;
             if (parsed == Parse::complete) break;
         } else if (n == 0) {
-            return Result::closed;
+            return Result::lost;
         } else if (errno == EAGAIN) {
             if (looks-- > 0)
                 sched_yield();
             else if (const Result waited = sleep_until(POLLIN, deadline, interrupted); waited != Result::answered)
                 return waited;
         } else if (errno != EINTR) {
-            return Result::closed;
+            return Result::lost;
         }
     }
     if (spinning) spins_ = looks >= 0 ? std::min(kMostSpins, spins_ + 4) : spins_ / 2;

@@ -21,7 +21,8 @@ class Client {
     Client& operator=(const Client&) = delete;
     ~Client();
 
-    enum class Result { answered, closed, timed_out, interrupted };
+    // lost: the connection ended without the server's goodbye, `closed` with it or by this end.
+    enum class Result { answered, closed, timed_out, interrupted, lost };
 
     // `interrupted` is asked now and then while the answer is awaited. After anything but `answered` the connection
     // is closed: the answer to this request could be taken for the next one's.
@@ -33,6 +34,7 @@ class Client {
     Result send_all(Deadline deadline, const Interrupted& interrupted);
     Result receive(Message& answer, Deadline deadline, const Interrupted& interrupted);
     Result sleep_until(short events, Deadline deadline, const Interrupted& interrupted);
+    bool ends_at(std::size_t used);
     void release();
 
     std::mutex asking_;
@@ -41,6 +43,7 @@ class Client {
     int spins_;  // how often the socket is looked at before sleeping on it: more where that paid
     std::uint32_t asked_ = 0;
     std::string out_, in_;
+    bool goodbye_ = false;  // the server's has come, behind an answer
     std::unique_ptr<char[]> buffer_;
 };
 

@@ -27,10 +27,11 @@ enum class Op : std::uint8_t {
     queue_push,
     queue_pop,  // number: milliseconds to wait
     queue_length,
-    last_will,  // key, value: to be set when the connection ends; an empty key for none. Only a server keeps it
+    last_will,  // key, value: set when the connection ends; number 1 takes that of the key back. Only a server keeps it
 };
 
-enum class Status : std::uint8_t { ok = 0, timed_out, refused };
+// closing: no answer to a request, but the server's last word before it ends in order.
+enum class Status : std::uint8_t { ok = 0, timed_out, refused, closing };
 
 constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // bytes of a message after its length
 constexpr std::size_t kMessageOverhead = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);

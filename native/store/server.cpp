@@ -32,6 +32,14 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
     epoll_ctl(epoll, operation, fd, &event);
 }
 
+// Ends a connection in order, after what is still `unsent` there: a client that hears it knows that this process has
+// not died. One that reads nothing is not waited for.
+void say_goodbye(int fd, std::string unsent = {}) {
+    encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
+    static_cast<void>(!send(fd, unsent.data(), unsent.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
+    ::close(fd);
+}
+
 void empty(std::string& buffer) {
     buffer.clear();
     if (buffer.capacity() > kKeptBytes) buffer.shrink_to_fit();
@@ -70,7 +78,7 @@ void Server::adopt(int fd) {
     {
         const std::lock_guard hold(mutex_);
         if (closing_) {
-            ::close(fd);
+            say_goodbye(fd);
             return;
         }
         fresh_.push_back(fd);
@@ -119,9 +127,9 @@ void Server::serve() {
         send_answers(waiters_.expire(std::chrono::steady_clock::now(), table_));
         while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
     }
-    for (const auto& [fd, connection] : connections_) ::close(fd);
+    for (const auto& [fd, connection] : connections_) say_goodbye(fd, connection.out.substr(connection.sent));
     const std::lock_guard hold(mutex_);
-    for (const int fd : fresh_) ::close(fd);
+    for (const int fd : fresh_) say_goodbye(fd);
     fresh_.clear();
 }
 
@@ -168,8 +176,13 @@ bool Server::handle_requests(int fd, Connection& connection) {
         done += used;
         if (const auto answer = table_.apply(request, changed_)) {
             encode(*answer, connection.out);
-            if (static_cast<Op>(request.code) == Op::last_will && answer->code == static_cast<std::uint8_t>(Status::ok))
-                connection.will = std::move(request.fields);
+            if (static_cast<Op>(request.code) == Op::last_will &&
+                answer->code == static_cast<std::uint8_t>(Status::ok)) {
+                if (request.number == 0)
+                    connection.wills.insert_or_assign(std::move(request.fields[0]), std::move(request.fields[1]));
+                else
+                    connection.wills.erase(request.fields[0]);
+            }
         } else if (request.number <= 0) {
             encode({static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)}, connection.out);
         } else {
@@ -212,11 +225,11 @@ void Server::send_answers(const Waiters::Answers& answers) {
 
 void Server::drop(int fd) {
     waiters_.forget(fd);
-    std::vector<std::string> will = std::move(connections_.at(fd).will);
+    const std::map<std::string, std::string> wills = std::move(connections_.at(fd).wills);
     connections_.erase(fd);
     ::close(fd);
-    if (!will.empty() && !will[0].empty())
-        table_.apply({static_cast<std::uint8_t>(Op::set), 0, std::move(will)}, changed_);
+    for (const auto& [key, value] : wills)
+        table_.apply({static_cast<std::uint8_t>(Op::set), 0, {key, value}}, changed_);
 }
 
 int Server::next_timeout_ms() const {

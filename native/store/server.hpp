@@ -5,6 +5,7 @@
 // does not read its answers is not read from either, so that no connection holds more than a request and its answer.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -24,7 +25,7 @@ class Server {
 
     // Takes over `fd`, a connected stream socket.
     void adopt(int fd);
-    // Closes every connection and ends the thread. Idempotent.
+    // Tells every client that the server ends in order, closes the connections and ends the thread. Idempotent.
     void close();
 
   private:
@@ -32,8 +33,8 @@ class Server {
         std::string in;  // the beginning of a request whose end has not come
         std::string out;
         std::size_t sent = 0;
-        bool blocked = false;           // `out` waits for room in the socket
-        std::vector<std::string> will;  // key and value to set when the connection ends
+        bool blocked = false;                      // `out` waits for room in the socket
+        std::map<std::string, std::string> wills;  // what to set when the connection ends
     };
     using Connections = std::unordered_map<int, Connection>;
 

@@ -263,7 +263,8 @@ void closing_the_server_wakes_its_clients() {
     Message answer;
     CHECK(client.ask(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) == Client::Result::closed);
     closer.join();
-    CHECK(closed_by_peer(connect_to(server)));
+    Client late(connect_to(server));
+    CHECK(late.ask(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
 }
 
 void a_connection_that_ends_leaves_its_last_will() {
@@ -272,13 +273,42 @@ void a_connection_that_ends_leaves_its_last_will() {
     for (const bool taken_back : {true, false}) {
         Client testator(connect_to(server));
         CHECK(ask(testator, request(Op::last_will, {"will", "an earlier one"})).code == 0);
-        CHECK(ask(testator, request(Op::last_will, {taken_back ? "" : "will", "the last"})).code == 0);
+        CHECK(ask(testator, request(Op::last_will, {"will", "the last"}, taken_back ? 1 : 0)).code == 0);
         CHECK(ask(heir, request(Op::check, {"will"})).number == 0);
         testator.close();
         const Message told = ask(heir, request(Op::get, {"will"}, taken_back ? 50 : 20'000));
         CHECK(taken_back ? told.code == static_cast<std::uint8_t>(Status::timed_out)
                          : told.fields == std::vector<std::string>{"the last"});
     }
+}
+
+void a_connection_leaves_a_will_for_each_key() {
+    Server server;
+    Client heir(connect_to(server));
+    Client testator(connect_to(server));
+    for (const char* key : {"one", "two", "three"})
+        CHECK(ask(testator, request(Op::last_will, {key, std::string("of ") + key})).code == 0);
+    CHECK(ask(testator, request(Op::last_will, {"two", ""}, 1)).code == 0);
+    testator.close();
+    CHECK((ask(heir, request(Op::multi_get, {"one", "three"}, 20'000)).fields ==
+           std::vector<std::string>{"of one", "of three"}));
+    CHECK(ask(heir, request(Op::check, {"two"})).number == 0);
+}
+
+void a_server_that_dies_is_told_from_one_that_is_closed() {
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+    Client client(ends[0]);
+    close(ends[1]);
+    Message answer;
+    CHECK(client.ask(request(Op::count, {}), answer, Clock::now() + 20s, never) == Client::Result::lost);
+
+    // The goodbye comes between two requests, too.
+    Server server;
+    Client idle(connect_to(server));
+    CHECK(ask(idle, request(Op::count, {})).number == 0);
+    server.close();
+    CHECK(idle.ask(request(Op::count, {}), answer, Clock::now() + 20s, never) == Client::Result::closed);
 }
 
 void a_silent_server_is_left_at_the_deadline() {
@@ -307,5 +337,7 @@ int main() {
     closing_the_client_wakes_whoever_asks();
     closing_the_server_wakes_its_clients();
     a_connection_that_ends_leaves_its_last_will();
+    a_connection_leaves_a_will_for_each_key();
+    a_server_that_dies_is_told_from_one_that_is_closed();
     a_silent_server_is_left_at_the_deadline();
 }

@@ -17,7 +17,7 @@ import pytest
 
 from paceline import FileStore, HashStore, PrefixStore, Store, TCPStore
 from paceline.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from paceline.store.remote import connect_unix
+from paceline.store.remote import StoreServerLostError, connect_unix
 from paceline.store.server import StoreServer
 
 SHORT = timedelta(milliseconds=50)
@@ -310,7 +310,23 @@ def test_a_server_that_ends_is_said_to_have_ended() -> None:
     server.close()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "prefix of tcp", "unix"])
+def test_a_server_that_dies_is_told_from_one_that_ends() -> None:
+    program = (
+        "import os, sys\nfrom paceline import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\nsys.stdin.read(1)\nos._exit(1)\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin and server.stdout
+        client = TCPStore("127.0.0.1", int(server.stdout.readline()))
+        client.set("key", "value")
+        threading.Timer(0.1, server.stdin.close).start()
+        with pytest.raises(StoreServerLostError, match="lost its server in get: the process that served it has died"):
+            client.get("never")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "prefix of tcp", "unix", "file"])
 def test_the_last_will_of_a_connection_is_done_when_it_ends(kind: str, tmp_path: Path) -> None:
     store = KINDS[kind](tmp_path)
     tail = store
@@ -319,6 +335,8 @@ def test_the_last_will_of_a_connection_is_done_when_it_ends(kind: str, tmp_path:
     address = ("127.0.0.1", tail.port) if isinstance(tail, TCPStore) else None
 
     def another() -> Store:
+        if kind == "file":
+            return FileStore(tmp_path / "store")
         other = TCPStore(*address) if address else connect_unix(str(tmp_path / "store"), SECRET)
         return PrefixStore("a", PrefixStore("b", other)) if kind.startswith("prefix") else other
 
@@ -326,7 +344,7 @@ def test_the_last_will_of_a_connection_is_done_when_it_ends(kind: str, tmp_path:
         testator = another()
         testator.set_last_will("will", "the last")
         if taken_back:
-            testator.set_last_will("", "")
+            testator.set_last_will("will", None)
         testator.close()
         if taken_back:
             with pytest.raises(StoreTimeoutError):
@@ -339,7 +357,21 @@ def test_the_last_will_of_a_connection_is_done_when_it_ends(kind: str, tmp_path:
         store.server.close()
 
 
-def test_a_store_without_a_server_keeps_no_last_will() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_each_key_has_a_last_will_of_its_own(kind: str, tmp_path: Path) -> None:
+    store = KINDS[kind](tmp_path)
+    testator = TCPStore("127.0.0.1", store.port) if isinstance(store, TCPStore) else FileStore(tmp_path / "store")
+    for key in ("one", "two", "three"):
+        testator.set_last_will(key, f"of {key}")
+    testator.set_last_will("two", None)
+    testator.close()
+    store.set_timeout(timedelta(seconds=DEADLINE_S))
+    assert store.multi_get(["one", "three"]) == [b"of one", b"of three"]
+    assert not store.check(["two"])
+    store.close()
+
+
+def test_a_hash_store_keeps_no_last_will() -> None:
     store = HashStore()
     store.set_last_will("will", "the last")
     store.close()

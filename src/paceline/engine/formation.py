@@ -16,6 +16,7 @@ from types import TracebackType
 
 from paceline.engine.failures import Member
 from paceline.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError
+from paceline.rendezvous import verdict
 from paceline.store.base import Store
 
 _INIT = "engine"
@@ -89,6 +90,9 @@ class Formation:
                 if self.store.check([f"{topic}/gave_up"]):
                     self._heard = True
                     raise RendezvousError(f"{self._me} cannot go on: {self.store.get(f'{topic}/gave_up').decode()}")
+            if reason := verdict.reason_against(self.store):
+                self._heard = True
+                raise RendezvousError(f"{self._me} cannot go on: {reason}")
             if time.monotonic() >= deadline:
                 break
             time.sleep(_FIRST_LOOK_S)
@@ -107,7 +111,7 @@ class Formation:
         self._open = True
         if self._topic == _INIT:
             try:
-                self.store.set_last_will(f"{_INIT}/gave_up", f"{self._me} ended while the group formed; {_ADVICE}")
+                verdict.leave_will(self.store, f"{self._me} died while the group formed")
             except StoreConnectionError as error:
                 raise self._without_store(error) from error
         return self
@@ -128,7 +132,7 @@ class Formation:
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:
             with contextlib.suppress(StoreConnectionError):
-                self.store.set_last_will("", "")
+                verdict.take_back_will(self.store)
         if error is not None:
             with contextlib.suppress(StoreError):
                 self._tell(error)
@@ -137,7 +141,7 @@ class Formation:
                 self.store.set_last_will(*self._bequest)
 
     def _without(self, lost: Member) -> RendezvousError:
-        return RendezvousError(f"{self._me} cannot go on: {lost} died or left while the group formed; {_ADVICE}")
+        return RendezvousError(f"{self._me} cannot go on: {lost} died or left while the group formed; {verdict.ADVICE}")
 
     def _without_store(self, error: StoreConnectionError) -> RendezvousError:
         return RendezvousError(
@@ -157,6 +161,3 @@ class Formation:
 
 def _nobody() -> None:
     return None
-
-
-_ADVICE = "look at its output and, if it was killed, at the memory it used (dmesg)"

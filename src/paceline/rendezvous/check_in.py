@@ -1,7 +1,8 @@
 """How ranks agree that they are complete, each rank is there once, and all mean the same world size.
 
 Every rank claims its number in the store; the first to see that the claims are complete, or that they contradict each
-other, writes the verdict, which all wait for. So every rank learns the same, at once.
+other, settles the verdict, which all wait for. The store does it for a rank that dies (`verdict.py`). So every rank
+learns the same, at once.
 """
 
 from __future__ import annotations
@@ -12,11 +13,27 @@ import socket
 import time
 from datetime import timedelta
 
-from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
+from paceline.errors import (
+    PacelineError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreConnectionError,
+    StoreError,
+    StoreTimeoutError,
+)
+from paceline.rendezvous.verdict import (
+    ADVICE,
+    COMPLETE,
+    KEY,
+    leave_will,
+    settle,
+    settle_timeout,
+    take_back_will,
+    timeout_in,
+)
 from paceline.store.base import Store
+from paceline.store.remote import StoreServerLostError
 
-_VERDICT = "verdict"
-_COMPLETE = "complete"
 _HEARD = "heard"
 _LINGER_S, _LINGER_POLL_S = 5.0, 0.01
 
@@ -68,7 +85,7 @@ def judge(claims: list[Claim]) -> str | None:
                 f"give each process a rank of its own from 0 to {claim.world_size - 1}"
             )
         by_rank[claim.rank] = claim
-    return _COMPLETE if len(by_rank) == first.world_size else None
+    return COMPLETE if len(by_rank) == first.world_size else None
 
 
 def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> str:
@@ -90,44 +107,76 @@ def _list(ranks: list[int], most: int = 20) -> str:
 def agree(store: Store, claim: Claim, timeout_s: float) -> None:
     """Claims a rank and waits for the verdict.
 
+    From here until `take_back_will`, which the caller owes after success, the death of this process is the verdict.
+
     Raises:
-        RendezvousError: the claims contradict each other; every rank gets the same message.
+        RendezvousError: the claims contradict each other, or a rank died; every rank gets the same message.
         RendezvousTimeoutError: some ranks did not come; names them.
     """
-    store.append("claims", claim.encode())
-    verdict = judge(decode_claims(store.get("claims")))
-    if verdict is not None:
-        store.compare_set(_VERDICT, b"", verdict)
+    who = f"rank {claim.rank} ({claim.host}, pid {claim.pid})"
+    leave_will(store, f"{who} died while the ranks met")
     try:
-        store.wait([_VERDICT], timedelta(seconds=timeout_s))
+        _claim_and_wait(store, claim, timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(StoreError):
+            if not isinstance(error, PacelineError):
+                settle(store, f"{who} gave up while the ranks met: {type(error).__name__}: {error}")
+            take_back_will(store)
+        raise
+
+
+def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
+    store.append("claims", claim.encode())
+    try:
+        told, mine = _await_verdict(store, claim, timeout_s)
+    except StoreServerLostError as error:
+        raise RendezvousError(
+            f"rank {claim.rank}: the process that serves the ranks' store (rank 0, or the launcher) died while the "
+            f"ranks met; {ADVICE}. ({error})"
+        ) from error
+    if told == COMPLETE and mine in (None, COMPLETE):
+        return
+    if told == COMPLETE:  # a claim that came after the verdict "complete" is one too many
+        raise RendezvousError(f"rank {claim.rank}: {mine}")
+    if judge(decode_claims(store.get("claims"))) == COMPLETE:
+        return  # all had come, and one has gone since: if that matters, the ranks hear of it while the group forms
+    _linger(store)
+    absence = timeout_in(told)
+    if absence is not None:
+        raise RendezvousTimeoutError(f"rank {claim.rank}: {absence}")
+    raise RendezvousError(f"rank {claim.rank}: {told}")
+
+
+def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
+    """The verdict that counts, and what this rank made of the claims when it came."""
+    mine = judge(decode_claims(store.get("claims")))
+    if mine is not None:
+        settle(store, mine)
+    try:
+        store.wait([KEY], timedelta(seconds=timeout_s))
     except StoreTimeoutError:
         absence = describe_absence(decode_claims(store.get("claims")), claim.world_size, timeout_s)
-        told = store.compare_set(_VERDICT, b"", "timeout: " + absence).decode()
-    else:
-        told = store.get(_VERDICT).decode()
-    if told == _COMPLETE and verdict in (None, _COMPLETE):
-        return
-    came_too_late = told == _COMPLETE
-    if not came_too_late:
-        _linger(store, all_alive=not told.startswith("timeout: "))
-    if told.startswith("timeout: "):
-        raise RendezvousTimeoutError(f"rank {claim.rank}: " + told.removeprefix("timeout: "))
-    # A claim that came after the verdict "complete" is one too many.
-    raise RendezvousError(f"rank {claim.rank}: {told if told != _COMPLETE else verdict}")
+        return settle_timeout(store, absence), mine
+    return store.get(KEY).decode(), mine
 
 
-def _linger(store: Store, all_alive: bool) -> None:
-    """Waits until those that claimed a rank have heard the verdict, and with `all_alive` those that are about to.
+def _linger(store: Store) -> None:
+    """Waits until the other ranks have heard the verdict that ended the meeting.
 
-    The store may end with this process, and one that comes a moment later would wait there for nothing.
+    The store may end with this process. Those whose claims contradict each other were started together, so the wait is
+    also for those that have not come yet; nobody can say when one will that is late.
     """
     deadline = time.monotonic() + _LINGER_S
     with contextlib.suppress(StoreConnectionError):  # it ended with another process, which had lingered
-        heard = store.add(_HEARD, 1)
-        while time.monotonic() < deadline:
-            claims = decode_claims(store.get("claims"))
-            expected = min(claim.world_size for claim in claims) if all_alive else 0
-            if heard >= max(expected, len(claims)):
-                return
+        store.add(_HEARD, 1)
+        for_all = judge(decode_claims(store.get("claims"))) not in (None, COMPLETE)
+        while not have_heard(store, for_all) and time.monotonic() < deadline:
             time.sleep(_LINGER_POLL_S)
-            heard = store.add(_HEARD, 0)
+
+
+def have_heard(store: Store, all_ranks: bool) -> bool:
+    """Whether the living that came, or with `all_ranks` all, have heard the verdict that ended the meeting."""
+    claims = decode_claims(store.get("claims"))
+    expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
+    died = judge(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
+    return store.add(_HEARD, 0) >= expected - died

@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 
 from paceline.durations import LONGEST_S
-from paceline.errors import RendezvousTimeoutError, StoreConnectionError
+from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreConnectionError
 from paceline.rendezvous import environment
 from paceline.rendezvous.check_in import Claim, agree
 from paceline.rendezvous.meeting_count import next_at_address, next_at_store
@@ -26,7 +26,8 @@ _RETRY_PAUSE_S = 0.05
 class Joined:
     """The result of a rendezvous.
 
-    `store` is empty but for the ranks of this meeting; `address` is the host at which they met, if there is one.
+    `store` is empty but for the ranks of this meeting; `address` is the host at which they met, if there is one. The
+    ranks hear of this process's death until `verdict.take_back_will(store)`.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store, address: str | None = None) -> None:
@@ -103,8 +104,15 @@ def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, t
                 ) from error
             # The server was just being closed: it was of an earlier process group at this address.
             time.sleep(_RETRY_PAUSE_S)
-        except BaseException:
-            if opened is not None:
+        except BaseException as error:
+            if opened is None:
+                raise
+            ended = isinstance(error, RendezvousError) and not isinstance(error, RendezvousTimeoutError)
+            if ended and getattr(opened, "serves", False):
+                from paceline.rendezvous.staying import stay
+
+                stay(opened, PrefixStore(prefix, opened))
+            else:
                 opened.close()
             raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from paceline.errors import PacelineError
+from paceline.rendezvous.staying import end_staying
 from paceline.store.base import Store
 from paceline.store.tcp import PortInUseError, TCPStore
 
@@ -26,6 +27,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
 
     if rank != 0:
         return connect(False, timeout)
+    end_staying()
     try:
         return connect(True, timeout)
     except PortInUseError as error:

@@ -142,12 +142,13 @@ class Store(ABC):
         """The number of values in the queue `key`."""
         return self._ask(Op.QUEUE_LENGTH, [key.encode()])[0]
 
-    def set_last_will(self, key: str, value: bytes | str) -> None:
-        """Has `key` set to `value` by the store's server when this process's connection to it ends, however it does.
+    def set_last_will(self, key: str, value: bytes | str | None) -> None:
+        """Has `key` set to `value` when this process's connection to the store ends, however it ends.
 
-        The latest will counts, and an empty key takes it back. A store without a server (a file, a hash) keeps none.
+        Each key has a will of its own; the latest for a key counts, and None takes it back. A `HashStore`, which ends
+        with its process, keeps none.
         """
-        self._ask(Op.LAST_WILL, [key.encode(), _bytes(value)])
+        self._ask(Op.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Waits until `world_size` callers have called it with this `key`, which they use once."""

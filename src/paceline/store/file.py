@@ -3,12 +3,14 @@
 The file is a log of the operations that changed something, replayed by everyone. Byte 0 of the lock space is held while
 an operation runs; byte 1 is held, shared, by every process that has the store open. Whoever opens the file and finds
 byte 1 free knows that its members are gone, and starts the log anew: a file left by an earlier run does no harm.
+Whoever leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the will.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import struct
 import threading
 import time
@@ -22,13 +24,14 @@ from paceline.durations import Timeout
 from paceline.errors import StoreError
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 
-_OPERATION, _MEMBERS = 1 << 60, (1 << 60) + 1  # beyond any data
+_OPERATION, _MEMBERS, _TESTATORS = 1 << 60, (1 << 60) + 1, 1 << 61  # beyond any data
 _RECORD = struct.Struct("<III")  # bytes that follow, their CRC-32, number of fields
 _FIXED = struct.Struct("<Bq")
 _LENGTH = struct.Struct("<I")
 _FLOCK = struct.Struct("hhqqi4x")
-_WITHOUT_EFFECT = {Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COUNT, Op.QUEUE_LENGTH, Op.LAST_WILL}
+_WITHOUT_EFFECT = {Op.GET, Op.MULTI_GET, Op.WAIT, Op.CHECK, Op.COUNT, Op.QUEUE_LENGTH}
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
+_LOOK_FOR_THE_DEAD_S = 0.1
 
 
 class FileStore(Store):
@@ -51,6 +54,8 @@ class FileStore(Store):
         self._threads = threading.Lock()  # the file's locks keep processes apart, not the threads of one
         self._table = _core.StoreTable()
         self._replayed = 0
+        self._testator: bytes | None = None  # this process among those that left wills
+        self._wills: dict[bytes, dict[bytes, bytes]] = {}  # of each of them, by key
         while self._fd < 0:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with self._locked():
@@ -80,12 +85,18 @@ class FileStore(Store):
             self._open()
         if self._fd < 0:
             raise StoreError(f"{self} was closed by this process ({os.getpid()}) before {op.name.lower()}")
+        if op is Op.LAST_WILL:
+            fields = [*fields, self._be_testator()]
         deadline = time.monotonic() + timeout_s
+        look_at = time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
             with self._locked():
                 self._replay()
-                done = self._table.apply(op, number, fields)
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + _LOOK_FOR_THE_DEAD_S
+                    self._carry_out_wills()
+                done = self._perform(op, number, fields)
                 if done is not None:
                     if op not in _WITHOUT_EFFECT and done[0] == Status.OK:
                         self._write(op, number, fields)
@@ -119,8 +130,39 @@ class FileStore(Store):
                 os.ftruncate(self._fd, self._replayed)
                 return
             op, number, fields, nbytes = record
-            self._table.apply(op, number, fields)
+            self._perform(op, number, fields)
             self._replayed += nbytes
+
+    def _perform(self, op: int, number: int, fields: list[bytes]) -> tuple[int, int, list[bytes]] | None:
+        if op != Op.LAST_WILL:
+            return self._table.apply(op, number, fields)
+        key, value, testator = fields
+        wills = self._wills.setdefault(testator, {})
+        if number == 0:
+            wills[key] = value
+        else:
+            wills.pop(key, None)
+            if not wills:
+                del self._wills[testator]
+        return Status.OK, 0, []
+
+    def _be_testator(self) -> bytes:
+        if self._testator is None:
+            number = secrets.randbits(48)
+            _lock(self._fd, fcntl.F_WRLCK, _TESTATORS + number, wait=True)
+            self._testator = str(number).encode()
+        return self._testator
+
+    def _carry_out_wills(self) -> None:
+        for testator in [each for each in self._wills if each != self._testator]:
+            byte = _TESTATORS + int(testator)
+            if not _lock(self._fd, fcntl.F_WRLCK, byte, wait=False):
+                continue
+            _lock(self._fd, fcntl.F_UNLCK, byte, wait=True)
+            for key, value in dict(self._wills[testator]).items():
+                for op, number, fields in ((Op.SET, 0, [key, value]), (Op.LAST_WILL, 1, [key, b"", testator])):
+                    self._perform(op, number, fields)
+                    self._write(op, number, fields)
 
     def _write(self, op: Op, number: int, fields: list[bytes]) -> None:
         body = _FIXED.pack(op, number) + b"".join(_LENGTH.pack(len(field)) + field for field in fields)

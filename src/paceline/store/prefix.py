@@ -32,7 +32,7 @@ class PrefixStore(Store):
         self.underlying_store.close()
 
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
-        if op in _WITHOUT_KEYS or (op is Op.LAST_WILL and not fields[0]):
+        if op in _WITHOUT_KEYS:
             keys = fields
         elif op in _EVERY_FIELD_A_KEY:
             keys = [self._bytes + key for key in fields]

@@ -21,7 +21,11 @@ _UNFINISHED_FOR_S = 20.0  # a server may be too busy for a handshake, or closing
 _GRACE_S = 10.0  # beyond a request's own waiting time, for the server to answer
 
 _STATUS = tuple(Status)
-_ANSWERED, _CLOSED = 0, 1  # how an exchange with the server ended (native/bindings/store.cpp)
+_ANSWERED, _CLOSED, _LOST = 0, 1, 4  # how an exchange with the server ended (native/store/client.hpp)
+
+
+class StoreServerLostError(StoreConnectionError):
+    """The connection ended without the server's goodbye: its process has died, or the network is cut."""
 
 
 class RemoteStore(Store):
@@ -75,7 +79,12 @@ class RemoteStore(Store):
             result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
         if result == _ANSWERED:
             return _STATUS[status], answer, values
-        if result == _CLOSED:
+        if result == _LOST and not self._closed:
+            raise StoreServerLostError(
+                f"{self} lost its server in {op.name.lower()}: the process that served it has died, or the connection "
+                "to it was cut"
+            )
+        if result in (_CLOSED, _LOST):
             raise StoreConnectionError(
                 f"{self} closed the connection (seen in {op.name.lower()}); the process that serves it has ended"
             )

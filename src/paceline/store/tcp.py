@@ -89,6 +89,11 @@ class TCPStore(RemoteStore):
             self.close()
             raise
 
+    @property
+    def serves(self) -> bool:
+        """Whether the store ends with this one."""
+        return self._owns_server
+
     def close(self) -> None:
         """Closes the connection and, on the serving rank, the server; idempotent."""
         if hasattr(self, "_clients"):

@@ -1,0 +1,190 @@
+"""A rank that dies while others wait for a late one: those that wait, and the late one, hear at once who died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from conftest import Ranks
+from world import free_port
+
+import paceline as dist
+from paceline.group import default
+from paceline.security.secret import job_secret
+from paceline.store.server import StoreServer
+
+ENDLESS = timedelta(minutes=5)
+AT_ONCE_S = 4.0  # the promise is about a second; the machine may be busy
+_LATE, _VICTIM = 1, 2
+
+Told = tuple[str, str, float]
+
+
+_kept: list[dist.TCPStore] = []
+
+
+def _init(kind: str, place: str) -> None:
+    if kind == "store":
+        host, port = place.split(":")
+        store = dist.TCPStore(host, int(port), is_master=os.environ["RANK"] == "0", wait_for_workers=False)
+        _kept.append(store)
+        dist.init_process_group(
+            store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), timeout=ENDLESS
+        )
+    elif kind == "unix":
+        os.environ["PACELINE_STORE"] = f"unix:{place}"
+        dist.init_process_group(timeout=ENDLESS)
+    elif kind == "env":
+        dist.init_process_group(timeout=ENDLESS)
+    else:
+        dist.init_process_group(
+            init_method=f"{kind}://{place}",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=ENDLESS,
+        )
+
+
+def _come(kind: str, place: str, directory: str) -> Told:
+    rank = int(os.environ["RANK"])
+    if rank == 0 and kind == "unix":
+        StoreServer.on_unix_path(place, job_secret())
+    late = Path(directory) / "late"
+    if rank == _LATE:
+        while not late.exists():
+            time.sleep(0.005)
+    (Path(directory) / f"came-{rank}").touch()
+    started = time.time()
+    with pytest.raises(dist.RendezvousError) as caught:
+        _init(kind, place)
+    took_s = time.time() - max(started, float((Path(directory) / "died").read_text()))
+    (Path(directory) / f"heard-{rank}").touch()
+    while kind in ("unix", "store") and rank == 0 and not (Path(directory) / f"heard-{_LATE}").exists():
+        time.sleep(0.005)  # the store is this rank's
+    return type(caught.value).__name__, str(caught.value), took_s
+
+
+def _await(paths: list[Path]) -> None:
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(params=["tcp", "env", "unix", "store", "file"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
+    place = str(tmp_path / "store") if kind in ("unix", "file") else f"127.0.0.1:{free_port('127.0.0.1')}"
+    with ranks(4).start(_come, kind, place, str(tmp_path)) as world:
+        _await([tmp_path / f"came-{rank}" for rank in (0, _VICTIM, 3)])
+        time.sleep(0.5)  # for the claims to be made; the test is right, if of less, without it
+        (tmp_path / "died").write_text(str(time.time()))
+        world.kill(_VICTIM)
+        _await([tmp_path / f"heard-{rank}" for rank in (0, 3)])
+        if kind == "file":  # whose content ends with its last user
+            world.kill(_LATE)
+            told = world.join(30, expect_dead={_VICTIM, _LATE})
+        else:
+            (tmp_path / "late").touch()
+            told = world.join(30, expect_dead={_VICTIM})
+    for rank in (0, 3) if kind == "file" else (0, _LATE, 3):
+        error, message, took_s = told[rank]
+        assert error == "RendezvousError"
+        dead = f"rank {_VICTIM} ({os.uname().nodename}, pid {world.pids[_VICTIM]})"
+        assert f"{dead} died while the ranks met; look at its output" in message
+        assert took_s < AT_ONCE_S, message
+
+
+def _serve_and_die(place: str, directory: str) -> Told:
+    (Path(directory) / f"came-{os.environ['RANK']}").touch()
+    with pytest.raises(dist.RendezvousError) as caught:
+        _init("tcp", place)
+    return type(caught.value).__name__, str(caught.value), 0.0
+
+
+def test_the_death_of_the_rank_that_serves_is_told(ranks: type[Ranks], tmp_path: Path) -> None:
+    place = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with ranks(4).start(_serve_or_stay_away, place, str(tmp_path)) as world:
+        _await([tmp_path / f"came-{rank}" for rank in (0, 1, 2)])
+        time.sleep(0.5)
+        world.kill(0)
+        told = world.join(30, expect_dead={0, 3})
+    for rank in (1, 2):
+        assert told[rank][0] == "RendezvousError"
+        assert "the process that serves the ranks' store (rank 0, or the launcher) died" in told[rank][1]
+
+
+def _serve_or_stay_away(place: str, directory: str) -> Told:
+    if os.environ["RANK"] == "3":
+        time.sleep(60)
+    return _serve_and_die(place, directory)
+
+
+def _die_between_meeting_and_forming(kind: str, place: str) -> Told:
+    if os.environ["RANK"] == str(_VICTIM):
+        default.Formation = _die
+    started = time.monotonic()
+    with pytest.raises(dist.RendezvousError) as caught:
+        _init(kind, place)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - started
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_death_before_the_group_forms_is_told(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
+    place = str(tmp_path / "store") if kind == "file" else f"127.0.0.1:{free_port('127.0.0.1')}"
+    with ranks(3).start(_die_between_meeting_and_forming, kind, place) as world:
+        told = world.join(30, expect_dead={_VICTIM})
+    for rank in (0, 1):
+        _, message, took_s = told[rank]
+        assert f"rank {_VICTIM} ({os.uname().nodename}, pid {world.pids[_VICTIM]}) died while the ranks met" in message
+        assert took_s < AT_ONCE_S, message
+
+
+def _meet_twice_and_stay(place: str, directory: str) -> str:
+    rank = int(os.environ["RANK"])
+    with pytest.raises(dist.RendezvousError, match="was claimed twice"):
+        dist.init_process_group(
+            init_method=f"tcp://{place}", rank=min(rank, 1), world_size=3, timeout=timedelta(seconds=30)
+        )
+    _init("tcp", place)
+    dist.barrier()
+    store = default._require_world().store
+    verdict = store.get("verdict").decode()
+    dist.barrier()
+    dist.destroy_process_group()
+    return verdict
+
+
+def test_a_new_meeting_at_the_address_is_not_spoilt(ranks: type[Ranks], tmp_path: Path) -> None:
+    place = f"127.0.0.1:{free_port('127.0.0.1')}"
+    assert ranks(3)(_meet_twice_and_stay, place, str(tmp_path)) == ["complete"] * 3
+
+
+def _share_a_store(place: str) -> list[bool]:
+    rank = int(os.environ["RANK"])
+    host, port = place.split(":")
+    store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
+    store.set_last_will(f"gone/{rank}", "of the program's own")
+    dist.init_process_group(store=dist.PrefixStore("job", store), rank=rank, world_size=2, timeout=ENDLESS)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 1:
+        store.close()  # and with it the connection
+        return []
+    store.wait(["gone/1"], timedelta(seconds=20))
+    return [store.check([key]) for key in ("gone/0", "job/paceline/1/engine/gave_up")]
+
+
+def test_a_programs_own_last_wills_are_kept(ranks: type[Ranks]) -> None:
+    assert ranks(2)(_share_a_store, f"127.0.0.1:{free_port('127.0.0.1')}") == [[False, False], []]
