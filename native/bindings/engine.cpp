@@ -159,6 +159,8 @@ void register_engine(nb::module_& module) {
         .def_ro("missing", &Outcome::missing)
         .def_ro("gone", &Outcome::gone)
         .def_ro("left", &Outcome::left)
+        .def_prop_ro("cause", [](const Outcome& outcome) { return outcome.cause.rank; })
+        .def_prop_ro("cause_left", [](const Outcome& outcome) { return outcome.cause.left; })
         .def_ro("reporter", &Outcome::reporter)
         .def_ro("waited_ns", &Outcome::waited_ns)
         .def_ro("split_from", &Outcome::split_from)
@@ -182,7 +184,8 @@ void register_engine(nb::module_& module) {
         nb::arg("seen"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<shm::Mesh>(module, "Mesh")
-        .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("sockets"))
+        .def(nb::init<int, std::vector<int>, std::vector<int>>(), nb::arg("rank"), nb::arg("sockets"),
+             nb::arg("names") = std::vector<int>{})
         .def("lost", [](const shm::Mesh& mesh) { return mesh.liveness().lost.load(std::memory_order_acquire); })
         .def("close", &shm::Mesh::close, nb::call_guard<nb::gil_scoped_release>());
 

@@ -150,12 +150,12 @@ class LinkGroup {
 };
 
 LinkGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank, const std::vector<int>& mesh_ranks,
-                        const std::vector<std::vector<int>>& sockets, double timeout_s) {
+                        const std::vector<std::vector<int>>& sockets, double timeout_s, std::vector<int> names) {
     const auto deadline = deadline_in(timeout_s);
     std::shared_ptr<link::Links> links;
     {
         const nb::gil_scoped_release release;
-        links = link::Links::create(std::move(mesh), id, rank, mesh_ranks, sockets, deadline);
+        links = link::Links::create(std::move(mesh), id, rank, mesh_ranks, sockets, deadline, std::move(names));
     }
     return links ? new LinkGroup(std::move(links)) : nullptr;
 }
@@ -200,7 +200,8 @@ void register_links(nb::module_& module) {
 
     nb::class_<LinkGroup>(module, "LinkGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"), nb::arg("mesh_ranks"),
-                    nb::arg("sockets"), nb::arg("timeout_s"), nb::rv_policy::take_ownership)
+                    nb::arg("sockets"), nb::arg("timeout_s"), nb::arg("names") = std::vector<int>{},
+                    nb::rv_policy::take_ownership)
         .def("run", &LinkGroup::run)
         .def("submit", &LinkGroup::submit)
         .def("send", &LinkGroup::send)

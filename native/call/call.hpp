@@ -55,6 +55,22 @@ inline bool is_sound(const CallHeader& header) {
 }
 
 // unfit: the schedule asks for what the call does not have. Nothing was begun, and the group is as it was.
+// Why a rank gives up: another one died or left. Ranks are named as all groups of a process name them.
+struct Cause {
+    int rank = -1;  // -1: there is none
+    bool left = false;
+
+    bool known() const { return rank >= 0; }
+    bool operator==(const Cause&) const = default;
+    // As a number that travels; 0 for none.
+    std::uint32_t pack() const { return known() ? static_cast<std::uint32_t>(rank) << 1 | 1U | (left ? kLeft : 0) : 0; }
+    static Cause unpack(std::uint32_t packed) {
+        if (packed == 0) return {};
+        return {static_cast<int>((packed & ~kLeft) >> 1), (packed & kLeft) != 0};
+    }
+    static constexpr std::uint32_t kLeft = std::uint32_t{1} << 31;
+};
+
 enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, unfit };
 
 struct Outcome {
@@ -62,6 +78,7 @@ struct Outcome {
     std::vector<int> missing;  // group ranks that did not come
     std::vector<int> gone;     // of those: died or left
     std::vector<int> left;     // of those: said goodbye
+    Cause cause;               // why those in `gone` went, if they said so; no group rank
     int reporter = -1;         // the group rank that gave up first, -1: this one
     std::int64_t waited_ns = 0;
     // all_to_all: the pair of ranks that disagree on the bytes between them, -1 otherwise.

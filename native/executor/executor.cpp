@@ -131,11 +131,7 @@ void Executor::lost(int peer) {
     const auto until = Clock::now() + kReasonComes;
     for (poll(); !messenger_.failure() && !has(messenger_.left()) && Clock::now() < until; poll())
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    Outcome outcome;
-    outcome.code = Code::peer_lost;
-    outcome.missing = outcome.gone = {peer};
-    if (has(messenger_.left())) outcome.left = {peer};
-    outcome_ = messenger_.fail(std::move(outcome));
+    outcome_ = messenger_.fail(messenger_.without(peer));
     failed_ = true;
 }
 

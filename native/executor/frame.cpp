@@ -90,6 +90,7 @@ std::vector<std::uint8_t> encode(const Outcome& outcome) {
     writer.put_list(outcome.gone);
     writer.put_list(outcome.left);
     writer.put_list(outcome.calls);
+    writer.put(outcome.cause.pack());
     return std::move(writer.bytes);
 }
 
@@ -97,14 +98,16 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
     Reader reader(bytes);
     Outcome outcome;
     std::uint32_t code = 0;
+    std::uint32_t cause = 0;
     const bool whole = reader.get(code) && reader.get(outcome.reporter) && reader.get(outcome.waited_ns) &&
                        reader.get(outcome.split_from) && reader.get(outcome.split_to) &&
                        reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
                        reader.get_list(outcome.missing) && reader.get_list(outcome.gone) &&
-                       reader.get_list(outcome.left) && reader.get_list(outcome.calls);
+                       reader.get_list(outcome.left) && reader.get_list(outcome.calls) && reader.get(cause);
     if (!whole || code == static_cast<std::uint32_t>(Code::ok) || code > static_cast<std::uint32_t>(Code::interrupted))
         return std::nullopt;
     outcome.code = static_cast<Code>(code);
+    outcome.cause = Cause::unpack(cause);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
                        are_ranks(outcome.left, size) && outcome.reporter >= 0 && outcome.reporter < size &&
                        outcome.split_from >= -1 && outcome.split_from < size && outcome.split_to >= -1 &&

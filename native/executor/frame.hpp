@@ -20,7 +20,7 @@ enum class FrameKind : std::uint32_t {
     credit,   // the receiver has taken `nbytes` of eager messages
     waiting,  // the sender waits in the call that follows
     verdict,  // why the sender gave up the group
-    goodbye,  // the sender destroyed the group
+    goodbye,  // the sender destroyed the group, because of the packed `Cause` in `id` if there is one
 };
 
 struct Frame {

@@ -331,6 +331,7 @@ void Messenger::end_body(int peer) {
             return;
         case FrameKind::goodbye:
             from.left = true;
+            from.cause = Cause::unpack(static_cast<std::uint32_t>(frame.id));
             closed(peer);
             return;
     }

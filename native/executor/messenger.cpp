@@ -18,14 +18,6 @@ constexpr int kSlicesPerInterruptCheck = 5;
 constexpr int kSlicesPerSilenceCheck = 25;
 constexpr auto kFarewell = std::chrono::milliseconds(500);
 
-Outcome lost_outcome(int peer, bool left) {
-    Outcome outcome;
-    outcome.code = Code::peer_lost;
-    outcome.missing = outcome.gone = {peer};
-    if (left) outcome.left = {peer};
-    return outcome;
-}
-
 }  // namespace
 
 Messenger::Messenger(link::Links& links)
@@ -50,7 +42,8 @@ void Messenger::close() {
         break_group(std::move(outcome), true);
     }
     for (int peer = 0; peer < links_.size(); ++peer)
-        if (links_.peer(peer).control) push(peer, {.kind = FrameKind::goodbye}, {}, nullptr);
+        if (links_.peer(peer).control)
+            push(peer, {.kind = FrameKind::goodbye, .id = links_.blamed().pack()}, {}, nullptr);
     const auto until = Clock::now() + kFarewell;
     const auto pending = [&] {
         return std::any_of(states_.begin(), states_.end(),
@@ -78,7 +71,7 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
     if (failure_) {
         finish(request, *failure_);
     } else if (to.left || to.lost) {
-        finish(request, lost_outcome(peer, to.left));
+        finish(request, without_locked(peer));
     } else if (to.offered.size() >= kMostOffers) {
         Outcome outcome;
         outcome.code = Code::unfit;
@@ -122,7 +115,7 @@ std::shared_ptr<Request> Messenger::receive(int peer, std::int32_t tag, DType dt
         return request;
     }
     if (peer != kAnySource && (state(peer).left || state(peer).lost)) {
-        finish(request, lost_outcome(peer, state(peer).left));
+        finish(request, without_locked(peer));
         return request;
     }
     posted_.push_back(request);
@@ -135,6 +128,29 @@ void Messenger::open(const std::shared_ptr<Request>& request, std::int64_t timeo
     request->place_ = open_.insert(open_.end(), request);
 }
 
+Outcome Messenger::without(int peer) {
+    const std::lock_guard hold(mutex_);
+    return without_locked(peer);
+}
+
+Outcome Messenger::without_locked(int peer) {
+    const PeerState& from = state(peer);
+    Outcome outcome;
+    outcome.code = Code::peer_lost;
+    outcome.missing = outcome.gone = {peer};
+    if (from.left) outcome.left = {peer};
+    outcome.cause = from.cause.known() ? from.cause : links_.blamed_by(peer);
+    note(outcome);
+    return outcome;
+}
+
+// Lets the other groups of this process know why it gives up, before it leaves them.
+void Messenger::note(const Outcome& outcome) {
+    if (outcome.code != Code::peer_lost || outcome.gone.empty()) return;
+    links_.blame(outcome.cause.known() ? outcome.cause
+                                       : Cause{links_.name(outcome.gone.front()), outcome.gone == outcome.left});
+}
+
 // The peer died, broke the rules, or said goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
@@ -142,10 +158,10 @@ void Messenger::closed(int peer) {
     if (!from.left) {
         if (from.lost) return;
         from.lost = true;
-        if (!failure_) break_group(lost_outcome(peer, false), true);
+        if (!failure_) break_group(without_locked(peer), true);
         return;
     }
-    const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, lost_outcome(peer, true)); };
+    const auto end = [&](const std::shared_ptr<Request>& request) { finish(request, without_locked(peer)); };
     for (const Outgoing& each : unsent)
         if (each.request) end(each.request);
     for (auto& [id, request] : from.offered) end(request);
@@ -168,6 +184,7 @@ void Messenger::closed(int peer) {
 
 void Messenger::break_group(Outcome outcome, bool tell) {
     if (outcome.reporter < 0) outcome.reporter = links_.rank();
+    note(outcome);
     failure_ = outcome;
     failed_.store(true, std::memory_order_release);
     for (PeerState& each : states_) {

@@ -98,6 +98,8 @@ class Messenger {
     std::size_t queued(int peer);
     // Ranks that said goodbye.
     std::vector<int> left();
+    // How a call ends that `peer` is gone from.
+    Outcome without(int peer);
 
   private:
     struct Outgoing {
@@ -132,6 +134,7 @@ class Messenger {
         bool deaf = false;  // takes nothing more, but what it sent may not be read yet
         bool left = false;
         bool lost = false;
+        Cause cause;  // why it left
     };
 
     std::vector<CallHeader> latest_locked();
@@ -152,6 +155,8 @@ class Messenger {
     void push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request);
     void finish(const std::shared_ptr<Request>& request, Outcome outcome);
     static void copy_body(Outgoing& outgoing);
+    Outcome without_locked(int peer);
+    void note(const Outcome& outcome);
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
     void expire(bool look_for_silence);

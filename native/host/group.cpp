@@ -76,6 +76,7 @@ Group::~Group() {
     if (forked_from_member()) return;
     if (controls_[static_cast<std::size_t>(rank_)] != nullptr && !broken_) {
         Control& mine = control(rank_);
+        mine.cause = mesh_.blamed().pack();
         mine.gave_up.store(GaveUp::left, std::memory_order_release);
         for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
     }
@@ -129,16 +130,14 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         if (word.load(std::memory_order_acquire) == round) return true;
 
         for (int other = 0; other < size_; ++other)
-            if (other != rank_ && adopt_verdict(other, round)) return false;
+            if (other != rank_ && adopt_verdict(other)) return false;
         const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
-        const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire));
+        const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
         const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started_).count();
-        // Read after the two above: whatever a peer published before it went is seen.
+        // Read after those above: whatever a peer published before it went is seen.
         const std::uint64_t missing = missing_in(round);
         if ((missing & bit(peer)) == 0) return true;
-        if ((missing & (lost | left)) != 0) {
-            return give_up(GaveUp::peer_lost, missing, missing & (lost | left), missing & left, waited_ns);
-        }
+        if ((missing & (lost | left)) != 0) return give_up_without(missing, missing & lost, missing & left, waited_ns);
         if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, missing, 0, 0, waited_ns);
         if (slice % kSlicesPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())
             return give_up(GaveUp::interrupted, missing, 0, 0, waited_ns);
@@ -159,14 +158,43 @@ std::uint64_t Group::missing_in(std::uint32_t round) const {
     return mask;
 }
 
+// The members that destroyed this group.
+std::uint64_t Group::left_group() const {
+    std::uint64_t mask = 0;
+    for (int r = 0; r < size_; ++r)
+        if (r != rank_ && control(r).gave_up.load(std::memory_order_acquire) == GaveUp::left) mask |= bit(r);
+    return mask;
+}
+
+// Why `rank` went, as far as it said so: in this group, or to the mesh.
+Cause Group::cause_of(int rank) const {
+    const Control& theirs = control(rank);
+    if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.cause != 0)
+        return Cause::unpack(theirs.cause);
+    return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
+}
+
+// Names those of the gone that went first: the dead before those that left, and those that had nobody to blame before
+// the rest.
+bool Group::give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns) {
+    const std::uint64_t gone = lost != 0 ? lost : left;
+    std::uint64_t first = 0;
+    for (const int r : ranks_of(gone))
+        if (!cause_of(r).known()) first |= bit(r);
+    const std::uint64_t named = first != 0 ? first : gone;
+    const Cause cause = first != 0 ? Cause{} : cause_of(std::countr_zero(gone));
+    return give_up(GaveUp::peer_lost, missing, named, lost != 0 ? 0 : named, waited_ns, cause);
+}
+
 bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left,
-                    std::int64_t waited_ns) {
+                    std::int64_t waited_ns, Cause cause) {
     outcome_.code = reason == GaveUp::timed_out   ? Code::timed_out
                     : reason == GaveUp::peer_lost ? Code::peer_lost
                                                   : Code::interrupted;
     outcome_.missing = ranks_of(missing);
     outcome_.gone = ranks_of(gone);
     outcome_.left = ranks_of(left);
+    outcome_.cause = cause;
     outcome_.waited_ns = waited_ns;
     // The latest call of a missing rank says what it did instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
@@ -183,23 +211,23 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
     mine.gone = gone;
     mine.left = left;
     mine.waited_ns = waited_ns;
+    mine.cause = cause.pack();
     mine.gave_up.store(reason, std::memory_order_release);
     for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
+    if (reason == GaveUp::peer_lost && gone != 0) {
+        const int first = std::countr_zero(gone);
+        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[static_cast<std::size_t>(first)]), left != 0});
+    }
     return false;
 }
 
 // Takes over why `peer` gave up, if it did.
-bool Group::adopt_verdict(int peer, std::uint32_t round) {
+bool Group::adopt_verdict(int peer) {
     const Control& theirs = control(peer);
     const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);
-    if (reason == GaveUp::no) return false;
-    if (reason == GaveUp::left) {
-        if (cell(peer, round).round.load(std::memory_order_acquire) == round) return false;
-        give_up(GaveUp::peer_lost, bit(peer), bit(peer), bit(peer), 0);
-        return true;
-    }
+    if (reason == GaveUp::no || reason == GaveUp::left) return false;
     outcome_.reporter = peer;
-    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns);
+    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns, Cause::unpack(theirs.cause));
     return true;
 }
 

@@ -40,11 +40,15 @@ class Group final : public Collectives {
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
-    bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left, std::int64_t waited_ns);
-    bool adopt_verdict(int peer, std::uint32_t round);
+    bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left, std::int64_t waited_ns,
+                 Cause cause = {});
+    bool give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns);
+    Cause cause_of(int rank) const;
+    bool adopt_verdict(int peer);
     bool begin(const Call& call, const void* payload, std::size_t payload_bytes);
     bool mismatch(std::uint32_t round);
     std::uint64_t members_of(std::uint64_t mesh_mask) const;
+    std::uint64_t left_group() const;
     std::uint64_t missing_in(std::uint32_t round) const;
 
     template <class Stage, class Consume>

@@ -33,10 +33,11 @@ constexpr std::uint32_t kSlots = 4;
 struct Control {
     Cell cells[kSlots];
     alignas(128) std::atomic<std::uint32_t> sleepers{0};   // peers asleep on one of the cells
-    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the four below
+    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the five below
     std::uint64_t missing = 0;                             // group ranks that did not come
     std::uint64_t gone = 0;                                // of those: lost or left
     std::uint64_t left = 0;                                // of those: left
+    std::uint32_t cause = 0;                               // a packed `Cause`: why those went, or this rank did
     std::int64_t waited_ns = 0;
 };
 static_assert(std::is_standard_layout_v<Control>);

@@ -29,8 +29,9 @@ int cores() {
 
 std::unique_ptr<Links> Links::create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                      const std::vector<int>& mesh_ranks, const std::vector<std::vector<int>>& sockets,
-                                     std::chrono::steady_clock::time_point deadline) {
+                                     std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
     std::unique_ptr<Links> links(new Links(std::move(mesh)));
+    links->names_ = std::move(names);
     links->id_ = id;
     links->rank_ = rank;
     links->peers_.resize(mesh_ranks.size());
@@ -92,6 +93,15 @@ bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_
         }
     }
     return true;
+}
+
+Cause Links::blamed_by(int rank) const {
+    const int there = peers_[static_cast<std::size_t>(rank)].mesh_rank;
+    return mesh_ && there >= 0 ? mesh_->blamed_by(there) : Cause{};
+}
+
+int Links::name(int rank) const {
+    return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)];
 }
 
 Links::~Links() {

@@ -24,11 +24,11 @@ class Links {
     // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's place in the mesh, -1 on another host.
     // `sockets[r]` are the connections to group rank r on another host, the first for control; taken over at once.
     // `id` is the same on every member and new for each group. nullptr when memory is short or a member of this host
-    // does not show its rings until `deadline`.
+    // does not show its rings until `deadline`. `names[r]` is what all groups of this process call group rank r.
     static std::unique_ptr<Links> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                          const std::vector<int>& mesh_ranks,
                                          const std::vector<std::vector<int>>& sockets,
-                                         std::chrono::steady_clock::time_point deadline);
+                                         std::chrono::steady_clock::time_point deadline, std::vector<int> names = {});
     Links(const Links&) = delete;
     Links& operator=(const Links&) = delete;
     ~Links();
@@ -36,6 +36,14 @@ class Links {
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(peers_.size()); }
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
+
+    // See `Mesh::blame`. A rank of another host has said why it went on its control lane only.
+    void blame(const Cause& cause) {
+        if (mesh_) mesh_->blame(cause);
+    }
+    Cause blamed() const { return mesh_ ? mesh_->blamed() : Cause{}; }
+    Cause blamed_by(int rank) const;
+    int name(int rank) const;
 
     void watch_control(Waiter& waiter) const;
     // And for news on the control lanes.
@@ -53,6 +61,7 @@ class Links {
     int rank_ = 0;
     std::uint64_t local_peers_ = 0;  // bits of the mesh
     std::vector<Peer> peers_;
+    std::vector<int> names_;
     std::vector<std::shared_ptr<shm::Segment>> segments_;
 };
 

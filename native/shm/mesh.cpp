@@ -14,7 +14,7 @@
 namespace paceline::shm {
 namespace {
 
-enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4, pulse = 5 };
+enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4, pulse = 5, blame = 6 };
 
 // Between two wakes of a thread that had not fallen asleep yet.
 constexpr int kRepeatMs = 1;
@@ -32,13 +32,15 @@ struct Mesh::Message {
     std::uint64_t size;
 };
 
-Mesh::Mesh(int rank, std::vector<int> sockets)
+Mesh::Mesh(int rank, std::vector<int> sockets, std::vector<int> names)
     : rank_(rank),
       sockets_(std::move(sockets)),
+      names_(std::move(names)),
       wake_(eventfd(0, EFD_CLOEXEC)),
       doorbell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       doorbells_(sockets_.size()),
-      watch_([this](int peer) { pulse_ended(peer); }),
+      blamed_by_(sockets_.size()),
+      watch_([this](int peer, std::uint32_t note) { pulse_ended(peer, note); }),
       guard_([this] { close_sockets(); }) {
     if (wake_ < 0 || doorbell_ < 0) {
         const int why = errno;
@@ -47,6 +49,7 @@ Mesh::Mesh(int rank, std::vector<int> sockets)
         guard_.close();
         throw std::system_error(why, std::generic_category(), "eventfd");
     }
+    for (int peer = static_cast<int>(names_.size()); peer < size(); ++peer) names_.push_back(peer);
     for (std::atomic<int>& each : doorbells_) each.store(-1, std::memory_order_relaxed);
     listener_ = std::thread([this] { listen(); });
     for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::doorbell, 0, 0, 0}, doorbell_);
@@ -126,6 +129,12 @@ void Mesh::offer(RegionId id, const Segment& segment, std::uint64_t peers) {
         if (peers & bit(peer)) send(peer, {Kind::region, 0, id, segment.size()}, segment.fd());
 }
 
+void Mesh::blame(const Cause& cause) {
+    if (blamed_.exchange(cause.pack(), std::memory_order_acq_rel) == cause.pack()) return;
+    if (Pulse* const pulse = shown_.load(std::memory_order_acquire)) pulse->leave(cause.pack());
+    for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::blame, 0, cause.pack(), 0}, -1);
+}
+
 void Mesh::withdraw(RegionId id, std::uint64_t peers) {
     for (int peer = 0; peer < size(); ++peer)
         if (peers & bit(peer)) send(peer, {Kind::withdrawal, 0, id, 0}, -1);
@@ -170,14 +179,17 @@ void Mesh::show_pulse() {
     if (size() < 2 || !Watch::is_possible()) return;
     pulse_ = Pulse::create(size());
     if (!pulse_ || !pulse_->hold()) return;
+    shown_.store(pulse_.get(), std::memory_order_release);
     for (int peer = 0; peer < size(); ++peer)
         send(peer, {Kind::pulse, 0, 0, pulse_->segment().size()}, pulse_->segment().fd());
     pulse_->segment().close_descriptor();
 }
 
-void Mesh::pulse_ended(int peer) {
+void Mesh::pulse_ended(int peer, std::uint32_t note) {
     {
         const std::lock_guard hold(mutex_);
+        // On the socket the news may still be unread.
+        if (note != 0) blamed_by_[static_cast<std::size_t>(peer)].store(note, std::memory_order_release);
         if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0) tell_of(liveness_.lost, peer);
         arrived_.notify_all();
     }
@@ -239,6 +251,10 @@ bool Mesh::receive(int peer) {
                 watch_.add(peer, std::move(segment), rank_);
             }
             fd = -1;
+            break;
+        case Kind::blame:
+            blamed_by_[static_cast<std::size_t>(peer)].store(static_cast<std::uint32_t>(message.id),
+                                                             std::memory_order_release);
             break;
         case Kind::goodbye:
             tell_of(liveness_.left, peer);

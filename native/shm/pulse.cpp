@@ -62,6 +62,11 @@ bool Pulse::hold() {
     return syscall(SYS_set_robust_list, &head_, sizeof head_) == 0;
 }
 
+void Pulse::leave(std::uint32_t note) {
+    for (std::size_t r = 0; r < entries_.size(); ++r)
+        words_of(*segment_)[r].note.store(note, std::memory_order_release);
+}
+
 void Pulse::release() {
     syscall(SYS_set_robust_list, nullptr, sizeof head_);
 }
@@ -83,8 +88,8 @@ void Watch::add(int peer, std::shared_ptr<Segment> segment, int place) {
     if (segment->size() < static_cast<std::size_t>(place + 1) * sizeof(Held)) return;
     const std::lock_guard hold(mutex_);
     if (closing_.load(std::memory_order_relaxed)) return;
-    const std::atomic<std::uint32_t>* holder = &words_of(*segment)[place].holder;
-    if (!watched_.try_emplace(peer, Watched{std::move(segment), holder}).second) return;
+    const Held* word = &words_of(*segment)[place];
+    if (!watched_.try_emplace(peer, Watched{std::move(segment), word}).second) return;
     changed_.fetch_add(1, std::memory_order_release);
     futex_wake_all(changed_);
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
@@ -105,21 +110,21 @@ void Watch::run() {
     for (;;) {
         std::vector<WaitV> words{expecting(changed_, changed_.load(std::memory_order_acquire))};
         if (closing_.load(std::memory_order_relaxed)) return;
-        std::vector<int> ended;
+        std::vector<std::pair<int, std::uint32_t>> ended;
         {
             const std::lock_guard hold(mutex_);
             for (auto each = watched_.begin(); each != watched_.end();) {
-                const std::uint32_t holder = each->second.holder->load(std::memory_order_acquire);
+                const std::uint32_t holder = each->second.word->holder.load(std::memory_order_acquire);
                 if ((holder & FUTEX_OWNER_DIED) == 0) {
-                    words.push_back(expecting(*each->second.holder, holder));
+                    words.push_back(expecting(each->second.word->holder, holder));
                     ++each;
                     continue;
                 }
-                ended.push_back(each->first);
+                ended.emplace_back(each->first, each->second.word->note.load(std::memory_order_acquire));
                 each = watched_.erase(each);
             }
         }
-        for (const int peer : ended) ended_(peer);
+        for (const auto& [peer, note] : ended) ended_(peer, note);
         if (ended.empty() && !wait_for_any(words)) return;
     }
 }

@@ -24,6 +24,7 @@ namespace paceline::shm {
 // What the kernel and the peers see of one word.
 struct alignas(16) Held {
     std::atomic<std::uint32_t> holder{0};  // a thread, until the kernel marks it
+    std::atomic<std::uint32_t> note{0};    // what the peer is to know when that happens
 };
 
 class Pulse {
@@ -37,6 +38,8 @@ class Pulse {
     // Makes the calling thread the holder, whose end is the process's: it replaces the thread's list of robust mutexes.
     // False where the kernel does not do that.
     bool hold();
+    // Leaves `note` for all peers; from any thread.
+    void leave(std::uint32_t note);
     // By the same thread, which may end now without a sign.
     void release();
 
@@ -57,8 +60,8 @@ class Pulse {
 // Waits for the end of the peers' pulses, on a thread of its own.
 class Watch {
   public:
-    // `ended` is called on that thread, once a peer.
-    explicit Watch(std::function<void(int peer)> ended) : ended_(std::move(ended)) {}
+    // `ended` is called on that thread, once a peer, with the note it left.
+    explicit Watch(std::function<void(int peer, std::uint32_t note)> ended) : ended_(std::move(ended)) {}
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;
     ~Watch();
@@ -73,12 +76,12 @@ class Watch {
   private:
     struct Watched {
         std::shared_ptr<Segment> segment;
-        const std::atomic<std::uint32_t>* holder;
+        const Held* word;
     };
 
     void run();
 
-    std::function<void(int)> ended_;
+    std::function<void(int, std::uint32_t)> ended_;
     std::mutex mutex_;
     std::map<int, Watched> watched_;
     std::atomic<std::uint32_t> changed_{0};  // of the two around it

@@ -11,6 +11,8 @@ class Outcome:
     missing: list[int]
     gone: list[int]
     left: list[int]
+    cause: int
+    cause_left: bool
     reporter: int
     waited_ns: int
     split_from: int
@@ -36,7 +38,7 @@ def await_ending(seen: int, timeout_ns: int) -> None:
     """Sleeps, without the interpreter lock, while `endings` is `seen`; may return early."""
 
 class Mesh:
-    def __init__(self, rank: int, sockets: Sequence[int]) -> None: ...
+    def __init__(self, rank: int, sockets: Sequence[int], names: Sequence[int] = ()) -> None: ...
     def lost(self) -> int: ...
     def close(self) -> None: ...
 
@@ -113,6 +115,7 @@ class LinkGroup:
         mesh_ranks: Sequence[int],
         sockets: Sequence[Sequence[int]],
         timeout_s: float,
+        names: Sequence[int] = (),
     ) -> LinkGroup | None: ...
     def run(
         self,

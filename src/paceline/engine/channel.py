@@ -36,6 +36,14 @@ class Outcome(Protocol):
         """Who of those left in order."""
 
     @property
+    def cause(self) -> int:
+        """For whose sake those in `gone` went, if they said so: a rank as the engine counts its `members`."""
+
+    @property
+    def cause_left(self) -> bool:
+        """Whether that one left in order."""
+
+    @property
     def reporter(self) -> int:
         """Who saw it first and ended the group for all."""
 

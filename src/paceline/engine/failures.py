@@ -39,6 +39,8 @@ class Failure:
     missing: Sequence[int] = ()
     gone: Sequence[int] = ()
     left: Sequence[int] = ()
+    cause: int = -1
+    cause_left: bool = False
     reporter: int = -1
     waited_ns: int = 0
     step: int = -1
@@ -71,6 +73,7 @@ MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "
     "destroy it and make a new one"
 )
+_LEFT = "left the group (its script ended, or it destroyed the process group)"
 
 
 def describe_call(header: HeaderFields) -> str:
@@ -92,7 +95,12 @@ def describe_call(header: HeaderFields) -> str:
 
 
 def to_error(
-    outcome: Outcome, members: Sequence[Member], group_rank: int, call: str, lost: str = GROUP_LOST
+    outcome: Outcome,
+    members: Sequence[Member],
+    group_rank: int,
+    call: str,
+    lost: str = GROUP_LOST,
+    everybody: Sequence[Member] = (),
 ) -> CollectiveError:
     """The error for `outcome`.
 
@@ -100,6 +108,7 @@ def to_error(
         members: the group's, by group rank.
         call: what this rank did.
         lost: what a failure of such a call has cost, as a sentence without its full stop.
+        everybody: the engine's members; the group's if there are none.
     """
     me = members[group_rank]
     if isinstance(outcome, Failure) and outcome.seen:
@@ -107,7 +116,7 @@ def to_error(
     if outcome.code == Code.MISMATCH:
         return _mismatch(outcome, members, me)
     if outcome.code == Code.PEER_LOST:
-        return _peer_lost(outcome, members, me, call)
+        return _peer_lost(outcome, members, me, call, everybody or members)
     if outcome.code == Code.UNFIT and outcome.missing:
         return CollectiveError(
             f"{me}: {call} was not begun: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} wait for its "
@@ -147,19 +156,29 @@ def _absence(missing: Sequence[Member], calls: str, me: Member) -> str:
     return late + absent + (f" ({calls})" if calls else "")
 
 
-def _peer_lost(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> PeerLostError:
+def _peer_lost(
+    outcome: Outcome, members: Sequence[Member], me: Member, call: str, everybody: Sequence[Member]
+) -> PeerLostError:
     gone = _select(members, outcome.gone)
-    if outcome.gone == outcome.left:
-        seen = "left the group (its script ended, or it destroyed the process group)"
-        advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
-    else:
-        seen = "died"
-        advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
+    cause = everybody[outcome.cause] if 0 <= outcome.cause < len(everybody) else None
+    left = list(outcome.gone) == list(outcome.left)
+    died = outcome.cause >= 0 and not outcome.cause_left if left else True
+    seen = f"{_names(gone)} {_LEFT if left else 'died'}"
     first = gone[0]
+    if cause is not None and left:
+        # Whoever leaves after an error is no more than its messenger.
+        seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {_names(gone)} left the group after that"
+        first = cause
+    elif cause is not None:
+        seen += f", after {cause} {'had left' if outcome.cause_left else 'had died'}"
+    if died:
+        advice = "Look at its output and, if it was killed, at the memory it used (dmesg)"
+    else:
+        advice = "Every rank must make the same calls: look at its output, and for a loop that ran fewer times there"
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     by = f"{me}" if reporter is me else f"{reporter}, which told {me}"
     return PeerLostError(
-        f"{_names(gone)} {seen}, seen by {by} in {call}. {advice}. "
+        f"{seen}, seen by {by} in {call}. {advice}. "
         "This group can no longer be used: destroy it and start again without the lost rank or with a new one",
         rank=first.rank,
         host=first.host,

@@ -192,6 +192,8 @@ class TwoLevelChannel(TurnChannel):
                 [ranks[at] for at in outcome.missing],
                 [ranks[at] for at in outcome.gone],
                 [ranks[at] for at in outcome.left],
+                outcome.cause,
+                outcome.cause_left,
                 self._rank,
                 outcome.waited_ns,
                 calls=calls,

@@ -299,7 +299,9 @@ def _open(
     openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
-    return ProcessGroup(opened, members, list(ranks).index(engines.rank), timeout, name, backend.text, openers)
+    return ProcessGroup(
+        opened, members, list(ranks).index(engines.rank), timeout, name, backend.text, openers, engines.members
+    )
 
 
 def _meet(

@@ -54,6 +54,7 @@ class ProcessGroup(TorchMethods):
         backend: what `get_backend` says of it.
         openers: what opens it on other devices, by the device's type.
         advice: what a user does about a tensor on a device that there is no opener for; by default an engine is named.
+        everybody: the members of its engine, of whom some may not be in the group; the group's own if there are none.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ProcessGroup(TorchMethods):
         backend: str = "paceline",
         openers: Mapping[str, Opener] | None = None,
         advice: str = "",
+        everybody: Sequence[Member] = (),
     ) -> None:
         self.ranks = [member.rank for member in members]
         self.name = name
@@ -73,6 +75,7 @@ class ProcessGroup(TorchMethods):
         self._devices = Devices(opened, openers or {}, backend, advice)
         self._channel = opened.channel
         self._members = list(members)
+        self._everybody = everybody
         self._rank = group_rank
         self._closed = False
         self._abandoned: list[Buffers] = []
@@ -479,7 +482,7 @@ class ProcessGroup(TorchMethods):
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
 
     def _failed(self, outcome: Outcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
-        error = to_error(outcome, self._members, self._rank, call, lost)
+        error = to_error(outcome, self._members, self._rank, call, lost, self._everybody)
         if isinstance(error, CollectiveTimeoutError):
             error.missing = tuple(self.ranks[at] for at in outcome.missing)
         return error

@@ -97,7 +97,7 @@ def join(
         names = {r: str(peers[r]["socket"]) for r in local}
         connections = _connect(formation, topology, names, listener, cleanup, deadline)
         sockets = [-1 if peer == rank else connections[peer].detach() for peer in local]
-    return topology, _core.Mesh(local.index(rank), sockets)
+    return topology, _core.Mesh(local.index(rank), sockets, local)
 
 
 def _connect(

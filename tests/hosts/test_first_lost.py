@@ -1,0 +1,50 @@
+"""Groups of several hosts that end one after another: whoever misses a rank hears which was the first to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+
+import paceline as dist
+from hosts.talking import rank
+
+_MESSENGER, _VICTIM = 0, 3
+
+
+def lose(end: str) -> tuple[int, str] | None:
+    """The victim goes, rank 0 sees it in the default group and leaves; the others have a group with rank 0 alone."""
+    dist.init_process_group(timeout=timedelta(seconds=20))
+    pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2)]
+    dist.barrier()
+    if rank() == _VICTIM:
+        if end == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.destroy_process_group()
+        return None
+    with pytest.raises(dist.PeerLostError) as caught:
+        if rank() == _MESSENGER:
+            dist.barrier()
+        elif rank() == 1:
+            dist.all_reduce(torch.ones(1000), group=pairs[0])
+        else:
+            dist.recv(torch.ones(1000), src=_MESSENGER, group=pairs[1])
+    dist.destroy_process_group()
+    return caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["dies", "leaves"])
+def test_a_rank_that_left_because_of_another_names_that(hosts, end):
+    with hosts([1, 1, 2]).start(lose, end) as world:
+        told = world.join(30, expect_dead={_VICTIM} if end == "dies" else set())
+        first = f"rank {_VICTIM} (h2, pid {world.pids[_VICTIM]}) {'died' if end == 'dies' else 'left the group'}"
+        messenger = f"rank {_MESSENGER} (h0, pid {world.pids[_MESSENGER]})"
+    for number in range(3):
+        named, message = told[number]
+        assert named == _VICTIM
+        assert first in message
+        if number != _MESSENGER:
+            assert f"and {messenger} left the group after that, seen by rank {number} (" in message
