@@ -33,6 +33,7 @@ Client::~Client() {
 void Client::close() {
     {
         const std::lock_guard hold(ending_);
+        closing_ = true;
         if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
     }
     const std::lock_guard hold(asking_);
@@ -60,8 +61,9 @@ Client::Result Client::ask(const Message& request, Message& answer, Deadline dea
     const std::lock_guard hold(asking_);
     if (fd_ < 0) return Result::closed;
     const Result result = exchange(request, answer, deadline, interrupted);
-    if (result != Result::answered) release();
-    return result;
+    if (result == Result::answered) return result;
+    release();
+    return result == Result::lost && closing_ ? Result::closed : result;
 }
 
 Client::Result Client::exchange(const Message& request, Message& answer, Deadline deadline,

@@ -1,6 +1,7 @@
 // One connection to a store's server: a request, then its answer. Thread-safe; `close` wakes whoever waits in `ask`.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -39,6 +40,7 @@ class Client {
 
     std::mutex asking_;
     std::mutex ending_;  // guards fd_ against being closed while `close` shuts it down
+    std::atomic<bool> closing_{false};
     int fd_;
     int spins_;  // how often the socket is looked at before sleeping on it: more where that paid
     std::uint32_t asked_ = 0;

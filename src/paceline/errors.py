@@ -92,7 +92,10 @@ class CollectiveObjectError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """A rank of the group died.
+    """A rank died or left, and the group's calls cannot go on.
+
+    A rank that left because of another names that one: then the error is about the first that was lost, which need not
+    be in this group, and its message names both.
 
     Attributes: `rank` (in the default group), `host` and `pid` of the process that was lost.
     """

@@ -79,12 +79,12 @@ class RemoteStore(Store):
             result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
         if result == _ANSWERED:
             return _STATUS[status], answer, values
-        if result == _LOST and not self._closed:
+        if result == _LOST:
             raise StoreServerLostError(
                 f"{self} lost its server in {op.name.lower()}: the process that served it has died, or the connection "
                 "to it was cut"
             )
-        if result in (_CLOSED, _LOST):
+        if result == _CLOSED:
             raise StoreConnectionError(
                 f"{self} closed the connection (seen in {op.name.lower()}); the process that serves it has ended"
             )
