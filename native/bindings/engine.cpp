@@ -1,7 +1,9 @@
 // Mesh, host groups and shared tensors as paceline.engine uses them.
 #include <nanobind/ndarray.h>
 
+#include <cerrno>
 #include <chrono>
+#include <system_error>
 #include <tuple>
 
 #include "bindings/bindings.hpp"
@@ -131,6 +133,8 @@ std::vector<int> algorithms_of(const Outcome& outcome) {
 nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nbytes) {
     using Owner = std::shared_ptr<shm::Segment>;
     auto owner = std::make_unique<Owner>(host::create_region(nbytes));
+    if (!*owner && (errno == EMFILE || errno == ENFILE))
+        throw std::system_error(errno, std::generic_category(), "memfd_create");
     if (!*owner) throw std::bad_alloc();
     std::uint8_t* const data = (*owner)->data();
     const nb::capsule capsule(owner.release(), [](void* held) noexcept {

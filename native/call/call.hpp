@@ -54,7 +54,6 @@ inline bool is_sound(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-// unfit: the schedule asks for what the call does not have. Nothing was begun, and the group is as it was.
 // Why a rank gives up: another one died or left. Ranks are named as all groups of a process name them.
 struct Cause {
     int rank = -1;  // -1: there is none
@@ -71,7 +70,9 @@ struct Cause {
     static constexpr std::uint32_t kLeft = std::uint32_t{1} << 31;
 };
 
-enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, unfit };
+// unfit: the schedule asks for what the call does not have. Nothing was begun, and the group is as it was.
+// starved: a rank had no descriptors or memory left for a tensor of another; `missing` is that rank.
+enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, unfit, starved = 7 };
 
 struct Outcome {
     Code code = Code::ok;

@@ -3,7 +3,9 @@
 #include <sched.h>
 
 #include <bit>
+#include <cerrno>
 #include <new>
+#include <system_error>
 
 #include "link/links.hpp"
 #include "shm/futex.hpp"
@@ -58,14 +60,17 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
         auto& segment = group->segments_[static_cast<std::size_t>(r)];
         if (r == group->rank_) {
             segment = shm::Segment::create(nbytes);
-            if (!segment) return nullptr;
+            if (!segment) throw std::system_error(errno, std::generic_category(), "memfd_create");
             new (segment->data()) Control;
             mesh.offer(id, *segment, group->peer_mask_);
         }
     }
     for (int r = 0; r < group->size_; ++r) {
         auto& segment = group->segments_[static_cast<std::size_t>(r)];
-        if (r != group->rank_) segment = mesh.region(group->members_[static_cast<std::size_t>(r)], id, deadline);
+        const int member = group->members_[static_cast<std::size_t>(r)];
+        if (r != group->rank_) segment = mesh.region(member, id, deadline);
+        if (const int why = segment ? 0 : mesh.shortage(member, id))
+            throw std::system_error(why, std::generic_category(), "a segment of another rank");
         if (!segment || segment->size() < nbytes) return nullptr;
         group->controls_[static_cast<std::size_t>(r)] = reinterpret_cast<Control*>(segment->data());
     }
@@ -190,6 +195,7 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
                     std::int64_t waited_ns, Cause cause) {
     outcome_.code = reason == GaveUp::timed_out   ? Code::timed_out
                     : reason == GaveUp::peer_lost ? Code::peer_lost
+                    : reason == GaveUp::starved   ? Code::starved
                                                   : Code::interrupted;
     outcome_.missing = ranks_of(missing);
     outcome_.gone = ranks_of(gone);

@@ -16,7 +16,8 @@ namespace paceline::host {
 class Group final : public Collectives {
   public:
     // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
-    // nullptr when memory is short or a member does not show its segment until `deadline`.
+    // nullptr when a member does not show its segment until `deadline`. Throws std::system_error when descriptors or
+    // memory are short.
     static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
                                          std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline);
     Group(const Group&) = delete;

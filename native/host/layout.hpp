@@ -26,7 +26,8 @@ struct alignas(128) Cell {
 static_assert(sizeof(Cell) == 128);
 
 // `left`: the rank destroyed the group, after it had published all it owed.
-enum class GaveUp : std::uint32_t { no, timed_out, peer_lost, interrupted, left };
+// `starved`: it had no descriptors or memory for what another rank showed it; `missing` is itself.
+enum class GaveUp : std::uint32_t { no, timed_out, peer_lost, interrupted, left, starved };
 
 constexpr std::uint32_t kSlots = 4;
 

@@ -149,8 +149,11 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         }
         const CallHeader& header = cell(r, first).header;
         regions[at] = mesh_.region(members_[at], header.region, deadline);
-        if (!regions[at] || header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
+        if (!regions[at] || header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset) {
+            if (mesh_.shortage(members_[at], header.region) != 0)
+                return give_up(GaveUp::starved, std::uint64_t{1} << rank_, 0, 0, 0);
             return give_up(GaveUp::peer_lost, std::uint64_t{1} << r, std::uint64_t{1} << r, 0, 0);
+        }
         tensors[at] = regions[at]->data() + header.offset;
     }
 

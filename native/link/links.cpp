@@ -3,7 +3,9 @@
 #include <sched.h>
 
 #include <bit>
+#include <cerrno>
 #include <new>
+#include <system_error>
 #include <thread>
 
 #include "link/socket_lane.hpp"
@@ -61,7 +63,7 @@ bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_
     if (locals.size() < 2) return true;
     const std::size_t rings = locals.size() * kLanesOfAPair;
     auto mine = shm::Segment::create(rings * sizeof(Ring));
-    if (!mine) return false;
+    if (!mine) throw std::system_error(errno, std::generic_category(), "memfd_create");
     for (std::size_t i = 0; i < rings; ++i) new (mine->data() + i * sizeof(Ring)) Ring;
     segments_.push_back(mine);
     for (const int r : locals)
@@ -73,6 +75,8 @@ bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_
         Peer& peer = peers_[static_cast<std::size_t>(r)];
         peer.mesh_rank = mesh_ranks[static_cast<std::size_t>(r)];
         const auto theirs = mesh_->region(peer.mesh_rank, id_, deadline);
+        if (const int why = theirs ? 0 : mesh_->shortage(peer.mesh_rank, id_))
+            throw std::system_error(why, std::generic_category(), "the rings of another rank");
         if (!theirs || theirs->size() < rings * sizeof(Ring)) return false;
         segments_.push_back(theirs);
         for (int lane = 0; lane < kLanesOfAPair; ++lane) {

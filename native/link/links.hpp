@@ -23,8 +23,9 @@ class Links {
   public:
     // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's place in the mesh, -1 on another host.
     // `sockets[r]` are the connections to group rank r on another host, the first for control; taken over at once.
-    // `id` is the same on every member and new for each group. nullptr when memory is short or a member of this host
-    // does not show its rings until `deadline`. `names[r]` is what all groups of this process call group rank r.
+    // `id` is the same on every member and new for each group. nullptr when a member of this host does not show
+    // its rings until `deadline`; throws std::system_error when descriptors or memory are short. `names[r]` is what all
+    // groups of this process call group rank r.
     static std::unique_ptr<Links> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                          const std::vector<int>& mesh_ranks,
                                          const std::vector<std::vector<int>>& sockets,

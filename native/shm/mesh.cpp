@@ -146,11 +146,17 @@ std::shared_ptr<Segment> Mesh::region(int peer, RegionId id, std::chrono::steady
     const auto there = [&] {
         const std::uint64_t gone =
             liveness_.lost.load(std::memory_order_acquire) | liveness_.left.load(std::memory_order_acquire);
-        return regions_.contains(key) || (gone & bit(peer)) != 0;
+        return regions_.contains(key) || shortages_.contains(key) || (gone & bit(peer)) != 0;
     };
     arrived_.wait_until(hold, deadline, there);
     const auto found = regions_.find(key);
     return found == regions_.end() ? nullptr : found->second;
+}
+
+int Mesh::shortage(int peer, RegionId id) {
+    const std::lock_guard hold(mutex_);
+    const auto found = shortages_.find({peer, id});
+    return found == shortages_.end() ? 0 : found->second;
 }
 
 void Mesh::listen() {
@@ -230,13 +236,19 @@ bool Mesh::receive(int peer) {
         return false;
     }
     switch (message.kind) {
-        case Kind::region:
-            if (auto segment = fd >= 0 ? Segment::adopt(fd, message.size) : nullptr)
+        case Kind::region: {
+            auto segment = fd >= 0 ? Segment::adopt(fd, message.size) : nullptr;
+            // The system drops a descriptor for which this process has no room.
+            if (segment)
                 regions_.insert_or_assign({peer, message.id}, std::move(segment));
+            else
+                shortages_.insert_or_assign({peer, message.id}, fd < 0 ? EMFILE : ENOMEM);
             fd = -1;
             break;
+        }
         case Kind::withdrawal:
             regions_.erase({peer, message.id});
+            shortages_.erase({peer, message.id});
             break;
         case Kind::doorbell:
             // Only once: the descriptor may be in use.

@@ -68,9 +68,12 @@ class Mesh {
     // Tells the peers to forget it.
     void withdraw(RegionId id, std::uint64_t peers);
 
-    // The region that `peer` offered as `id`; waits for it until `deadline`, nullptr when it did not come or the peer
-    // went.
+    // The region that `peer` offered as `id`; waits for it until `deadline`, nullptr when it did not come, could not be
+    // taken (see `shortage`), or the peer went.
     std::shared_ptr<Segment> region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline);
+
+    // Why that region could not be taken, as an errno: descriptors or memory were short. 0 if it was, or did not come.
+    int shortage(int peer, RegionId id);
 
     // An eventfd that peers write to when this process should look at what they share; watched edge-triggered, never
     // read.
@@ -104,6 +107,7 @@ class Mesh {
     std::mutex mutex_;
     std::condition_variable arrived_;
     std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> regions_;
+    std::map<std::pair<int, RegionId>, int> shortages_;
     std::mutex sending_;
     bool closed_ = false;
     std::unique_ptr<Pulse> pulse_;

@@ -5,6 +5,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
+
 namespace paceline::shm {
 namespace {
 
@@ -25,7 +27,9 @@ std::shared_ptr<Segment> Segment::create(std::size_t size) {
     if (ftruncate(fd, static_cast<off_t>(size)) == 0 && fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0) {
         if (std::uint8_t* data = map(fd, size)) return std::shared_ptr<Segment>(new Segment(fd, data, size));
     }
+    const int why = errno;
     close(fd);
+    errno = why;
     return nullptr;
 }
 

@@ -135,6 +135,7 @@ _PUBLIC = {
         "CollectiveMismatchError",
         "CollectiveObjectError",
         "CollectiveTimeoutError",
+        "OutOfDescriptorsError",
         "PacelineError",
         "PeerLostError",
         "RendezvousError",

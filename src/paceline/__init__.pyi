@@ -12,6 +12,7 @@ from paceline.errors import CollectiveError as CollectiveError
 from paceline.errors import CollectiveMismatchError as CollectiveMismatchError
 from paceline.errors import CollectiveObjectError as CollectiveObjectError
 from paceline.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from paceline.errors import OutOfDescriptorsError as OutOfDescriptorsError
 from paceline.errors import PacelineError as PacelineError
 from paceline.errors import PeerLostError as PeerLostError
 from paceline.errors import RendezvousError as RendezvousError

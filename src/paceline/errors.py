@@ -35,6 +35,13 @@ class _TimedOut(PacelineError):
         super().__init__(message if "timed out" in message else f"timed out: {message}")
 
 
+class OutOfDescriptorsError(PacelineError, OSError):
+    """This process has as many open files and sockets as the system lets it have; the message says how many."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
 class AuthenticationError(PacelineError):
     """The other end of a connection does not hold this job's secret, or refused ours."""
 

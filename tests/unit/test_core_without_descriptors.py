@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import resource
 import socket
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+import paceline as dist
 from paceline import _core
 
 
@@ -62,4 +65,18 @@ def test_a_group_needs_descriptors(left: int) -> None:
         await_end(theirs)
     mesh.close()
     del mesh
+    assert opened() == before
+
+
+def test_a_shared_tensor_needs_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    dist.empty_shared(1)  # imports what it needs
+    before = opened()
+    with descriptors_left(0), pytest.raises(dist.OutOfDescriptorsError) as caught:
+        dist.empty_shared(1000)
+    said = str(caught.value)
+    who = rf"rank 3 \(pid {os.getpid()}\)"
+    assert re.match(rf"{who}: out of file descriptors \((\d+) of \1\), needed for a shared tensor", said)
+    assert "ulimit -n" in said
+    assert isinstance(caught.value, OSError) and caught.value.errno == errno.EMFILE
     assert opened() == before

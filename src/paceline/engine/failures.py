@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from paceline.descriptors import out_of_descriptors
 from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import Operation, ReduceCode, dtype_name
 from paceline.engine.processes import Process
@@ -23,6 +24,7 @@ class Code(IntEnum):
     INTERRUPTED = 4
     UNFIT = 5
     REFUSED = 6  # by the library that an engine rests on
+    STARVED = 7
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,11 @@ def to_error(
         )
     if isinstance(outcome, Failure) and outcome.code == Code.REFUSED:
         return CollectiveError(f"{me}: {call} failed: {outcome.said}. {lost}")
+    if outcome.code == Code.STARVED:
+        starved = members[outcome.missing[0]]
+        if starved is me:
+            return CollectiveError(f"{out_of_descriptors(f'{me}', f'the shared tensors of {call}')}. {lost}")
+        return CollectiveError(f"{me}: {call} was given up by {starved}, which is out of file descriptors. {lost}")
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
     if outcome.code == Code.TIMED_OUT:

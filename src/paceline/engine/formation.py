@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 
+from paceline.descriptors import is_shortage, out_of_descriptors
 from paceline.engine.failures import Member
 from paceline.errors import RendezvousError, StoreConnectionError, StoreError, StoreTimeoutError
 from paceline.rendezvous import verdict
@@ -120,6 +121,10 @@ class Formation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if is_shortage(error):
+                shortage = out_of_descriptors(str(self._me), "the connections of the group")
+                self._leave(shortage)
+                raise shortage from error
             self._leave(error)
         finally:
             self._open = False

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import util
 
 import torch
 
+from paceline.descriptors import is_shortage, out_of_descriptors
 from paceline.durations import Timeout, to_seconds, to_timedelta
 from paceline.engine.api import Meeting
 from paceline.engine.formation import Formation
@@ -299,9 +301,8 @@ def _open(
     openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
-    return ProcessGroup(
-        opened, members, list(ranks).index(engines.rank), timeout, name, backend.text, openers, engines.members
-    )
+    group_rank = list(ranks).index(engines.rank)
+    return ProcessGroup(opened, members, group_rank, timeout, name, backend.text, openers, everybody=engines.members)
 
 
 def _meet(
@@ -310,7 +311,14 @@ def _meet(
     """Ranks that are told nothing are asked of the engine's launcher, if it has one."""
     told = init_method is not None or store is not None or "RANK" in os.environ
     meet = None if told else meeting(backend, rank)
-    return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
+    try:
+        return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
+    except OSError as error:
+        if not is_shortage(error):
+            raise
+        own = rank if rank >= 0 else os.environ.get("RANK", "?")
+        who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
+        raise out_of_descriptors(who, "the store where the ranks meet") from error
 
 
 def _require_between(between_hosts: str | None, backend: Backend, algorithm: str | None) -> None:

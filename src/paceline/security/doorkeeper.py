@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from paceline.descriptors import is_shortage
 from paceline.errors import AuthenticationError
 from paceline.security.handshake import Hello, verify
 from paceline.security.refusals import Refusals
@@ -50,6 +51,7 @@ class Doorkeeper:
         self._changing = threading.Lock()
         self._owner = os.getpid()
         self._closed = False
+        self._shortage: OSError | None = None
         self._thread = threading.Thread(target=self._accept, name="paceline-accept", daemon=True)
         self._thread.start()
 
@@ -58,6 +60,11 @@ class Doorkeeper:
         """The TCP port it listens on."""
         port: int = self._listener.getsockname()[1]
         return port
+
+    def require_descriptors(self) -> None:
+        """Raises the OSError by which the latest connection could not be accepted, if descriptors were short."""
+        if self._shortage is not None:
+            raise self._shortage
 
     def close(self) -> None:
         """Closes the listener and all that are not in yet; idempotent, and without effect in a forked child."""
@@ -77,8 +84,9 @@ class Doorkeeper:
         while not self._closed:
             try:
                 connection, address = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if not self._closed:
+                    self._shortage = error if is_shortage(error) else None
                     time.sleep(_PAUSE_S)
                 continue
             number += 1

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from paceline import _core
+from paceline.descriptors import is_shortage
 from paceline.durations import Timeout, for_socket, to_seconds
 from paceline.errors import StoreConnectionError
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
@@ -131,6 +132,8 @@ def connect(
                 connection.close()
                 raise
         except (OSError, HandshakeUnfinishedError) as error:
+            if is_shortage(error):
+                raise  # trying again does not help
             now = time.monotonic()
             if isinstance(error, HandshakeUnfinishedError):
                 unfinished_since = now if unfinished_since is None else unfinished_since

@@ -140,6 +140,7 @@ def _connect(
         arrived = arrivals.take(min(left_s, _LOOK_S))
         if arrived is None:
             formation.look()
+            doorkeeper.require_descriptors()
             if left_s > _LOOK_S:
                 continue
             absent = [str(topology.members[r]) for r in local if r != rank and r not in connections]

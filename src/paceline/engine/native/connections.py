@@ -90,6 +90,7 @@ def connect(
             arrived = arrivals.take(min(left_s, _LOOK_S))
             if arrived is None:
                 formation.look()
+                doorkeeper.require_descriptors()
                 if left_s > _LOOK_S:
                     continue
                 absent = sorted({peer for peer, _ in missing})

@@ -169,9 +169,8 @@ class NativeEngine:
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
         formation.await_news()
         return RendezvousTimeoutError(
-            f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s, or memory for its "
-            f"{4 * SLOT_BYTES >> 10} KiB of shared segment is short. All ranks, members or not, call new_group "
-            "with the same arguments and in the same order"
+            f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s. All ranks, members or not, "
+            "call new_group with the same arguments and in the same order"
         )
 
 

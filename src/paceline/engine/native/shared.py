@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 
 from paceline import _core
+from paceline.descriptors import is_shortage, out_of_descriptors
 
 
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -17,6 +19,7 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
 
     Raises:
         MemoryError: the shared memory cannot be had.
+        OutOfDescriptorsError: the process has no file descriptor left for it; each such tensor takes one.
 
     >>> empty_shared(2, 3).shape
     torch.Size([2, 3])
@@ -27,4 +30,13 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     nbytes = shape.numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return _core.shared_tensor(nbytes).view(dtype).view(shape)
+    try:
+        return _core.shared_tensor(nbytes).view(dtype).view(shape)
+    except MemoryError:
+        raise MemoryError(f"empty_shared: the system has no {nbytes:,} bytes of shared memory left") from None
+    except OSError as error:
+        if not is_shortage(error):
+            raise
+        rank = os.environ.get("RANK")
+        who = f"process {os.getpid()}" if rank is None else f"rank {rank} (pid {os.getpid()})"
+        raise out_of_descriptors(who, "a shared tensor (empty_shared)") from error
