@@ -23,7 +23,6 @@ def out_of_descriptors(who: str, what: str) -> OutOfDescriptorsError:
     """The error for `who`, a rank or process, that needed descriptors for `what`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return OutOfDescriptorsError(
-        errno.EMFILE,
         f"{who}: out of file descriptors ({limit} of {limit}), needed for {what}. Raise the limit (ulimit -n, or "
         "LimitNOFILE= of a systemd unit), or look for what the program leaves open (ls -l /proc/PID/fd)",
     )

@@ -9,6 +9,7 @@ torch: a `CollectiveError` is a `torch.distributed.DistBackendError`, a `StoreEr
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 
@@ -38,8 +39,9 @@ class _TimedOut(PacelineError):
 class OutOfDescriptorsError(PacelineError, OSError):
     """This process has as many open files and sockets as the system lets it have; the message says how many."""
 
-    def __str__(self) -> str:
-        return str(self.args[-1])
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.EMFILE
 
 
 class AuthenticationError(PacelineError):
