@@ -12,7 +12,7 @@ import pytest
 
 import paceline as dist
 from hosts.talking import rank
-from paceline.engine import bootstrap, connections, costs, native
+from paceline.engine.native import bootstrap, connections, costs, engine
 
 ENDLESS = timedelta(minutes=5)
 AT_ONCE_S = 4.0  # the promise is about a second; the machine may be busy
@@ -65,7 +65,7 @@ def die(*_: object, **__: object) -> None:
 INSTANTS: dict[str, Callable[[], None]] = {
     "before it says where it is": lambda: setattr(bootstrap, "host_id", die),
     "before its host is joined": lambda: setattr(bootstrap, "_connect", die),
-    "before it listens to other hosts": lambda: setattr(native, "own_address", die),
+    "before it listens to other hosts": lambda: setattr(engine, "own_address", die),
     "before it connects to them": lambda: setattr(connections, "_dial", die),
     "while costs are measured": lambda: [setattr(costs, name, die) for name in ("_measure", "_answer")],
 }

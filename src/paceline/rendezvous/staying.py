@@ -7,7 +7,7 @@ import threading
 import time
 
 from paceline.errors import StoreError
-from paceline.rendezvous.claims import have_heard
+from paceline.rendezvous.check_in import have_heard
 from paceline.store.base import Store
 
 _STAYS_S = 5.0
