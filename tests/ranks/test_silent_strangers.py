@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 import paceline as dist
-from paceline.engine.native.engine import bootstrap
+from paceline.engine.native import bootstrap
 
 SILENT = 40  # each is waited for 5 s: one after the other they would outlast the time-out
 TIMEOUT = timedelta(seconds=60)
