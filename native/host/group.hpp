@@ -58,6 +58,7 @@ class Group final : public Collectives {
     bool all_reduce(Call& call);
     bool all_reduce_inline(Call& call);
     bool all_reduce_in_one_round(Call& call);
+    std::shared_ptr<shm::Segment> region_of(int rank, shm::RegionId id);
     bool all_reduce_shared(Call& call, std::uint32_t first);
     bool reduce(Call& call);
     void reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round);

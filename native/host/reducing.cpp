@@ -7,6 +7,7 @@
 namespace paceline::host {
 namespace {
 
+constexpr auto kRegionLook = std::chrono::milliseconds(20);
 constexpr std::size_t kSliceAlignment = 64;
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round of everything costs less than two of slices
 constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are in the cache at a time
@@ -132,13 +133,42 @@ bool Group::reduce_in_slices(Call& call, bool here) {
     return true;
 }
 
+// The tensor that `rank` shows; nullptr when the call is over without it. Its owner may have taken it back after a
+// failure, so what the ranks say and their end are looked at as well.
+std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
+    using Clock = std::chrono::steady_clock;
+    const int member = members_[static_cast<std::size_t>(rank)];
+    const std::uint64_t there = std::uint64_t{1} << rank;
+    const auto started = Clock::now();
+    for (;;) {
+        if (auto region = mesh_.region(member, id, Clock::now() + kRegionLook)) return region;
+        const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started).count();
+        if (mesh_.shortage(member, id) != 0) {
+            give_up(GaveUp::starved, std::uint64_t{1} << rank_, 0, 0, waited_ns);
+            return nullptr;
+        }
+        for (int other = 0; other < size_; ++other)
+            if (other != rank_ && adopt_verdict(other)) return nullptr;
+        const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire)) & there;
+        const std::uint64_t left =
+            (members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group()) & there;
+        if ((lost | left) != 0)
+            give_up_without(there, lost, left, waited_ns);
+        else if (waited_ns > timeout_ns_)
+            give_up(GaveUp::timed_out, there, 0, 0, waited_ns);
+        else if (*interrupted_ && (*interrupted_)())
+            give_up(GaveUp::interrupted, there, 0, 0, waited_ns);
+        else
+            continue;
+        return nullptr;
+    }
+}
+
 // Every rank's tensor is mapped by all: each reduces its slice of them in place and stores the result to all.
 bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     const std::size_t nbytes = call.outputs[0].nbytes();
     const std::size_t item = item_size(call.dtype);
     const auto ranks = static_cast<std::size_t>(size_);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns_);
-
     std::vector<std::shared_ptr<shm::Segment>> regions(ranks);
     std::vector<std::uint8_t*> tensors(ranks);
     for (int r = 0; r < size_; ++r) {
@@ -148,12 +178,10 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
             continue;
         }
         const CallHeader& header = cell(r, first).header;
-        regions[at] = mesh_.region(members_[at], header.region, deadline);
-        if (!regions[at] || header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset) {
-            if (mesh_.shortage(members_[at], header.region) != 0)
-                return give_up(GaveUp::starved, std::uint64_t{1} << rank_, 0, 0, 0);
+        regions[at] = region_of(r, header.region);
+        if (!regions[at]) return false;
+        if (header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
             return give_up(GaveUp::peer_lost, std::uint64_t{1} << r, std::uint64_t{1} << r, 0, 0);
-        }
         tensors[at] = regions[at]->data() + header.offset;
     }
 
