@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.schedule.cost import CostModel, LinkCost, choose, explain_text, predict
-from paceline.schedule.formulas import FORMS
-from paceline.schedule.registry import ALGORITHMS, build
+from paceline.schedule.registry import ALGORITHMS, COSTS, build
 from paceline.schedule.steps import OPERATIONS, ROOTED
 from paceline.schedule.verify.simulate import simulate
 
@@ -22,7 +21,7 @@ def hosts_of(n_hosts, ranks_a_host):
 
 
 def test_every_offered_operation_has_a_closed_form():
-    assert {name: set(forms) for name, forms in FORMS.items()} == {
+    assert {name: set(forms) for name, forms in COSTS.items()} == {
         name: set(offered) for name, offered in ALGORITHMS.items()
     }
 

@@ -1,12 +1,15 @@
-"""Which algorithm is the fastest for a call: predicted by closed forms (`formulas.py`), and explained."""
+"""Predicts what each algorithm would take for a call, chooses the fastest, and explains the choice.
+
+The closed forms are the `COSTS` of each algorithm; `cost_model.py` says in which terms they are written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.schedule.formulas import FORMS, Case, CostModel, LinkCost
-from paceline.schedule.registry import ALGORITHMS, offers
+from paceline.schedule.cost_model import Case, CostModel, LinkCost
+from paceline.schedule.registry import ALGORITHMS, COSTS, offers
 from paceline.schedule.steps import Operation
 
 __all__ = ["Choice", "CostModel", "LinkCost", "Prediction", "choose", "explain_text", "predict"]
@@ -14,7 +17,7 @@ __all__ = ["Choice", "CostModel", "LinkCost", "Prediction", "choose", "explain_t
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one algorithm would take."""
+    """The seconds that one algorithm would take."""
 
     algorithm: str
     seconds: float
@@ -41,17 +44,25 @@ def predict(
     world_size: int,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> float:
-    """Return the seconds that the algorithm takes.
+    """Returns the seconds that the algorithm takes.
 
-    `nbytes` is the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter, an all-to-all together.
-    Without `hosts` all ranks are on one. Raises ValueError where the algorithm does not have the operation.
+    Args:
+        model: the costs of links and reductions.
+        algorithm: its name.
+        operation: which collective.
+        nbytes: the longest buffer of a rank: the tensor, or all blocks of a gather, a scatter, an all-to-all together.
+        world_size: the number of ranks.
+        hosts: the ranks of each host; without it all ranks are on one host.
+
+    Raises:
+        ValueError: the algorithm does not have the operation, or `hosts` does not have `world_size` ranks.
     """
     sizes = tuple(len(host) for host in hosts) if hosts else (world_size,)
     if sum(sizes) != world_size or not all(sizes):
         raise ValueError(f"hosts of {sizes} ranks are not a world of {world_size}")
-    if operation not in FORMS.get(algorithm, {}):
+    if operation not in COSTS.get(algorithm, {}):
         raise ValueError(f"{algorithm!r} has no {operation}; these have: {', '.join(offers(operation))}")
-    return FORMS[algorithm][operation](Case(model, nbytes, sizes))
+    return COSTS[algorithm][operation](Case(model, nbytes, sizes))
 
 
 def choose(
@@ -62,9 +73,15 @@ def choose(
     hosts: Sequence[Sequence[int]] | None = None,
     forced: str | None = None,
 ) -> Choice:
-    """Return the fastest algorithm for the call, or `forced`, with what all others would take."""
+    """Returns the fastest algorithm for the call, or `forced`, with what all others would take.
+
+    The arguments are those of `predict`.
+
+    Raises:
+        ValueError: `forced` is no algorithm, or does not have the operation.
+    """
     times = [Prediction(name, predict(model, name, operation, nbytes, world_size, hosts)) for name in offers(operation)]
-    # Rounded, so that of algorithms that are the same here the first of the registry wins.
+    # The times are rounded so that the first one in the registry wins among algorithms that coincide in this case.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
     best = candidates[0]
     chosen = best if forced is None else _forced(forced, operation, candidates)
@@ -98,7 +115,7 @@ def _forced(name: str, operation: Operation, candidates: Sequence[Prediction]) -
 
 
 def explain_text(choice: Choice) -> str:
-    """Return a table of all candidates, the reason of the choice, and why a star loses."""
+    """Returns a table of all candidates, the reason for the choice, and why a star loses."""
     hosts = "1 host" if choice.n_hosts == 1 else f"{choice.n_hosts} hosts"
     lines = [f"{choice.operation} of {choice.nbytes:,} bytes on {choice.world_size} ranks, {hosts}", ""]
     fastest = choice.candidates[0].seconds
@@ -124,7 +141,7 @@ def _about_star(choice: Choice) -> str:
 
 
 def spell_seconds(value: float) -> str:
-    """Return a time as one reads it: `12.3 us`, `4.56 ms`, `7.89 s`."""
+    """Formats a time with its unit: `12.3 us`, `4.56 ms`, `7.89 s`."""
     for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
         if value < 1000 * scale:
             return f"{value / scale:.3g} {unit}"

@@ -1,10 +1,10 @@
 """Recursive halving and doubling: log2(n) rounds as in a tree, few bytes as in a ring.
 
-A reduce-scatter in which partners exchange halves of what they still have, then an all-gather that goes the same way
-back: Rabenseifner 2004, "Optimization of Collective Reduction Operations". For a world that is no power of two, as
-there, the first ranks are folded: of each of the first pairs the odd rank hands its data to the even one, and gets the
-result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994; Thakur, Rabenseifner, Gropp 2005);
-the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
+It is a reduce-scatter in which partners exchange halves of what they still have, then an all-gather that retraces the
+rounds: Rabenseifner 2004, "Optimization of Collective Reduction Operations". If the world size is no power of two, the
+first ranks are folded, as in that paper: the odd rank of each of the first pairs hands its data to the even one, and
+receives the result at the end. Broadcast is a scatter and an all-gather (Barnett et al. 1994; Thakur, Rabenseifner,
+Gropp 2005); the barrier is the dissemination barrier (Hensgen, Finkel, Manber 1988).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.schedule import tree
+from paceline.schedule.cost_model import Case, Cost, message_s, rounds
 from paceline.schedule.steps import (
     NOTHING,
     OWN_INPUT,
@@ -33,9 +34,10 @@ from paceline.schedule.steps import (
 
 
 class _Fold(NamedTuple):
-    """Who takes part after folding. `slot` is this rank's number in `active`, whose length is a power of two.
+    """The ranks that take part after folding. `slot` is this rank's number in `active`, whose length is a power of two.
 
-    `partner` is the other one of a folded pair, -1 without one; `folded` if this rank is the one that only waits.
+    `partner` is the other rank of a folded pair, or -1 if there is none; `folded` is set on the rank of the pair that
+    only waits.
     """
 
     active: list[int]
@@ -53,17 +55,17 @@ def _fold(group: Sequence[int], me: int) -> _Fold:
 
 
 def _even_edges(fold: _Fold) -> range:
-    """One block a slot: slot i's blocks are those from edges[i] up to edges[i + 1]."""
+    """Returns the edges for one block a slot: slot i's blocks are those from edges[i] up to edges[i + 1]."""
     return range(len(fold.active) + 1)
 
 
 def _rank_edges(fold: _Fold, world_size: int) -> list[int]:
-    """The blocks of the slot's ranks: of both, where a pair was folded."""
+    """Returns the edges for the blocks of each slot's ranks: both ranks' blocks where a pair was folded."""
     return [*fold.active, world_size]
 
 
 def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) -> list[Step]:
-    """Reduce-scatter: slot i's blocks of all slots' `own` end up reduced in its `into`."""
+    """Returns a reduce-scatter: slot i's blocks of all slots' `own` end up reduced in its `into`."""
     steps: list[Step] = []
     low, high = 0, len(fold.active)
     while (half := (high - low) // 2) > 0:
@@ -77,7 +79,7 @@ def halving_phase(fold: _Fold, edges: Sequence[int], own: Buffer, into: Buffer) 
 
 
 def doubling_phase(fold: _Fold, edges: Sequence[int], buffer: Buffer) -> list[Step]:
-    """All-gather: the blocks of each slot end up in all."""
+    """Returns an all-gather: the blocks of each slot end up in all slots."""
     steps: list[Step] = []
     width = 1
     while width < len(fold.active):
@@ -94,7 +96,7 @@ def _span(buffer: Buffer, edges: Sequence[int], low: int, high: int) -> Slice:
 
 
 def all_reduce(at: Place) -> Plan:
-    """Fold, halve, double, unfold, all in place."""
+    """Folds, halves, doubles and unfolds, all in place."""
     fold = _fold(range(at.world_size), at.rank)
     edges = _even_edges(fold)
     tensor = _span(Buffer.OUTPUT, edges, 0, -1)
@@ -107,7 +109,7 @@ def all_reduce(at: Place) -> Plan:
 
 
 def reduce(at: Place) -> Plan:
-    """Fold, halve, and gather to the root, which is slot 0."""
+    """Folds, halves, and gathers to the root, which is slot 0."""
     world = rotated(range(at.world_size), at.root)
     fold = _fold(world, world.index(at.rank))
     edges = _even_edges(fold)
@@ -123,7 +125,7 @@ def reduce(at: Place) -> Plan:
 
 
 def broadcast(at: Place) -> Plan:
-    """Scatter from the root, which is slot 0, then double and unfold."""
+    """Scatters from the root, which is slot 0, then doubles and unfolds."""
     world = rotated(range(at.world_size), at.root)
     fold = _fold(world, world.index(at.rank))
     edges = _even_edges(fold)
@@ -136,7 +138,7 @@ def broadcast(at: Place) -> Plan:
 
 
 def all_gather(at: Place) -> Plan:
-    """Fold, double, unfold."""
+    """Folds, doubles and unfolds."""
     n = at.world_size
     fold = _fold(range(n), at.rank)
     everything = Slice(Buffer.OUTPUT, 0, n)
@@ -151,7 +153,7 @@ def all_gather(at: Place) -> Plan:
 
 
 def reduce_scatter(at: Place) -> Plan:
-    """Fold, halve, and hand the folded rank its block."""
+    """Folds, halves, and hands the folded rank its block."""
     n = at.world_size
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -168,7 +170,7 @@ def reduce_scatter(at: Place) -> Plan:
 
 
 def disseminate_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Barrier: in each round the news come from twice as many members to the left."""
+    """Returns a barrier: in each round the news comes from twice as many members to the left."""
     n, steps, distance = len(group), list[Step](), 1
     while distance < n:
         steps += [send(group[(me + distance) % n], NOTHING), receive(group[me - distance], NOTHING)]
@@ -188,4 +190,40 @@ OFFERS: dict[Operation, Builder] = {
     "broadcast": broadcast,
     "reduce": reduce,
     "barrier": barrier,
+}
+
+
+def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
+    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes.
+
+    Between hosts the ranks of a host share its link, unless only one of them is active (`alone`).
+    """
+    width = 1 << case.n.bit_length() - 1
+    total, nbytes, distance = 0.0, case.nbytes / 2, width // 2
+    while distance:
+        link = case.link(distance if case.n == width else 2 * distance)
+        sharing = case.local if link is case.model.between_hosts and not alone else 1
+        total += link.alpha_s + nbytes * (sharing * link.beta_s_per_byte + gamma)
+        nbytes, distance = nbytes / 2, distance // 2
+    return total
+
+
+def _fold_s(case: Case, nbytes: float, gamma: float = 0) -> float:
+    """Returns the seconds in which folded ranks hand over or get back their data, if the world is no power of two."""
+    return message_s(case.link(1), nbytes, gamma) if case.n & (case.n - 1) else 0
+
+
+COSTS: dict[Operation, Cost] = {
+    "all_reduce": lambda case: (
+        _halves(case, case.gamma) + _halves(case) + _fold_s(case, case.nbytes, case.gamma) + _fold_s(case, case.nbytes)
+    ),
+    "reduce_scatter": lambda case: (
+        _halves(case, case.gamma) + _fold_s(case, case.nbytes, case.gamma) + _fold_s(case, case.block)
+    ),
+    "all_gather": lambda case: _halves(case) + _fold_s(case, case.block) + _fold_s(case, case.nbytes),
+    "reduce": lambda case: (
+        _halves(case, case.gamma) + _halves(case, alone=True) + _fold_s(case, case.nbytes, case.gamma)
+    ),
+    "broadcast": lambda case: _halves(case, alone=True) + _halves(case) + _fold_s(case, case.nbytes),
+    "barrier": lambda case: rounds(case.n) * case.slowest.alpha_s,
 }

@@ -1,10 +1,10 @@
-"""Hierarchical: within each host first, then between hosts, since links between hosts are the slow ones.
+"""Hierarchical: ranks exchange data within each host first, then between hosts, since links between hosts are slower.
 
-Where all hosts have equally many ranks there are as many rails: the l-th ranks of all hosts. A rank owns the l-th slice
-of the tensor: rings within the hosts reduce it, the rail's ring exchanges it between hosts, rings within the hosts pass
-the slices around, so that all ranks drive the network at once (as Horovod's and NCCL's hierarchical all-reduce; Jia et
-al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). Otherwise, and for operations with a
-root, each host's first rank is its leader and speaks for it; in the root's host that is the root.
+If all hosts have equally many ranks, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the
+tensor: rings within the hosts reduce the slice, the rail's ring exchanges it between hosts, and rings within the hosts
+pass the slices around, so that all ranks drive the network at once (as in Horovod's and NCCL's hierarchical all-reduce;
+Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). Otherwise, and for operations
+with a root, each host's first rank is its leader and speaks for it; on the root's host the root is the leader.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.schedule import halving_doubling, ring, tree
+from paceline.schedule.cost_model import Case, Cost, message_s, rounds
 from paceline.schedule.steps import (
     OWN_INPUT,
     OWN_OUTPUT,
@@ -35,7 +36,7 @@ Hosts = Sequence[Sequence[int]]
 
 
 class _Home(NamedTuple):
-    """The hosts, and where this rank is: on hosts[host], whose ranks are `local`, as local[me]."""
+    """The hosts, and where this rank is: it is local[me], where `local` are the ranks of hosts[host]."""
 
     hosts: Hosts
     host: int
@@ -54,7 +55,7 @@ class _Home(NamedTuple):
 
 
 def _home(at: Place) -> _Home:
-    """Find this rank's host. Where there is a root, its host comes first, and it comes first on it."""
+    """Finds this rank's host. If there is a root, its host comes first, and the root comes first on that host."""
     if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
         raise ValueError(
             f"hierarchical needs hosts that list each of the {at.world_size} ranks once, and none empty; got {at.hosts}"
@@ -68,7 +69,7 @@ def _home(at: Place) -> _Home:
 
 
 def all_reduce(at: Place) -> Plan:
-    """Rails; without them the leaders' ring exchanges what trees have summed up."""
+    """Rails; without them the leaders' ring exchanges the sums that a tree in each host has made."""
     hosts, host, local, me = home = _home(at)
     n_hosts = len(hosts)
     if home.is_even:
@@ -85,7 +86,7 @@ def all_reduce(at: Place) -> Plan:
 
 
 def reduce_scatter(at: Place) -> Plan:
-    """In the host each rank collects the sums for its rail, which reduces them; or the leaders do for their hosts."""
+    """Each rank collects its host's sums for its rail, which reduces them; without rails the leaders do both."""
     n, (hosts, host, local, me) = at.world_size, (home := _home(at))
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -120,7 +121,7 @@ def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]
 
 
 def all_gather(at: Place) -> Plan:
-    """Along the rails, and around each host as the rails bring the blocks; or through the leaders."""
+    """Blocks go along the rails, and around each host as the rails bring them; without rails, through the leaders."""
     n, (hosts, host, local, me) = at.world_size, (home := _home(at))
     steps = [copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT)]
     if home.is_even:
@@ -135,14 +136,14 @@ def all_gather(at: Place) -> Plan:
 
 
 def broadcast(at: Place) -> Plan:
-    """Down a tree of the leaders, then down a tree in each host."""
+    """The tensor goes down a tree of the leaders, then down a tree in each host."""
     _, host, local, me = home = _home(at)
     between = tree.broadcast_phase(home.rail, host, OWN_OUTPUT) if me == 0 else []
     return 1, between + tree.broadcast_phase(local, me, OWN_OUTPUT)
 
 
 def reduce(at: Place) -> Plan:
-    """Up a tree in each host, then up a tree of the leaders."""
+    """Sums go up a tree in each host, then up a tree of the leaders."""
     hosts, host, local, me = home = _home(at)
     own, into = (OWN_OUTPUT, OWN_OUTPUT) if at.rank == at.root else (OWN_INPUT, Slice(Buffer.SCRATCH, 0))
     steps = tree.reduce_phase(local, me, own, into, final=len(hosts) == 1)
@@ -152,7 +153,7 @@ def reduce(at: Place) -> Plan:
 
 
 def gather(at: Place) -> Plan:
-    """The leaders collect, and send up a tree of theirs."""
+    """The leaders collect their hosts' blocks and send them up a tree of the leaders."""
     hosts, host, local, me = home = _home(at)
     if me:
         return at.world_size, [send(local[0], OWN_INPUT)]
@@ -163,7 +164,7 @@ def gather(at: Place) -> Plan:
 
 
 def scatter(at: Place) -> Plan:
-    """Down a tree of the leaders, which hand out."""
+    """Blocks go down a tree of the leaders, which hand them out on their hosts."""
     hosts, host, local, me = home = _home(at)
     if me:
         return at.world_size, [receive(local[0], OWN_OUTPUT)]
@@ -174,7 +175,7 @@ def scatter(at: Place) -> Plan:
 
 
 def barrier(at: Place) -> Plan:
-    """Trees in the hosts, a dissemination barrier of the leaders."""
+    """A tree in each host, and a dissemination barrier between the leaders."""
     _, host, local, me = home = _home(at)
     between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
     return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)
@@ -189,4 +190,86 @@ OFFERS: dict[Operation, Builder] = {
     "gather": gather,
     "scatter": scatter,
     "barrier": barrier,
+}
+
+
+def _between(case: Case, turns: float, nbytes: float, gamma: float = 0, *, sharing: int = 1) -> float:
+    """Returns the seconds of `turns` messages between hosts while `sharing` ranks of a host send at once."""
+    link = case.model.between_hosts
+    return turns * (link.alpha_s + nbytes * (sharing * link.beta_s_per_byte + gamma))
+
+
+def _within(case: Case, turns: float, nbytes: float, gamma: float = 0) -> float:
+    return turns * message_s(case.model.within_host, nbytes, gamma)
+
+
+def _rails(case: Case, gamma: float, *, messages: int = 1) -> float:
+    """Returns the seconds of a ring in the host over slices, and of one between hosts over each slice's parts."""
+    inside = (case.local - 1) * (messages - 1) * case.model.within_host.alpha_s
+    return (
+        inside
+        + _within(case, case.local - 1, case.nbytes / case.local, gamma)
+        + _between(case, case.n_hosts - 1, case.block, gamma, sharing=case.local)
+    )
+
+
+def _leaders_ring(case: Case, gamma: float) -> float:
+    return _between(case, case.n_hosts - 1, case.nbytes / case.n_hosts, gamma)
+
+
+def _through_leaders(case: Case, gamma: float = 0) -> float:
+    """Returns the seconds in which all bytes go through a tree in the host and a tree between hosts."""
+    return _within(case, rounds(case.local), case.nbytes, gamma) + _between(
+        case, rounds(case.n_hosts), case.nbytes, gamma
+    )
+
+
+def _even(case: Case) -> bool:
+    return len(set(case.host_sizes)) == 1
+
+
+def _hierarchical_all_reduce(case: Case) -> float:
+    if _even(case):
+        return _rails(case, case.gamma) + _rails(case, 0)
+    trees = _within(case, rounds(case.local), case.nbytes, case.gamma) + _within(case, rounds(case.local), case.nbytes)
+    return trees + _leaders_ring(case, case.gamma) + _leaders_ring(case, 0)
+
+
+def _hierarchical_reduce_scatter(case: Case) -> float:
+    if _even(case):
+        return _rails(case, case.gamma, messages=case.n_hosts)
+    trees = _within(case, rounds(case.local), case.nbytes, case.gamma) + _within(
+        case, rounds(case.local), case.local * case.block / 2
+    )
+    return trees + _leaders_ring(case, case.gamma)
+
+
+def _hierarchical_all_gather(case: Case) -> float:
+    if _even(case):
+        return _rails(case, 0, messages=case.n_hosts)
+    trees = _within(case, rounds(case.local), case.local * case.block / 2) + _within(
+        case, rounds(case.local), case.nbytes
+    )
+    return trees + _leaders_ring(case, 0)
+
+
+def _hierarchical_gather(case: Case) -> float:
+    """Returns the seconds of a gather one by one in the host, then in a tree between hosts.
+
+    The last level of the tree moves half of all blocks.
+    """
+    levels = [min(1 << level, case.n_hosts - (1 << level)) for level in range(rounds(case.n_hosts))]
+    between = sum(_between(case, 1, width * case.local * case.block) for width in levels)
+    return _within(case, case.local - 1, case.block) + between
+
+
+COSTS: dict[Operation, Cost] = {
+    "all_reduce": _hierarchical_all_reduce,
+    "reduce_scatter": _hierarchical_reduce_scatter,
+    "all_gather": _hierarchical_all_gather,
+    "broadcast": _through_leaders,
+    "reduce": lambda case: _through_leaders(case, case.gamma),
+    "gather": _hierarchical_gather,
+    "scatter": _hierarchical_gather,
+    "barrier": lambda case: _within(case, 2 * rounds(case.local), 0) + _between(case, rounds(case.n_hosts), 0),
 }

@@ -1,26 +1,36 @@
-"""The algorithms by name. A new one is a file beside this with its `OFFERS`, and one line here.
+"""The algorithms by name. A new algorithm is a file beside this one with its `OFFERS` and `COSTS`, and one line here.
 
-The tests then prove it; they also ask for its closed forms in `formulas.py`, without which it cannot be weighed.
+The tests then prove its schedules and hold its costs against a simulated run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from paceline.schedule import halving_doubling, hierarchical, ring, star, tree
+from paceline.schedule.cost_model import Cost
 from paceline.schedule.steps import OPERATIONS, ROOTED, Builder, Operation, Place, Schedule
 
-ALGORITHMS: dict[str, Mapping[Operation, Builder]] = {
-    "ring": ring.OFFERS,
-    "halving_doubling": halving_doubling.OFFERS,
-    "tree": tree.OFFERS,
-    "star": star.OFFERS,
-    "hierarchical": hierarchical.OFFERS,
+_Entry: TypeAlias = tuple[Mapping[Operation, Builder], Mapping[Operation, Cost]]
+
+_ENTRIES: dict[str, _Entry] = {
+    "ring": (ring.OFFERS, ring.COSTS),
+    "halving_doubling": (halving_doubling.OFFERS, halving_doubling.COSTS),
+    "tree": (tree.OFFERS, tree.COSTS),
+    "star": (star.OFFERS, star.COSTS),
+    "hierarchical": (hierarchical.OFFERS, hierarchical.COSTS),
 }
+
+ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
+"""For each algorithm the operations that it has, with the function that builds a rank's schedule."""
+
+COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
+"""For each algorithm the same operations, with the closed form of the seconds that they take."""
 
 
 def offers(operation: Operation) -> list[str]:
-    """Return the names of the algorithms that have the operation."""
+    """Returns the names of the algorithms that have the operation."""
     return [name for name, offered in ALGORITHMS.items() if operation in offered]
 
 
@@ -32,10 +42,18 @@ def build(
     root: int = -1,
     hosts: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """Return what `rank` does in the operation by the algorithm.
+    """Returns what `rank` does in the operation under the algorithm.
 
-    `root` is a rank for broadcast, reduce, gather and scatter, else -1. `hosts` lists the ranks of each host; only
-    `hierarchical` looks at it, and needs it. Raises ValueError for a name or a number that does not fit.
+    Args:
+        algorithm: its name.
+        operation: which collective.
+        rank: the rank whose schedule is built.
+        world_size: the number of ranks.
+        root: a rank for broadcast, reduce, gather and scatter, otherwise -1.
+        hosts: the ranks of each host; `hierarchical` needs it, the other algorithms ignore it.
+
+    Raises:
+        ValueError: a name is unknown, or a number does not fit the others.
     """
     builder = _builder(algorithm, operation)
     if not 0 <= rank < world_size:

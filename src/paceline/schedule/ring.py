@@ -1,15 +1,19 @@
 """The ring: every rank sends to its right and receives from its left, all at the same time.
 
-Each byte crosses each link a minimal number of times, so a ring is the best for long tensors; it takes a number of
-messages that grows with the world. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994
-("Interprocessor collective communication library"); all-reduce is one after the other (Patarasuk and Yuan 2009).
+Each byte crosses each link a minimal number of times, so a ring is best for long tensors; the number of its messages
+grows with the world. Reduce-scatter and all-gather are the bucket algorithms of Barnett et al. 1994 ("Interprocessor
+collective communication library"); all-reduce is a reduce-scatter followed by an all-gather (Patarasuk and Yuan 2009).
 From or to a root the ring is a chain, and long tensors flow along it as through a pipe.
+
+These schedules run between hosts, or where an algorithm is forced; the ranks of one host normally reduce directly in
+shared memory (native/host/reducing.cpp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.schedule.cost_model import PIPE_NBYTES, Case, Cost, LinkCost, message_s
 from paceline.schedule.steps import (
     NOTHING,
     OWN_INPUT,
@@ -34,7 +38,7 @@ Chunk = Sequence[Slice]
 def reduce_phase(
     ring: Sequence[int], me: int, own: Sequence[Chunk], into: Sequence[Chunk], *, final: bool = True
 ) -> list[Step]:
-    """Reduce-scatter: chunk i of all members' `own` ends up reduced in member i's `into`. ring[me] is this rank."""
+    """Returns a reduce-scatter: chunk i of all `own` ends up reduced in member i's `into`; ring[me] is this rank."""
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
@@ -49,7 +53,7 @@ def reduce_phase(
 
 
 def gather_phase(ring: Sequence[int], me: int, chunks: Sequence[Chunk]) -> list[Step]:
-    """All-gather: chunk i, which member i holds, ends up with all members. ring[me] is this rank."""
+    """Returns an all-gather: chunk i, which member i holds, ends up with all members. ring[me] is this rank."""
     n = len(ring)
     left, right = ring[me - 1], ring[(me + 1) % n]
     steps: list[Step] = []
@@ -63,7 +67,7 @@ def gather_phase(ring: Sequence[int], me: int, chunks: Sequence[Chunk]) -> list[
 
 
 def all_reduce(at: Place) -> Plan:
-    """Reduce-scatter, then all-gather, in place."""
+    """A reduce-scatter, then an all-gather, both in place."""
     ring = range(at.world_size)
     chunks = singles(Buffer.OUTPUT, ring)
     return at.world_size, reduce_phase(ring, at.rank, chunks, chunks) + gather_phase(ring, at.rank, chunks)
@@ -80,7 +84,7 @@ def reduce_scatter(at: Place) -> Plan:
 
 
 def all_gather(at: Place) -> Plan:
-    """Put the own block in its place, then pass blocks around."""
+    """Each rank puts its own block in its place, then the blocks are passed around."""
     ring = range(at.world_size)
     own = copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT)
     return at.world_size, [own, *gather_phase(ring, at.rank, singles(Buffer.OUTPUT, ring))]
@@ -98,7 +102,7 @@ def broadcast(at: Place) -> Plan:
 
 
 def reduce(at: Place) -> Plan:
-    """A chain from the root's right around the ring to the root; each rank adds its own."""
+    """A chain from the root's right around the ring to the root; each rank adds its own tensor."""
     n, left, right = at.world_size, (at.rank - 1) % at.world_size, (at.rank + 1) % at.world_size
     if n == 1:
         return 1, []
@@ -111,7 +115,7 @@ def reduce(at: Place) -> Plan:
 
 
 def gather(at: Place) -> Plan:
-    """Every rank sends its own block right, towards the root, and then those that come from its left."""
+    """Every rank sends its own block to its right, towards the root, and then those that come from its left."""
     n, left, right = at.world_size, (at.rank - 1) % at.world_size, (at.rank + 1) % at.world_size
     behind = [(at.root - distance) % n for distance in range((at.root - at.rank) % n + 1, n)]
     if at.rank == at.root:
@@ -125,7 +129,7 @@ def gather(at: Place) -> Plan:
 
 
 def scatter(at: Place) -> Plan:
-    """The root sends the blocks right, that of its left first; every rank passes on all but its own, the last."""
+    """The root sends the farthest rank's block first; every rank passes on all but the last, which is its own."""
     n, left, right = at.world_size, (at.rank - 1) % at.world_size, (at.rank + 1) % at.world_size
     ahead = [(at.root + distance) % n for distance in range(n - 1, (at.rank - at.root) % n, -1)]
     if at.rank == at.root:
@@ -139,7 +143,7 @@ def scatter(at: Place) -> Plan:
 
 
 def all_to_all(at: Place) -> Plan:
-    """Pairwise exchange: in turn t send to the rank t to the right and receive from the one t to the left."""
+    """A pairwise exchange: in turn t a rank sends t places to its right and receives from t places to its left."""
     n = at.world_size
     steps = [copy(Slice(Buffer.OUTPUT, at.rank), Slice(Buffer.INPUT, at.rank))]
     for turn in range(1, n):
@@ -149,7 +153,7 @@ def all_to_all(at: Place) -> Plan:
 
 
 def barrier(at: Place) -> Plan:
-    """A token goes around twice from rank 0: after the first lap all have come, the second lap says so."""
+    """A token goes around twice from rank 0: after the first lap all ranks have come, and the second lap reports it."""
     n, left, right = at.world_size, (at.rank - 1) % at.world_size, (at.rank + 1) % at.world_size
     if n == 1:
         return 0, []
@@ -169,4 +173,42 @@ OFFERS: dict[Operation, Builder] = {
     "scatter": scatter,
     "all_to_all": all_to_all,
     "barrier": barrier,
+}
+
+
+def _ring_turns(link: LinkCost, n: int, nbytes: float, gamma: float = 0) -> float:
+    """Returns the seconds of n - 1 turns that move an n-th of the bytes each."""
+    return (n - 1) * message_s(link, nbytes / n, gamma)
+
+
+def _chain(case: Case, gamma: float = 0) -> float:
+    """Returns the seconds of a pipe of n - 1 links: a first piece crosses all, the rest follows at the slowest pace."""
+    piece = min(case.nbytes, PIPE_NBYTES)
+    first = (case.n - case.n_hosts) * message_s(case.model.within_host, piece, gamma) + (case.n_hosts - 1) * message_s(
+        case.model.between_hosts, piece, gamma
+    )
+    return first + (case.nbytes - piece) * (case.slowest.beta_s_per_byte + gamma) if case.n > 1 else 0
+
+
+def _pairwise(case: Case) -> float:
+    """Returns the seconds of a pairwise exchange. In most turns all ranks of a host send to other hosts at once."""
+    crossing = case.n - case.local
+    per_block = case.block * case.local * case.model.between_hosts.beta_s_per_byte
+    return (case.local - 1) * message_s(case.model.within_host, case.block) + crossing * (
+        case.model.between_hosts.alpha_s + per_block
+    )
+
+
+COSTS: dict[Operation, Cost] = {
+    "all_reduce": lambda case: (
+        _ring_turns(case.slowest, case.n, case.nbytes, case.gamma) + _ring_turns(case.slowest, case.n, case.nbytes)
+    ),
+    "reduce_scatter": lambda case: _ring_turns(case.slowest, case.n, case.nbytes, case.gamma),
+    "all_gather": lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
+    "gather": lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
+    "scatter": lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
+    "broadcast": _chain,
+    "reduce": lambda case: _chain(case, case.gamma),
+    "all_to_all": _pairwise,
+    "barrier": lambda case: (2 * case.n - 1) * case.slowest.alpha_s if case.n > 1 else 0,
 }

@@ -1,11 +1,13 @@
 """The star, or parameter server: everything goes through one rank, the root or rank 0.
 
-Here for comparison. A message has two hops at most, but all bytes of all ranks cross the one link of the middle, so its
-time grows with the world where the others' hardly does. It may win for a handful of ranks and tiny tensors.
+It is here for comparison. A message takes two hops at most, but all bytes of all ranks cross the one link of the
+middle, so its time grows with the world while that of the other algorithms hardly does. It may win for a handful of
+ranks and tiny tensors.
 """
 
 from __future__ import annotations
 
+from paceline.schedule.cost_model import Case, Cost, message_s
 from paceline.schedule.steps import (
     NOTHING,
     OWN_INPUT,
@@ -29,14 +31,14 @@ def _others(at: Place, middle: int) -> list[int]:
 
 
 def _add_up(others: list[int], own: Slice, into: Slice) -> list[Step]:
-    """Take in the others' tensors one after another."""
+    """Adds the others' tensors one after another."""
     return [
         combine(peer, into, into if turn else own, final=turn == len(others) - 1) for turn, peer in enumerate(others)
     ]
 
 
 def all_reduce(at: Place) -> Plan:
-    """Rank 0 sums up and answers."""
+    """Rank 0 sums all tensors and sends the result to each rank."""
     others = _others(at, 0)
     if at.rank:
         return 1, [send(0, OWN_OUTPUT), receive(0, OWN_OUTPUT)]
@@ -44,21 +46,21 @@ def all_reduce(at: Place) -> Plan:
 
 
 def reduce(at: Place) -> Plan:
-    """The root sums up."""
+    """The root sums all tensors."""
     if at.rank != at.root:
         return 1, [send(at.root, OWN_INPUT)]
     return 1, _add_up(_others(at, at.root), OWN_OUTPUT, OWN_OUTPUT)
 
 
 def broadcast(at: Place) -> Plan:
-    """The root sends to each."""
+    """The root sends its tensor to each rank."""
     if at.rank != at.root:
         return 1, [receive(at.root, OWN_OUTPUT)]
     return 1, [send(peer, OWN_OUTPUT) for peer in _others(at, at.root)]
 
 
 def gather(at: Place) -> Plan:
-    """The root receives from each."""
+    """The root receives a block from each rank."""
     if at.rank != at.root:
         return at.world_size, [send(at.root, OWN_INPUT)]
     steps = [receive(peer, Slice(Buffer.OUTPUT, peer)) for peer in _others(at, at.root)]
@@ -66,7 +68,7 @@ def gather(at: Place) -> Plan:
 
 
 def scatter(at: Place) -> Plan:
-    """The root sends each its block."""
+    """The root sends each rank its block."""
     if at.rank != at.root:
         return at.world_size, [receive(at.root, OWN_OUTPUT)]
     steps = [send(peer, Slice(Buffer.INPUT, peer)) for peer in _others(at, at.root)]
@@ -74,7 +76,7 @@ def scatter(at: Place) -> Plan:
 
 
 def all_gather(at: Place) -> Plan:
-    """Rank 0 collects and sends all to each."""
+    """Rank 0 collects all blocks and sends all of them to each rank."""
     n, everything = at.world_size, Slice(Buffer.OUTPUT, 0, at.world_size)
     if at.rank:
         return n, [send(0, OWN_INPUT), receive(0, everything)]
@@ -84,7 +86,7 @@ def all_gather(at: Place) -> Plan:
 
 
 def reduce_scatter(at: Place) -> Plan:
-    """Rank 0 sums up and sends each its block."""
+    """Rank 0 sums all tensors and sends each rank its block."""
     n, others = at.world_size, _others(at, 0)
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
@@ -96,7 +98,7 @@ def reduce_scatter(at: Place) -> Plan:
 
 
 def barrier(at: Place) -> Plan:
-    """All tell rank 0, and it answers."""
+    """All ranks send a token to rank 0, which then answers each."""
     if at.rank:
         return 0, [send(0, NOTHING), receive(0, NOTHING)]
     others = _others(at, 0)
@@ -112,4 +114,24 @@ OFFERS: dict[Operation, Builder] = {
     "gather": gather,
     "scatter": scatter,
     "barrier": barrier,
+}
+
+
+def _serve(case: Case, nbytes: float, gamma: float = 0) -> float:
+    """Returns the seconds in which the middle exchanges `nbytes` with each of the others, one after another."""
+    near, far = case.local - 1, case.n - case.local
+    return near * message_s(case.model.within_host, nbytes, gamma) + far * message_s(
+        case.model.between_hosts, nbytes, gamma
+    )
+
+
+COSTS: dict[Operation, Cost] = {
+    "all_reduce": lambda case: _serve(case, case.nbytes, case.gamma) + _serve(case, case.nbytes),
+    "reduce": lambda case: _serve(case, case.nbytes, case.gamma),
+    "broadcast": lambda case: _serve(case, case.nbytes),
+    "gather": lambda case: _serve(case, case.block),
+    "scatter": lambda case: _serve(case, case.block),
+    "all_gather": lambda case: _serve(case, case.block) + _serve(case, case.nbytes),
+    "reduce_scatter": lambda case: _serve(case, case.nbytes, case.gamma) + _serve(case, case.block),
+    "barrier": lambda case: 2 * _serve(case, 0),
 }

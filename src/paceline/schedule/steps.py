@@ -8,15 +8,15 @@ How a schedule is executed, and what its author may rely on:
   write after read, write after write) are done with these bytes. Otherwise the order between different peers, and
   between sending and receiving, is free: a long chain of steps is a pipeline without being cut up.
 - A link may hold nothing: a SEND may end only when its receiver has taken it.
-- A slice of no blocks (in a barrier) has no bytes to order it by. Instead a SEND of nothing starts once all earlier
-  receives of its rank are done; a RECV of nothing may always start.
+- A slice of no blocks (in a barrier) has no bytes that could order it. Instead a SEND of nothing starts once all
+  earlier receives of its rank are done; a RECV of nothing may always start.
 
-The buffers, where n is the world size. An operation has no buffers but these:
+These are the buffers of each operation, where n is the world size. It has no others:
 
 | operation | INPUT (never written) | OUTPUT | SCRATCH |
 | --- | --- | --- | --- |
-| all_reduce | | the tensor in `blocks` nearly equal blocks, in place | cut as the tensor |
-| reduce | the tensor, on all but the root | the tensor in place, on the root only | cut as the tensor |
+| all_reduce | | the tensor in `blocks` nearly equal blocks, in place | cut like the tensor |
+| reduce | the tensor, on all but the root | the tensor in place, on the root only | cut like the tensor |
 | broadcast | | the tensor in `blocks` nearly equal blocks | |
 | all_gather | own tensor, block 0 | n equal blocks | |
 | gather | own tensor, block 0 | n equal blocks, on the root only | n equal blocks |
@@ -65,7 +65,7 @@ class Kind(IntEnum):
 
 
 class Slice(NamedTuple):
-    """The blocks first..first+length-1 of a buffer. (Tuples are made in half the time of frozen dataclasses.)"""
+    """The blocks first..first+length-1 of a buffer. (A tuple is made in half the time of a frozen dataclass.)"""
 
     buffer: Buffer
     first: int
@@ -86,7 +86,7 @@ class Step(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """All that one rank does in one collective."""
+    """Everything that one rank does in one collective."""
 
     operation: Operation
     algorithm: str
@@ -98,7 +98,7 @@ class Schedule(NamedTuple):
 
 
 class Place(NamedTuple):
-    """For whom a schedule is made. `root` is -1 where there is none; `hosts` lists the ranks of each host."""
+    """The rank that a schedule is for. `root` is -1 if there is none; `hosts` lists the ranks of each host."""
 
     rank: int
     world_size: int
@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 
 Plan: TypeAlias = tuple[int, list[Step]]
-"""What an algorithm answers: into how many blocks a tensor is cut, and the steps."""
+"""What an algorithm returns: into how many blocks a tensor is cut, and the steps."""
 
 Builder: TypeAlias = Callable[[Place], Plan]
 
@@ -122,27 +122,27 @@ _SEND, _RECV, _REDUCE, _COPY = Kind
 
 
 def send(peer: int, src: Slice) -> Step:
-    """Send src to the peer."""
+    """Returns a step that sends src to the peer."""
     return _new(Step, (_SEND, peer, None, src, False))
 
 
 def receive(peer: int, dst: Slice) -> Step:
-    """Receive dst from the peer."""
+    """Returns a step that receives dst from the peer."""
     return _new(Step, (_RECV, peer, dst, None, False))
 
 
 def combine(peer: int, dst: Slice, src: Slice, final: bool = False) -> Step:
-    """Receive from the peer and set dst to src combined with it."""
+    """Returns a step that receives from the peer and sets dst to src combined with it."""
     return _new(Step, (_REDUCE, peer, dst, src, final))
 
 
 def copy(dst: Slice, src: Slice) -> Step:
-    """Set dst to src."""
+    """Returns a step that sets dst to src."""
     return _new(Step, (_COPY, -1, dst, src, False))
 
 
 def runs(buffer: Buffer, blocks: Iterable[int]) -> list[Slice]:
-    """Return the blocks, in their order, as few slices: 4, 5, 0, 1, 2 are two."""
+    """Returns the blocks, in their order, as few slices: 4, 5, 0, 1, 2 are two."""
     found: list[Slice] = []
     first = count = 0
     for block in blocks:
@@ -158,11 +158,11 @@ def runs(buffer: Buffer, blocks: Iterable[int]) -> list[Slice]:
 
 
 def singles(buffer: Buffer, blocks: Iterable[int]) -> list[list[Slice]]:
-    """Return for each block the chunk that is that block alone."""
+    """Returns one chunk for each block, which holds that block alone."""
     return [[Slice(buffer, block)] for block in blocks]
 
 
 def rotated(ranks: Sequence[int], first: int) -> list[int]:
-    """Return the ranks in their order, beginning with `first`."""
+    """Returns the ranks in their order, beginning with `first`."""
     at = ranks.index(first)
     return [*ranks[at:], *ranks[:at]]

@@ -1,7 +1,7 @@
 """The binomial tree: every round doubles the ranks that are done, so a world takes log2(n) rounds.
 
-The best where messages are short. Gather and scatter move each subtree's blocks as few messages. The tree is the one
-of MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
+It is best for short messages. Gather and scatter move each subtree's blocks in few messages. The tree is the one of
+MPICH (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH").
 The first member of a group is its root; member i's subtree is the members i to i + (lowest set bit of i) - 1.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.schedule.cost_model import Case, Cost, message_s, rounds
 from paceline.schedule.steps import (
     NOTHING,
     OWN_INPUT,
@@ -30,23 +31,23 @@ from paceline.schedule.steps import (
 
 
 def parent_of(member: int) -> int:
-    """Return the parent of a member other than 0."""
+    """Returns the parent of a member other than 0."""
     return member & (member - 1)
 
 
 def children_of(member: int, n: int) -> list[int]:
-    """Return the children of a member, the one with the smallest subtree first."""
+    """Returns the children of a member, the one with the smallest subtree first."""
     reach = member & -member or n
     return [member + (1 << bit) for bit in range(reach.bit_length()) if 1 << bit < reach and member + (1 << bit) < n]
 
 
 def subtree_of(member: int, n: int) -> range:
-    """Return a member and all below it."""
+    """Returns a member and all members below it."""
     return range(member, min(n, member + (member & -member or n)))
 
 
 def reduce_phase(group: Sequence[int], me: int, own: Slice, into: Slice, *, final: bool = True) -> list[Step]:
-    """Sum up all members' `own` in group[0]'s `into`; the others' `into` holds partial sums. group[me] is this rank."""
+    """Sums all members' `own` in group[0]'s `into`; the others' `into` holds partial sums. group[me] is this rank."""
     steps: list[Step] = []
     children = children_of(me, len(group))
     for child in children:
@@ -58,13 +59,13 @@ def reduce_phase(group: Sequence[int], me: int, own: Slice, into: Slice, *, fina
 
 
 def broadcast_phase(group: Sequence[int], me: int, tensor: Slice) -> list[Step]:
-    """Send group[0]'s slice to all members, the largest subtree first."""
+    """Sends group[0]'s slice to all members, the largest subtree first."""
     steps = [receive(group[parent_of(me)], tensor)] if me else []
     return steps + [send(group[child], tensor) for child in reversed(children_of(me, len(group)))]
 
 
 def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Bring all blocks to group[0]; member i comes with the blocks holdings[i]. All keep them in `store`."""
+    """Brings all blocks to group[0]; member i starts with the blocks holdings[i]. All members keep them in `store`."""
     steps: list[Step] = []
     for child in children_of(me, len(group)):
         steps += [receive(group[child], part) for part in _carried(store, holdings, child)]
@@ -74,7 +75,7 @@ def gather_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]
 
 
 def scatter_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int]], store: Buffer) -> list[Step]:
-    """Bring the blocks holdings[i] from group[0] to member i: `gather_phase` backwards."""
+    """Brings the blocks holdings[i] from group[0] to member i: `gather_phase` backwards."""
     steps: list[Step] = []
     if me:
         steps += [receive(group[parent_of(me)], part) for part in _carried(store, holdings, me)]
@@ -84,13 +85,13 @@ def scatter_phase(group: Sequence[int], me: int, holdings: Sequence[Sequence[int
 
 
 def arrive_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Tell group[0] that all members have come."""
+    """Tells group[0] that all members have come."""
     steps = [receive(group[child], NOTHING) for child in children_of(me, len(group))]
     return [*steps, send(group[parent_of(me)], NOTHING)] if me else steps
 
 
 def leave_phase(group: Sequence[int], me: int) -> list[Step]:
-    """Let group[0] tell all members to leave."""
+    """Lets group[0] tell all members that they may leave."""
     return broadcast_phase(group, me, NOTHING)
 
 
@@ -99,14 +100,14 @@ def _carried(store: Buffer, holdings: Sequence[Sequence[int]], member: int) -> l
 
 
 def all_reduce(at: Place) -> Plan:
-    """Reduce to rank 0, then broadcast."""
+    """A reduction to rank 0, then a broadcast."""
     world = range(at.world_size)
     up = reduce_phase(world, at.rank, OWN_OUTPUT, OWN_OUTPUT)
     return 1, up + broadcast_phase(world, at.rank, OWN_OUTPUT)
 
 
 def reduce(at: Place) -> Plan:
-    """Partial sums are kept in SCRATCH, the root's in its tensor."""
+    """A reduction up the tree. Partial sums are kept in SCRATCH, the root's in its tensor."""
     world = rotated(range(at.world_size), at.root)
     me = world.index(at.rank)
     if me == 0:
@@ -115,13 +116,13 @@ def reduce(at: Place) -> Plan:
 
 
 def broadcast(at: Place) -> Plan:
-    """Down the tree from the root."""
+    """The tensor goes down the tree from the root."""
     world = rotated(range(at.world_size), at.root)
     return 1, broadcast_phase(world, world.index(at.rank), OWN_OUTPUT)
 
 
 def gather(at: Place) -> Plan:
-    """Up the tree; a leaf sends its INPUT as it is, the others collect in SCRATCH."""
+    """Blocks go up the tree; a leaf sends its INPUT directly, the other ranks collect a subtree's blocks in SCRATCH."""
     world = rotated(range(at.world_size), at.root)
     me = world.index(at.rank)
     if me and not children_of(me, at.world_size):
@@ -132,7 +133,7 @@ def gather(at: Place) -> Plan:
 
 
 def scatter(at: Place) -> Plan:
-    """Down the tree; a leaf receives its OUTPUT, the others keep a subtree's blocks in SCRATCH."""
+    """Blocks go down the tree; a leaf receives its OUTPUT, the other ranks keep a subtree's blocks in SCRATCH."""
     world = rotated(range(at.world_size), at.root)
     me = world.index(at.rank)
     if me and not children_of(me, at.world_size):
@@ -143,7 +144,7 @@ def scatter(at: Place) -> Plan:
 
 
 def all_gather(at: Place) -> Plan:
-    """Gather to rank 0, then broadcast all blocks."""
+    """A gather to rank 0, then a broadcast of all blocks."""
     world = range(at.world_size)
     steps = [copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT)]
     steps += gather_phase(world, at.rank, [[rank] for rank in world], Buffer.OUTPUT)
@@ -151,7 +152,7 @@ def all_gather(at: Place) -> Plan:
 
 
 def reduce_scatter(at: Place) -> Plan:
-    """Reduce to rank 0, then scatter."""
+    """A reduction to rank 0, then a scatter."""
     n = at.world_size
     world = range(n)
     if n == 1:
@@ -162,7 +163,7 @@ def reduce_scatter(at: Place) -> Plan:
 
 
 def barrier(at: Place) -> Plan:
-    """Up the tree and down again."""
+    """News of the arrivals goes up the tree, and leave to go comes down."""
     world = range(at.world_size)
     return 0, arrive_phase(world, at.rank) + leave_phase(world, at.rank)
 
@@ -176,4 +177,27 @@ OFFERS: dict[Operation, Builder] = {
     "gather": gather,
     "scatter": scatter,
     "barrier": barrier,
+}
+
+
+def _levels(case: Case, nbytes: float, gamma: float = 0) -> float:
+    """Returns the seconds in which each level of the tree moves all bytes."""
+    return sum(message_s(case.link(1 << level), nbytes, gamma) for level in range(rounds(case.n)))
+
+
+def _subtrees(case: Case) -> float:
+    """Returns the seconds in which each level of the tree moves the blocks of a subtree."""
+    widths = [1 << level for level in range(rounds(case.n))]
+    return sum(message_s(case.link(width), min(width, case.n - width) * case.block) for width in widths)
+
+
+COSTS: dict[Operation, Cost] = {
+    "all_reduce": lambda case: _levels(case, case.nbytes, case.gamma) + _levels(case, case.nbytes),
+    "reduce": lambda case: _levels(case, case.nbytes, case.gamma),
+    "broadcast": lambda case: _levels(case, case.nbytes),
+    "gather": _subtrees,
+    "scatter": _subtrees,
+    "all_gather": lambda case: _subtrees(case) + _levels(case, case.nbytes),
+    "reduce_scatter": lambda case: _levels(case, case.nbytes, case.gamma) + _subtrees(case),
+    "barrier": lambda case: 2 * _levels(case, 0),
 }

@@ -1,4 +1,4 @@
-"""The proof that a schedule is right, and its time on a given network; nothing here runs in a collective.
+"""Proves that the schedules of a world are right, and simulates their time; nothing here runs in a collective.
 
-May use: `schedule`. Start reading at `symbolic.py`; `simulate.py` has the clock.
+May use: the rest of `schedule`; only tests import it. Start reading at `symbolic.py`; `simulate.py` has the clock.
 """

@@ -1,4 +1,4 @@
-"""The proof of a barrier: no rank leaves before all have come, and none waits for ever."""
+"""Proves a barrier: no rank leaves before all have come, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from paceline.schedule.verify.matching import ScheduleError, fault, moves_by_lin
 
 
 def verify_barrier(schedules: Sequence[Schedule]) -> None:
-    """Raise ScheduleError unless every rank's end has heard of every rank's start.
+    """Checks that at its end every rank has heard of every rank's start.
 
-    A SEND of nothing passes on what the earlier receives of its rank, in the order of steps, have brought: it waits for
-    these only. Later ones may have come by then, but that is chance.
+    A SEND of nothing passes on what the earlier receives of its rank, in the order of steps, have brought, since it
+    waits for these only. Later ones may have arrived by then, but the proof may not rely on that.
+
+    Raises:
+        ScheduleError: a rank may leave too early, or waits for ever.
     """
     for schedule in schedules:
         for number, step in enumerate(schedule.steps):
@@ -44,7 +47,7 @@ def verify_barrier(schedules: Sequence[Schedule]) -> None:
 
 
 def _news(heard: Sequence[dict[int, int | None]], rank: int, before: int) -> int | None:
-    """Return of which ranks, as bits, a rank has surely heard before a step; None while a receive is still out."""
+    """Returns which ranks, as bits, a rank has surely heard of before a step; None while a receive is outstanding."""
     known = 1 << rank
     for number, news in heard[rank].items():
         if number >= before:

@@ -1,4 +1,4 @@
-"""Which SEND meets which RECV or REDUCE: on every link the k-th meets the k-th."""
+"""Matches each SEND with its RECV or REDUCE: on every link the k-th meets the k-th."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from paceline.schedule.steps import Kind, Schedule, Slice, Step
 
-# As in steps.py: there are many of them.
+# As in steps.py, the constructor of a named tuple would take twice as long, and there are many moves.
 _new = tuple.__new__
 _SEND, _, _, _COPY = Kind
 
@@ -19,7 +19,7 @@ class ScheduleError(AssertionError):
 
 
 class Move(NamedTuple):
-    """Blocks that go from a SEND to the step that takes them. A COPY is a move from and to the same step."""
+    """Blocks that go from a SEND to the step that receives them. A COPY is a move from and to the same step."""
 
     source: int
     source_step: int
@@ -28,7 +28,11 @@ class Move(NamedTuple):
 
 
 def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
-    """Return the moves of every link in their order, and every COPY as a list of its own."""
+    """Returns the moves of every link in their order, and every COPY as a list of its own.
+
+    Raises:
+        ScheduleError: a step names no other rank, or a SEND and its RECV or REDUCE do not match.
+    """
     sends: dict[tuple[int, int], list[int]] = defaultdict(list)
     receives: dict[tuple[int, int], list[int]] = defaultdict(list)
     moves: list[list[Move]] = []
@@ -63,14 +67,14 @@ def _meet(schedules: Sequence[Schedule], source: int, target: int, sends: list[i
 
 
 def fault(schedule: Schedule, number: int, what: str) -> ScheduleError:
-    """Return the error that says what is wrong with a step."""
+    """Returns the error that says what is wrong with a step."""
     step = schedule.steps[number]
     where = f"{schedule.algorithm} {schedule.operation} of {schedule.world_size}, rank {schedule.rank}"
     return ScheduleError(f"{where}, step {number} ({spell(step)}): {what}")
 
 
 def spell(step: Step) -> str:
-    """Return a step as one reads it: `REDUCE OUTPUT[3:5] = OUTPUT[3:5] + from 2, final`."""
+    """Formats a step for a reader: `REDUCE OUTPUT[3:5] = OUTPUT[3:5] + from 2, final`."""
     match step.kind:
         case Kind.SEND:
             return f"SEND {_place(step.src)} to {step.peer}"

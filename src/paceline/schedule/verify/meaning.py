@@ -1,7 +1,7 @@
-"""What the buffers of an operation hold before and after it, symbolically: for the proof in `symbolic.py`.
+"""Says symbolically what the buffers of an operation hold before and after it, for the proof in `symbolic.py`.
 
 A block's value is (identity, contributors): which block of the tensors it is, and the set of ranks, as bits, whose
-contributions are summed up in it.
+contributions are summed in it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ REDUCING: frozenset[Operation] = frozenset(("all_reduce", "reduce", "reduce_scat
 CUT_LIKE_THE_TENSOR: frozenset[Operation] = frozenset(("all_reduce", "reduce", "broadcast"))
 
 
-def starts(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
-    """Return INPUT, OUTPUT and SCRATCH of the schedule's rank before its first step; None is undefined."""
+def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
+    """Returns INPUT, OUTPUT and SCRATCH of the schedule's rank before its first step; None is undefined."""
     n, rank, blocks = schedule.world_size, schedule.rank, schedule.blocks
     is_root = rank == schedule.root
     tensor: Blocks = [(block, 1 << rank) for block in range(blocks)]
@@ -45,8 +45,8 @@ def starts(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
             return [], [], []
 
 
-def ends(schedule: Schedule) -> Blocks:
-    """Return what OUTPUT of the schedule's rank must hold after its last step."""
+def required_output(schedule: Schedule) -> Blocks:
+    """Returns what OUTPUT of the schedule's rank must hold after its last step."""
     n, rank, root = schedule.world_size, schedule.rank, schedule.root
     everyone = (1 << n) - 1
     match schedule.operation:
@@ -71,7 +71,7 @@ def ends(schedule: Schedule) -> Blocks:
 
 
 def fits(operation: Operation, rank: int, index: int, value: Value) -> bool:
-    """Whether a block of a buffer that is written has the size of the value: not all blocks are equally long."""
+    """Returns whether a block of a writable buffer has the size of the value: not all blocks are equally long."""
     if operation in CUT_LIKE_THE_TENSOR:
         return value[0] == index
     return operation != "all_to_all" or value == (rank, 1 << index)

@@ -1,4 +1,4 @@
-"""The blocks of all ranks as one row of places, and what every step must wait for there."""
+"""Lays the blocks of all ranks out as one row of places, and plans what every step must wait for there."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TypeAlias
 
 from paceline.schedule.steps import Buffer, Kind, Schedule, Slice
 from paceline.schedule.verify.matching import fault
-from paceline.schedule.verify.meaning import Blocks, starts
+from paceline.schedule.verify.meaning import Blocks, initial_buffers
 
 _SEND, _RECV, _REDUCE, _ = Kind
 _INPUT = Buffer.INPUT
 
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""The places a step reads, and those it writes, block by block, with what must have happened there before.
+"""The places that a step reads, and those that it writes, block by block, with what must have happened there before.
 
-A read waits until the place was written as often as the earlier steps of its rank do; a write until it was read and
-written as often as they do. A step that updates in place (src is dst) is one write.
+A read waits until the place has been written as often as the earlier steps of its rank write it; a write waits until
+the place has been read and written as often as they do. A step that updates in place (src is dst) is one write.
 """
 
 
 class Memory:
-    """`values`, and how often each was `written` and `accessed` (read or written) so far."""
+    """The `values` of all places, and how often each was `written` and `accessed` (read or written) so far."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
-        buffers = [buffer for schedule in schedules for buffer in starts(schedule)]
+        buffers = [buffer for schedule in schedules for buffer in initial_buffers(schedule)]
         self._firsts = [0, *accumulate(len(buffer) for buffer in buffers)]
         self.values: Blocks = [value for buffer in buffers for value in buffer]
         self.written = [0] * len(self.values)
@@ -33,16 +33,16 @@ class Memory:
         self.accesses = _plan_accesses(self, schedules)
 
     def buffer(self, rank: int, buffer: Buffer) -> range:
-        """Return the places of a rank's buffer."""
+        """Returns the places of a rank's buffer."""
         at = 3 * rank + buffer
         return range(self._firsts[at], self._firsts[at + 1])
 
     def start(self, rank: int, buffer: Buffer) -> int:
-        """Return the first place of a rank's buffer."""
+        """Returns the first place of a rank's buffer."""
         return self._firsts[3 * rank + buffer]
 
     def name(self, place: int, rank: int) -> str:
-        """Return a place as one reads it."""
+        """Formats a place for a reader: `OUTPUT[3]`."""
         for buffer in Buffer:
             places = self.buffer(rank, buffer)
             if place in places:
@@ -51,7 +51,7 @@ class Memory:
 
 
 def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[Accesses]]:
-    """Return for each step of each rank its accesses, as they follow from the order of the rank's steps."""
+    """Returns the accesses of each step of each rank, as they follow from the order of the rank's steps."""
     written = [0] * len(memory.values)
     accessed = [0] * len(memory.values)
     planned: list[list[Accesses]] = []
@@ -60,7 +60,7 @@ def _plan_accesses(memory: Memory, schedules: Sequence[Schedule]) -> list[list[A
         of_rank: list[Accesses] = []
         places: dict[Slice, range] = {}
         for number, (kind, _, dst, src, final) in enumerate(schedule.steps):
-            if final or not _is_plain(kind, dst, src):
+            if final or not _is_simple(kind, dst, src):
                 _check(schedule, number)
             reads = writes = nothing
             if src is not None and src is not dst and src != dst:
@@ -86,8 +86,8 @@ def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice) -> r
     return buffer[blocks.first : blocks.first + blocks.length]
 
 
-def _is_plain(kind: Kind, dst: Slice | None, src: Slice | None) -> bool:
-    """Whether a step is one of those that most are, and sound: they are many, and to look closer takes time."""
+def _is_simple(kind: Kind, dst: Slice | None, src: Slice | None) -> bool:
+    """Returns whether a step is sound at first sight, as most are: there are many, and `_check` takes longer."""
     if kind is _SEND:
         return dst is None and src is not None
     if dst is None or dst.buffer is _INPUT:

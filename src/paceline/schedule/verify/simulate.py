@@ -1,4 +1,4 @@
-"""A simulated run of a world's schedules under a cost model: what the closed forms of `formulas.py` are held against.
+"""Simulates a run of a world's schedules under a cost model; tests hold each algorithm's `COSTS` against it.
 
 Blocks move as in `symbolic.py`. A rank sends one block and receives one at a time, whichever could start first, of
 several that of the earliest step; a host's network link carries one block each way at a time.
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from paceline.schedule.formulas import PIPE_NBYTES, CostModel
+from paceline.schedule.cost_model import PIPE_NBYTES, CostModel
 from paceline.schedule.steps import Kind, Schedule, Slice
 from paceline.schedule.verify.matching import Move, moves_by_link
 from paceline.schedule.verify.meaning import CUT_LIKE_THE_TENSOR
@@ -21,7 +21,7 @@ from paceline.schedule.verify.memory import Memory
 def simulate(
     schedules: Sequence[Schedule], model: CostModel, nbytes: int, hosts: Sequence[Sequence[int]] | None = None
 ) -> float:
-    """Return the seconds until the last block has arrived; `nbytes` as for `cost.predict`. Not for a barrier."""
+    """Returns the seconds until the last block has arrived; `nbytes` is as for `cost.predict`. Not for a barrier."""
     pieces = -(-nbytes // (PIPE_NBYTES * schedules[0].blocks))
     if schedules[0].operation in CUT_LIKE_THE_TENSOR and pieces > 1:
         schedules = [_in_pieces(schedule, pieces) for schedule in schedules]
@@ -29,7 +29,7 @@ def simulate(
 
 
 def _in_pieces(schedule: Schedule, pieces: int) -> Schedule:
-    """Cut every block into pieces, which are passed on as they come."""
+    """Cuts every block into pieces, which are passed on as they arrive."""
 
     def cut(blocks: Slice | None) -> Slice | None:
         return blocks and Slice(blocks.buffer, blocks.first * pieces, blocks.length * pieces)
@@ -63,7 +63,7 @@ class _Simulation:
         self.now = self.end = 0.0
 
     def run(self) -> float:
-        """Take links in the order in which they can go on; a link waits for a time, or for a place to change."""
+        """Runs links in the order in which they can go on; a link waits for a time, or for a place to change."""
         links = [self.link(moves) for moves in moves_by_link(self.schedules)]
         self.events = [(0.0, 0, number) for number in range(len(links))]
         while self.events:
@@ -78,7 +78,7 @@ class _Simulation:
         return self.end
 
     def link(self, moves: Sequence[Move]) -> Iterator[_Wait]:
-        """Move block after block, as soon as places and ports allow."""
+        """Moves block after block, as soon as places and ports allow."""
         written, accessed = self.memory.written, self.memory.accessed
         for source, source_step, target, target_step in moves:
             reads, _ = self.memory.accesses[source][source_step]
@@ -107,11 +107,11 @@ class _Simulation:
                         heappush(self.events, (self.now, *waiter))
 
     def port_free(self, source: int, target: int) -> float:
-        """Return when a block may leave source for target."""
+        """Returns when a block may leave source for target."""
         return max((self.free[port] for port in self.ports(source, target)), default=0.0)
 
     def occupy(self, source: int, target: int, *, first: bool, reducing: bool) -> float:
-        """Start to move a block now; return when it has arrived."""
+        """Starts to move a block now; returns when it will have arrived."""
         if source == target:
             return self.now
         near = self.host_of[source] == self.host_of[target]
@@ -124,7 +124,7 @@ class _Simulation:
         return arrived
 
     def ports(self, source: int, target: int) -> list[tuple[str, int]]:
-        """Return what a message keeps busy: two ranks, and two hosts' network links if it leaves the host."""
+        """Returns what a message keeps busy: two ranks, and two hosts' network links if it leaves the host."""
         if source == target:
             return []
         ranks = [("rank out", source), ("rank in", target)]

@@ -1,8 +1,8 @@
 """The symbolic executor: proves that the schedules of a world do what their operation promises.
 
 It runs them all on values that say whose contributions they hold (`meaning.py`), over links that hold nothing, block by
-block, each as soon as `steps.py` allows. One run proves all: what a step waits for is fixed by the schedules and not by
-the order of events, so if one order ends well every order does, and if one is stuck every order gets stuck.
+block, each as soon as `steps.py` allows. One run proves every run: what a step waits for follows from the schedules,
+not from the order of events, so if one order ends well every order does, and if one order is stuck every order is.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from typing import TypeAlias
 from paceline.schedule.steps import Buffer, Kind, Schedule
 from paceline.schedule.verify.barriers import verify_barrier
 from paceline.schedule.verify.matching import Move, ScheduleError, fault, moves_by_link
-from paceline.schedule.verify.meaning import CUT_LIKE_THE_TENSOR, REDUCING, Value, ends, fits
+from paceline.schedule.verify.meaning import CUT_LIKE_THE_TENSOR, REDUCING, Value, fits, required_output
 from paceline.schedule.verify.memory import Memory
 
 __all__ = ["ScheduleError", "verify"]
 
 
 def verify(schedules: Sequence[Schedule]) -> None:
-    """Prove the schedules of all ranks, in rank order; raise ScheduleError at the first fault.
+    """Proves the schedules of all ranks, in rank order.
 
     At the end every block holds each contribution once and no other; INPUT is never written; nothing is read before it
     is written; blocks are only kept where they fit; `final` is set exactly where the last contribution comes in;
     every SEND meets a step that takes as many blocks; and nothing waits for ever, even if links hold nothing.
+
+    Raises:
+        ScheduleError: at the first fault; it names the rank and the step.
     """
     first = schedules[0]
     for rank, schedule in enumerate(schedules):
@@ -39,11 +42,11 @@ def verify(schedules: Sequence[Schedule]) -> None:
     else:
         world = _World(schedules)
         world.run()
-        world.check_ends()
+        world.check_output()
 
 
 _Wait: TypeAlias = tuple[int, int, int]
-"""A place, a rank and the number of a step, which cannot go on before an earlier one has read or written the place."""
+"""A place, a rank and a step's number; the step cannot go on before an earlier one has read or written the place."""
 
 
 class _World:
@@ -55,7 +58,7 @@ class _World:
         self.waiting: dict[int, list[tuple[_Wait, Iterator[_Wait]]]] = {}
 
     def run(self) -> None:
-        """Let every link go on until it must wait for a place; a change of the place wakes it."""
+        """Lets every link go on until it must wait for a place; a change of the place wakes it."""
         self.ready.extend(self.link(moves) for moves in moves_by_link(self.schedules))
         while self.ready:
             link = self.ready.popleft()
@@ -69,8 +72,8 @@ class _World:
             raise fault(self.schedules[rank], number, what)
 
     def link(self, moves: list[Move]) -> Iterator[_Wait]:
-        """Do the moves of one link, block after block; stop at each place that is not ready."""
-        # This is where all the time goes, so it looks up little.
+        """Does the moves of one link, block after block; yields at each place that is not ready."""
+        # Nearly all of the time is spent here, so the loop works on local names.
         memory, waiting, ready, everyone = self.memory, self.waiting, self.ready, self.everyone
         values, written, accessed, accesses = memory.values, memory.written, memory.accessed, memory.accesses
         operation = self.schedules[0].operation
@@ -114,7 +117,7 @@ class _World:
                         ready.extend([link for _, link in waiting.pop(place)])
 
     def cannot_add(self, own: Value | None, received: Value, rank: int, number: int) -> ScheduleError:
-        """Return why two values have no sum: they must be of one block, and have no contributor in common."""
+        """Returns why two values have no sum: they must be of one block, and have no contributor in common."""
         schedule = self.schedules[rank]
         if schedule.operation not in REDUCING:
             return fault(schedule, number, f"{schedule.operation} reduces nothing")
@@ -126,18 +129,18 @@ class _World:
         return fault(schedule, number, f"counts the contributions of ranks {_ranks(twice)} twice")
 
     def is_not_final(self, contributors: int, rank: int, number: int) -> ScheduleError:
-        """Return how a sum of `contributors` differs from what its step is marked as."""
+        """Returns how a sum of `contributors` differs from what its step is marked as."""
         schedule = self.schedules[rank]
         if missing := self.everyone & ~contributors:
             what = f"is marked final, but the contributions of ranks {_ranks(missing)} are missing"
             return fault(schedule, number, what)
         return fault(schedule, number, "has all contributions, but is not marked final")
 
-    def check_ends(self) -> None:
-        """Compare each rank's OUTPUT with what the operation promises."""
+    def check_output(self) -> None:
+        """Compares each rank's OUTPUT with what the operation promises."""
         for rank, schedule in enumerate(self.schedules):
             places = self.memory.buffer(rank, Buffer.OUTPUT)
-            for index, (place, promised) in enumerate(zip(places, ends(schedule), strict=True)):
+            for index, (place, promised) in enumerate(zip(places, required_output(schedule), strict=True)):
                 if self.memory.values[place] != promised:
                     where = f"{schedule.algorithm} {schedule.operation} of {schedule.world_size}, rank {rank}"
                     found, wanted = _spell(self.memory.values[place]), _spell(promised)
