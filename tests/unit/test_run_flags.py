@@ -144,16 +144,16 @@ def test_workers_by_kind(monkeypatch):
 
 
 def test_machines_meet_by_number_or_in_any_order():
-    by_number = job("--nnodes=2", "--node-rank=1", "--master-addr=h0", "--master-port=29400").meeting
+    by_number = job("--nnodes=2", "--node-rank=1", "--master-addr=h0", "--master-port=29400").rendezvous
     assert (by_number.address, by_number.is_static, by_number.serves) == (("h0", 29400), True, False)
-    as_they_come = job("--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=[fd77::1]:29401").meeting
+    as_they_come = job("--nnodes=1:4", "--rdzv-backend=c10d", "--rdzv-endpoint=[fd77::1]:29401").rendezvous
     assert (as_they_come.address, as_they_come.is_static, as_they_come.serves) == (("fd77::1", 29401), False, None)
     conf = "is_host=0,join_timeout=5,last_call_timeout=2,heartbeat_timeout=1.5"
-    told = job("--nnodes=2", "--rdzv-endpoint=h0", "--rdzv-conf", conf).meeting
+    told = job("--nnodes=2", "--rdzv-endpoint=h0", "--rdzv-conf", conf).rendezvous
     assert (told.serves, told.join_timeout_s, told.last_call_s, told.silence_s) == (False, 5.0, 2.0, 1.5)
     assert told.address == ("h0", 29500)
-    assert job("--standalone", "--nnodes=2").meeting.address is None
-    assert job("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0").meeting.address is None
+    assert job("--standalone", "--nnodes=2").rendezvous.address is None
+    assert job("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0").rendezvous.address is None
     assert endpoint_of("10.0.0.1:1234") == ("10.0.0.1", 1234)
 
 
@@ -166,8 +166,8 @@ def test_kubeflow_needs_no_flags():
         "PET_MASTER_PORT": "29500",
     }
     found = job(environment=kubeflow)
-    assert (found.workers, found.meeting.max_nodes, found.meeting.node_rank) == (3, 2, 0)
-    assert found.meeting.address == ("job-node-0-0.job", 29500)
+    assert (found.workers, found.rendezvous.max_nodes, found.rendezvous.node_rank) == (3, 2, 0)
+    assert found.rendezvous.address == ("job-node-0-0.job", 29500)
 
 
 def test_the_kind_of_command():

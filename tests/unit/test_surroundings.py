@@ -1,4 +1,4 @@
-"""Schedulers are recognised by what their manuals say they set; the manifests we print fit what we recognise."""
+"""Schedulers are recognised by what their manuals say they set; the manifests we print fit what we detect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.main import main, parser
 from paceline.launch.job import job_of
 from paceline.launch.manifests import KINDS, Request
-from paceline.launch.schedulers import Surroundings, expand_hostlist, recognise
+from paceline.launch.schedulers import Scheduler, detect, expand_hostlist
 
 SLURM = {  # srun on two machines, one task each, as seen by the second
     "SLURM_JOB_ID": "4711",
@@ -41,28 +41,28 @@ def name() -> str:
 
 
 def test_slurm():
-    found = recognise(SLURM)
+    found = detect(SLURM)
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.address) == ("Slurm", 1, 2, "gpu07")
-    assert found.port == recognise({**SLURM, "SLURM_PROCID": "0"}).port
+    assert found.port == detect({**SLURM, "SLURM_PROCID": "0"}).port
     assert 20000 <= found.port < 30000
     assert not found.is_one_a_rank
 
 
 def test_slurm_with_a_task_a_rank():
     tasks = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
-    found = recognise({**SLURM, **tasks})
+    found = detect({**SLURM, **tasks})
     assert (found.node_rank, found.nodes, found.slot, found.is_one_a_rank) == (5, 6, (1, 2), True)
 
 
 def test_a_step_of_several_slurm_components_is_refused():
     with pytest.raises(ValueError, match="task 2 of 2 .* heterogeneous job"):
-        recognise({**SLURM, "SLURM_PROCID": "2"})
+        detect({**SLURM, "SLURM_PROCID": "2"})
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NODELIST", "SLURM_PROCID"])
 def test_the_batch_script_itself_is_not_srun(missing):
-    assert recognise({key: value for key, value in SLURM.items() if key != missing}) is None
+    assert detect({key: value for key, value in SLURM.items() if key != missing}) is None
 
 
 @pytest.mark.parametrize(
@@ -90,40 +90,40 @@ def test_slurms_short_host_lists(short, hosts):
     ],
 )
 def test_open_mpi(more, address):
-    found = recognise({**OPEN_MPI, **more})
+    found = detect({**OPEN_MPI, **more})
     assert (found.name, found.node_rank, found.nodes, found.address) == ("Open MPI", 3, 4, address)
     assert found.is_one_a_rank
     assert found.port == (1234 if "MASTER_PORT" in more else found.port)
 
 
 def test_mpich_and_intel_mpi():
-    found = recognise({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    found = detect({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert (found.name, found.node_rank, found.nodes, found.address) == ("MPI (PMI)", 1, 2, "127.0.0.1")
 
 
 def test_a_kubernetes_indexed_job():
-    found = recognise(KUBERNETES, name)
+    found = detect(KUBERNETES, name)
     first = "train-0.train.default.svc.cluster.local"
-    assert found == Surroundings("Kubernetes", 1, 2, first, 29500)
+    assert found == Scheduler("Kubernetes", 1, 2, first, 29500)
 
 
 def test_a_jobset():
     def pod() -> str:
         return "set-node-0-1.set"
 
-    found = recognise({**KUBERNETES, "JOBSET_NAME": "set"}, pod)
+    found = detect({**KUBERNETES, "JOBSET_NAME": "set"}, pod)
     assert (found.name, found.address) == ("Kubernetes (JobSet)", "set-node-0-0.set")
 
 
 def test_ray_train():
-    found = recognise(RAY)
+    found = detect(RAY)
     assert (found.name, found.node_rank, found.nodes) == ("Ray", 2, 4)
     assert (found.address, found.port, found.slot) == ("10.1.0.5", 41234, (0, 2))
 
 
 def test_nothing_is_nothing():
-    assert recognise({}) is None
-    assert recognise({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert detect({}) is None
+    assert detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) is None
 
 
 def job(environment: dict[str, str], *arguments: str):
@@ -132,23 +132,23 @@ def job(environment: dict[str, str], *arguments: str):
 
 def test_under_slurm_no_addresses_are_needed():
     found = job(SLURM, "--nproc-per-node=4")
-    assert (found.meeting.address[0], found.meeting.node_rank, found.meeting.max_nodes) == ("gpu07", 1, 2)
+    assert (found.rendezvous.address[0], found.rendezvous.node_rank, found.rendezvous.max_nodes) == ("gpu07", 1, 2)
     assert (found.workers, found.slot) == (4, (0, 1))
 
 
 def test_with_a_launcher_a_rank_each_has_one_worker_in_its_place():
     found = job({**OPEN_MPI, "MASTER_ADDR": "h0"}, "--nproc-per-node=4")
-    assert (found.workers, found.slot, found.meeting.node_rank) == (1, (1, 2), 3)
+    assert (found.workers, found.slot, found.rendezvous.node_rank) == (1, (1, 2), 3)
 
 
 def test_flags_have_the_last_word():
     found = job(SLURM, "--nnodes=2", "--node-rank=0", "--master-addr=other", "--master-port=1234")
-    assert (found.meeting.address, found.meeting.node_rank) == (("other", 1234), 0)
-    assert job(SLURM, "--standalone").meeting.address is None
+    assert (found.rendezvous.address, found.rendezvous.node_rank) == (("other", 1234), 0)
+    assert job(SLURM, "--standalone").rendezvous.address is None
 
 
 def test_in_a_worker_the_scheduler_speaks_of_the_job_around_it():
-    assert job({**SLURM, "PACELINE_JOB": "d0e1.1."}).meeting.address is None
+    assert job({**SLURM, "PACELINE_JOB": "d0e1.1."}).rendezvous.address is None
 
 
 REQUEST = Request(("train.py", "--epochs", "3"), nodes=4, name="digits")

@@ -1,4 +1,4 @@
-"""The launcher of one machine: follows the meeting's orders, passes on output and signals, leaves nothing behind."""
+"""Runs one machine's launcher: it follows the meeting's orders, passes on output and signals, and cleans up."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from paceline.launch.job import Job
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
-from paceline.launch.nodes.meeting import Opened, open_meeting
+from paceline.launch.nodes.meeting import NodeConnection, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.signals import Signals
+from paceline.launch.start_workers import start_workers
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
 
-# What a launcher that a worker started finds of the job around it.
+# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
 _NOT_PASSED_ON = (
     "PACELINE_SECRET",
     "PACELINE_SECRET_FILE",
@@ -41,44 +42,46 @@ _NOT_PASSED_ON = (
 
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
-    """Runs this machine's part of the job to its end; the exit code for the shell.
+    """Runs this machine's part of the job to its end; returns the exit code for the shell.
 
     Args:
         job: what to run.
-        listener: where to serve the meeting, if that is decided already.
-        secret: the job's; by default a new one on a single machine, and on several the one in the environment, or
-            under Slurm one that launcher 0 makes.
+        listener: the socket to serve the meeting on, if the caller has opened it already.
+        secret: the job's secret. By default it is new on a single machine; several machines take it from the
+            environment, or under Slurm from launcher 0.
 
     Raises:
         PacelineError, ValueError: the machines did not meet.
     """
     cleanup = Cleanup()
-    meeting = None
+    connection = None
     shared = SharedSecret(os.environ)
     try:
         if secret is None:
             secret = secret_of(job, shared, Console().say)
-        meeting = open_meeting(job, secret, Console().say, listener)
-        with _Agent(job, meeting, secret, shared, cleanup) as agent:
+        connection = open_meeting(job, secret, Console().say, listener)
+        with _Agent(job, connection, secret, shared, cleanup) as agent:
             return agent.run()
     finally:
         shared.close()
-        if meeting is not None:
-            meeting.close()
+        if connection is not None:
+            connection.close()
         cleanup.close()
 
 
 class _Agent:
-    def __init__(self, job: Job, meeting: Opened, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup) -> None:
+    def __init__(
+        self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
+    ) -> None:
         self._job = job
-        self._meeting = meeting
+        self._connection = connection
         self._secret = secret
         self._shared = shared
         self._cleanup = cleanup
         self._machine = Machine.mine(job)
         self._keyboard = Keyboard()
-        on_terminal = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
-        self._signals = Signals(job.signals, on_terminal)
+        others = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
+        self._signals = Signals(job.signals, others)
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
         self._logs = Logs(job.output, job.run_id, self._console)
@@ -95,7 +98,7 @@ class _Agent:
 
     def __enter__(self) -> _Agent:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
-        self._selector.register(self._meeting.line.fileno(), selectors.EVENT_READ, self._on_orders)
+        self._selector.register(self._connection.client.fileno(), selectors.EVENT_READ, self._on_orders)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,16 +110,16 @@ class _Agent:
         job = self._job
         for line in self._machine.remarks(job):
             self._say(line)
-        self._meeting.line.send(
+        self._connection.client.send(
             Join(
                 host=socket.gethostname(),
                 pid=os.getpid(),
-                address=self._meeting.address,
-                port=free_port(self._meeting.address),
+                address=self._connection.address,
+                port=free_port(self._connection.address),
                 workers=job.workers,
                 role=job.role,
-                node_rank=job.meeting.node_rank,
-                serves=self._meeting.server is not None or job.meeting.address is None,
+                node_rank=job.rendezvous.node_rank,
+                serves=self._connection.server is not None or job.rendezvous.address is None,
                 version=__version__,
             )
         )
@@ -128,13 +131,13 @@ class _Agent:
         return self._conclude(self._end)
 
     def _wait_s(self) -> float | None:
-        deadlines = [self._meeting.line.deadline_s, self._generation.deadline_s if self._generation else None]
+        deadlines = [self._connection.client.deadline_s, self._generation.deadline_s if self._generation else None]
         known = [each for each in deadlines if each is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
     def _on_time(self) -> None:
         now_s = time.monotonic()
-        deadline_s = self._meeting.line.deadline_s
+        deadline_s = self._connection.client.deadline_s
         if deadline_s is not None and now_s >= deadline_s:
             self._on_orders()
         if self._generation is not None:
@@ -143,29 +146,29 @@ class _Agent:
                 self._on_generation_over(self._generation)
 
     def _on_orders(self) -> None:
-        for order in self._meeting.line.receive():
+        for order in self._connection.client.receive():
             self._follow(order)
 
     def _follow(self, order: Order) -> None:
-        if isinstance(order, Start):
-            self._start(order)
-        elif isinstance(order, Stop):
-            if self._generation is not None and self._generation.start.generation == order.generation:
+        match order:
+            case Start():
+                self._start(order)
+            case Stop(number, reason, is_failure) if self._generation is not None and self._generation.number == number:
                 self._was_told_to_stop = True
                 if not self._generation.failures:
-                    self._say(f"{order.reason}; ending the workers of this machine")
-                self._generation.end(after_s=CONSEQUENCES_S if order.is_failure else 0.0)
-        elif isinstance(order, Wait):
-            self._events.tell("wait", reason=order.reason)
-            self._say(order.reason)
-        elif isinstance(order, End) and self._end is None:
-            self._end = order
-            if self._generation is not None:
-                self._generation.end()
+                    self._say(f"{reason}; ending the workers of this machine")
+                self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
+            case Wait(reason):
+                self._events.tell("wait", reason=reason)
+                self._say(reason)
+            case End() if self._end is None:
+                self._end = order
+                if self._generation is not None:
+                    self._generation.end()
 
     def _start(self, start: Start) -> None:
         self._was_told_to_stop = False
-        if self._job.meeting.is_static:
+        if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
         self._world = tuple(range(start.world_size))
         first, count = start.first_rank, self._job.workers
@@ -175,7 +178,7 @@ class _Agent:
                 f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
                 f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
             )
-        self._generation = Generation(
+        self._generation = start_workers(
             self._job,
             start,
             self._environment(start),
@@ -191,7 +194,10 @@ class _Agent:
         )
 
     def _environment(self, start: Start) -> dict[str, str]:
-        """What all workers of a generation find; those of older ones hold another secret and are let in nowhere."""
+        """Returns the variables that all workers of a generation share.
+
+        Each generation has a secret of its own, so that workers of older ones cannot connect.
+        """
         environment = self._machine.environment(os.environ)
         for name in _NOT_PASSED_ON:
             environment.pop(name, None)
@@ -204,7 +210,7 @@ class _Agent:
             file = SecretFile.create(secret)
             self._secret_fd = file.fd
             environment[SECRET_FD] = str(file)
-        if self._job.meeting.address is None:
+        if self._job.rendezvous.address is None:
             path = Path(self._cleanup.directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
@@ -215,22 +221,22 @@ class _Agent:
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
         if self._stopped_by is None:
-            self._meeting.line.send(Failed(start.generation, failure))
+            self._connection.client.send(Failed(start.generation, failure))
 
     def _on_generation_over(self, generation: Generation) -> None:
-        number, failures = generation.start.generation, tuple(generation.failures)
+        number, failures = generation.number, tuple(generation.failures)
         self._close_generation()
         if self._stopped_by is not None:
-            self._leave(self._stopped_by)
+            self._connection.client.send(Leave(self._stopped_by.name))
         elif failures or self._was_told_to_stop:
-            self._meeting.line.send(Stopped(number, free_port(self._meeting.address), shortened(failures)))
+            self._connection.client.send(Stopped(number, free_port(self._connection.address), shortened(failures)))
         else:
-            self._meeting.line.send(Finished(number))
+            self._connection.client.send(Finished(number))
 
     def _close_generation(self) -> None:
         if self._generation is not None:
             self._generation.close()
-            self._cleanup.end_generation(self._generation.start.generation)
+            self._cleanup.end_generation(self._generation.number)
             self._generation = None
         if self._store is not None:
             self._store.close()
@@ -265,7 +271,7 @@ class _Agent:
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = number
         if self._generation is None:
-            self._leave(number)
+            self._connection.client.send(Leave(number.name))
             return
         running = [worker for worker in self._generation.workers if worker.exit_code is None]
         if running:
@@ -274,9 +280,6 @@ class _Agent:
                 "end (again to kill them)"
             )
         self._generation.end(number)
-
-    def _leave(self, number: signal.Signals) -> None:
-        self._meeting.line.send(Leave(number.name))
 
     def _conclude(self, end: End | None) -> int:
         assert end is not None

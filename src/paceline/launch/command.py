@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.print_token:
         return run_job(job)
-    listener, secret, token = _token(job.meeting.address)
+    listener, secret, token = _token(job.rendezvous.address)
     print(f"paceline join {token} {' '.join(_words(options))}", flush=True)
     return run_job(job, listener, secret)
 

@@ -7,27 +7,29 @@ import shlex
 import socket
 import sys
 
-from paceline.launch.generation import place_of, variables_of
 from paceline.launch.job import Job, Kind
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.messages import Start
 from paceline.launch.placement import format_cpulist
+from paceline.launch.start_workers import place_of, variables_of
 
 _UNKNOWN = "<chosen at the start>"
 
 
 def describe_plan(job: Job, machine: Machine) -> str:
     """The plan as text."""
-    meeting = job.meeting
+    rendezvous = job.rendezvous
     lines = [*machine.remarks(job)]
-    if meeting.address is None:
+    if rendezvous.address is None:
         lines.append(f"one machine: {socket.gethostname()}; run id {job.run_id}; the ranks meet at a Unix socket")
     else:
-        count = f"{meeting.min_nodes}" + (f" to {meeting.max_nodes}" if meeting.max_nodes != meeting.min_nodes else "")
-        number = f"; this is machine {meeting.node_rank}" if meeting.node_rank is not None else ""
-        lines.append(f"{count} machines, which meet at {meeting.address[0]}:{meeting.address[1]}{number}")
+        count = f"{rendezvous.min_nodes}" + (
+            f" to {rendezvous.max_nodes}" if rendezvous.max_nodes != rendezvous.min_nodes else ""
+        )
+        number = f"; this is machine {rendezvous.node_rank}" if rendezvous.node_rank is not None else ""
+        lines.append(f"{count} machines, which meet at {rendezvous.address[0]}:{rendezvous.address[1]}{number}")
         has_secret = any(name in os.environ for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE"))
-        is_made = job.surroundings is not None and job.surroundings.is_slurm
+        is_made = job.scheduler is not None and job.scheduler.is_slurm
         otherwise = "made by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
         lines.append(f"secret: {'from the environment' if has_secret else otherwise}")
     lines.append(
@@ -45,11 +47,11 @@ def describe_plan(job: Job, machine: Machine) -> str:
 
 def _start(job: Job) -> Start | None:
     """The order that the meeting would give, where it is known beforehand."""
-    meeting = job.meeting
-    if meeting.address is None:
+    rendezvous = job.rendezvous
+    if rendezvous.address is None:
         nodes, here, address = 1, 0, "127.0.0.1"
-    elif meeting.node_rank is not None:
-        nodes, here, address = meeting.max_nodes, meeting.node_rank, meeting.address[0]
+    elif rendezvous.node_rank is not None:
+        nodes, here, address = rendezvous.max_nodes, rendezvous.node_rank, rendezvous.address[0]
     else:
         return None
     first, world = here * job.workers, nodes * job.workers  # if all machines have as many
@@ -66,7 +68,7 @@ def _worker(job: Job, machine: Machine, start: Start, index: int) -> list[str]:
     where = f"on cores {format_cpulist(machine.cores[place.local_rank])}" if machine.cores else "on any core"
     python = [] if job.command.kind is Kind.PROGRAM else [os.environ.get("PYTHON_EXEC", sys.executable)]
     module = ["-m"] if job.command.kind is Kind.MODULE else []
-    program, *arguments = job.command.words
+    program, *arguments = job.command.argv
     legacy = [f"--local_rank={place.local_rank}"] if job.command.passes_local_rank else []
     return [
         f"rank {place.rank}, {where}:",

@@ -1,4 +1,4 @@
-"""The workers of one generation on this machine, from their start to the end of the last."""
+"""Watches the workers of one generation on this machine until the last of them has ended."""
 
 from __future__ import annotations
 
@@ -6,83 +6,40 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
-from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure, came_to_its_end, keep, read_record
-from paceline.launch.gpus import device_of
-from paceline.launch.job import Job
 from paceline.launch.keyboard import Keyboard, waits_for_stdin
-from paceline.launch.logs import Logs
 from paceline.launch.memory import MemoryWatch
-from paceline.launch.nodes.messages import Start
 from paceline.launch.output import Stream
-from paceline.launch.pipes import WITHOUT_PAGERS, Output, outputs_of
-from paceline.launch.placement import Cores
-from paceline.launch.starting import Interpreters, Starter, Template
-from paceline.launch.values import Streams
-from paceline.launch.worker import Worker, allow_descriptors, words_of
+from paceline.launch.pipes import Output
+from paceline.launch.worker import Worker
 
 CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
 _READ_BYTES = 1 << 16
 _PROMPT_S = 0.2  # after which an unfinished line is shown to whoever is to answer it
 
 
-def place_of(job: Job, start: Start, index: int) -> Place:
-    """Where the worker `index` of this launcher stands."""
-    slot, slots = job.slot
-    return Place(
-        rank=start.first_rank + index,
-        world_size=start.world_size,
-        local_rank=slot * job.workers + index,
-        local_world_size=slots * job.workers,
-        group_rank=start.group_rank,
-        group_world_size=start.group_world_size,
-        role_rank=start.role_first_rank + index,
-        role_world_size=start.role_world_size,
-        role=job.role,
-    )
-
-
-def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """The variables that set a worker apart from the others."""
-    place = place_of(job, start, index)
-    master = (start.master_addr, start.master_port)
-    variables = place_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
-    if job.virtual_local_rank:
-        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
-        variables["LOCAL_RANK"] = "0"
-    return variables
-
-
-def drawing_index(job: Job, start: Start) -> int:
-    """The worker that may draw on the terminal: the one that reads stdin if it is here and shown, else the first."""
-    slot, _ = job.slot
-    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
-    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
-    return reading if reading in shown else shown[0] if shown else 0
-
-
 class Generation:
-    """Starts the workers of `start`; `selector`'s keys carry functions to call. It is over when `is_over` says so."""
+    """The workers of generation `number`; `start_workers` makes it. It ends when `is_over` says so.
+
+    Args:
+        number: counts the generations of the job from 1.
+        shutdown_timeout_s: how long workers that are asked to end have until SIGKILL.
+        keyboard: the launcher's stdin, which one of the workers may read.
+        selector: its keys carry functions that the launcher's loop calls without arguments.
+        on_failure: is called with the first failure.
+    """
 
     def __init__(
         self,
-        job: Job,
-        start: Start,
-        environment: Mapping[str, str],
-        *,
-        pass_fds: Sequence[int],
-        directory: str,
-        cores: list[Cores] | None,
-        gpus: int,
-        logs: Logs,
+        number: int,
+        shutdown_timeout_s: float,
         keyboard: Keyboard,
         selector: selectors.BaseSelector,
-        on_start: Callable[[int], None],
         on_failure: Callable[[Failure], None],
     ) -> None:
-        self.start = start
+        self.number = number
         self.failures: list[Failure] = []
         self.workers: list[Worker] = []
         self._selector = selector
@@ -93,40 +50,29 @@ class Generation:
         self._prompting: list[Stream] = []  # those of the worker that reads stdin
         self._open_pipes: set[int] = set()
         self._memory = MemoryWatch()
-        self._grace_s = job.shutdown_timeout_s
+        self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._prompt_s: float | None = None  # when (monotonic) to look for one
         self._told_to_end = False
-        descriptors = allow_descriptors(job.workers)
-        starter: Starter = (Template if job.forks else Interpreters)(environment, pass_fds, descriptors)
-        drawing = drawing_index(job, start)
-        with starter, open(os.devnull, "rb") as nothing:
-            for index in range(job.workers):
-                place = place_of(job, start, index)
-                error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
-                variables = {
-                    **variables_of(job, start, index, environment, gpus),
-                    "PACELINE_ERROR_FILE": error_file,
-                    "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
-                    "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
-                }
-                if keyboard.path is not None:
-                    variables["PACELINE_TERMINAL"] = keyboard.path
-                log = logs.of_rank(start.generation - 1, place.rank)
-                where = (start.generation - 1, place.rank, place.local_rank, index == drawing)
-                outputs = outputs_of([logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
-                if outputs[-1].is_terminal:
-                    variables.update(WITHOUT_PAGERS)
-                words = words_of(job.command, place.local_rank)
-                reads = place.rank == job.stdin_rank and keyboard.is_ours()
-                own_cores = cores[place.local_rank] if cores is not None else None
-                streams = (0 if reads else nothing.fileno(), outputs[0].writing, outputs[-1].writing)
-                pid = starter.start(words, variables, streams, own_cores)
-                on_start(pid)
-                log_dir = str(log) if log else None
-                worker = Worker(place.rank, place.local_rank, pid, error_file, os.pidfd_open(pid), log_dir, reads)
-                self.workers.append(worker)
-                self._follow(worker, outputs)
+
+    def follow(self, worker: Worker, outputs: list[Output]) -> None:
+        """Watches a worker that has just been started: passes on its output, and notices its end."""
+        self.workers.append(worker)
+        for output in outputs:
+            output.close_ours()
+            if output.stream is not None:
+                worker.pipes.append(output.reading)
+                self._streams.append(output.stream)
+                self._outputs.append(output)
+                if worker.reads:
+                    self._prompting.append(output.stream)
+                self._read(output.reading, output.stream, worker.reads)
+
+        def ended() -> None:
+            self._selector.unregister(worker.pidfd)
+            self._ended(worker, worker.collect())
+
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
     @property
     def deadline_s(self) -> float | None:
@@ -199,23 +145,6 @@ class Generation:
         self._streams.clear()
         self._outputs.clear()
         self._keyboard.restore()
-
-    def _follow(self, worker: Worker, outputs: list[Output]) -> None:
-        for output in outputs:
-            output.close_ours()
-            if output.stream is not None:
-                worker.pipes.append(output.reading)
-                self._streams.append(output.stream)
-                self._outputs.append(output)
-                if worker.reads:
-                    self._prompting.append(output.stream)
-                self._read(output.reading, output.stream, worker.reads)
-
-        def ended() -> None:
-            self._selector.unregister(worker.pidfd)
-            self._ended(worker, worker.collect())
-
-        self._selector.register(worker.pidfd, selectors.EVENT_READ, ended)
 
     def _read(self, fd: int, stream: Stream, may_prompt: bool) -> None:
         def read() -> None:

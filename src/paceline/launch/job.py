@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.launch import values
 from paceline.launch.environment import allowed_cores
 from paceline.launch.lifeline import MARK
-from paceline.launch.schedulers import Surroundings, recognise
+from paceline.launch.schedulers import Scheduler, detect
 from paceline.launch.values import Streams, StreamsOfRanks
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
@@ -39,9 +39,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """`words` are the script, module or program and its arguments."""
+    """`argv` are the script, module or program and its arguments."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     kind: Kind = Kind.SCRIPT
     passes_local_rank: bool = False  # as --local_rank=N before the arguments
 
@@ -65,7 +65,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousOptions:
     """How the machines of a job meet; `address` is None on a single machine."""
 
     min_nodes: int = 1
@@ -87,7 +87,7 @@ class Job:
     command: Command
     workers: int = 1
     run_id: str = ""
-    meeting: Meeting = field(default_factory=Meeting)
+    rendezvous: RendezvousOptions = field(default_factory=RendezvousOptions)
     output: Output = field(default_factory=Output)
     port: int | None = None  # MASTER_PORT, on a single machine
     max_restarts: int = 0
@@ -101,7 +101,7 @@ class Job:
     events: bool = False
     forks: bool = False  # of a template, which is quicker for workers that import no torch
     slot: tuple[int, int] = (0, 1)  # this launcher among those of its machine, where a scheduler started several
-    surroundings: Surroundings | None = None
+    scheduler: Scheduler | None = None
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
@@ -111,22 +111,22 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         OptionError: they contradict each other, or lack what the others need.
     """
     is_in_a_job = MARK in environment  # a worker starts it, and what the scheduler says is of the job around it
-    around = None if options.standalone or is_in_a_job else recognise(environment)
+    scheduler = None if options.standalone or is_in_a_job else detect(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
     timeout_s = options.shutdown_timeout
     if timeout_s is None:
         timeout_s = values.seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
-    meeting = _meeting(options, around)
-    workers = 1 if around is not None and around.is_one_a_rank else options.nproc_per_node
-    if meeting.address is None and options.stdin is not None and options.stdin >= workers:
+    rendezvous = _rendezvous(options, scheduler)
+    workers = 1 if scheduler is not None and scheduler.is_one_a_rank else options.nproc_per_node
+    if rendezvous.address is None and options.stdin is not None and options.stdin >= workers:
         raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
     return Job(
         command=command,
         workers=workers,
         run_id=options.rdzv_id if options.rdzv_id not in ("", "none") else secrets.token_hex(4),
-        meeting=meeting,
+        rendezvous=rendezvous,
         output=_output(options),
-        port=options.master_port if meeting.address is None else None,
+        port=options.master_port if rendezvous.address is None else None,
         max_restarts=options.max_restarts,
         shutdown_timeout_s=timeout_s,
         signals=options.signals_to_handle,
@@ -137,8 +137,8 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
         forks=_forks(options.start_method, workers),
-        slot=around.slot if around is not None else (0, 1),
-        surroundings=around,
+        slot=scheduler.slot if scheduler is not None else (0, 1),
+        scheduler=scheduler,
     )
 
 
@@ -170,21 +170,21 @@ def _check_directory() -> None:
         ) from None
 
 
-def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meeting:
+def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> RendezvousOptions:
     least, most = options.nnodes
     if options.standalone:
-        return Meeting()
-    if around is not None and around.nodes is not None and (least, most) == (1, 1):
-        least = most = around.nodes
+        return RendezvousOptions()
+    if scheduler is not None and scheduler.nodes is not None and (least, most) == (1, 1):
+        least = most = scheduler.nodes
     conf = options.rdzv_conf
     if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
         raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
     if most == 1:
-        return Meeting()  # there is nobody to meet, whatever the address
+        return RendezvousOptions()  # there is nobody to meet, whatever the address
     comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
     is_static = options.rdzv_backend == "static" and not comes_in_any_order
-    address, serves = _address(options, around)
-    node_rank = options.node_rank if options.node_rank is not None else around.node_rank if around else None
+    address, serves = _address(options, scheduler)
+    node_rank = options.node_rank if options.node_rank is not None else scheduler.node_rank if scheduler else None
     if is_static:
         if least != most:
             raise OptionError(
@@ -202,7 +202,7 @@ def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meetin
     def time_s(name: str, otherwise: float) -> float:
         return values.seconds(conf[name]) if name in conf else otherwise
 
-    return Meeting(
+    return RendezvousOptions(
         min_nodes=least,
         max_nodes=most,
         address=address,
@@ -216,12 +216,12 @@ def _meeting(options: argparse.Namespace, around: Surroundings | None) -> Meetin
     )
 
 
-def _address(options: argparse.Namespace, around: Surroundings | None) -> tuple[tuple[str, int], bool | None]:
+def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
     """Where the machines meet, and whether this one is known to serve there."""
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint), None
-    host = options.master_addr or (around.address if around else None)
-    port = options.master_port or (around.port if around else None) or _TORCHRUNS_PORT
+    host = options.master_addr or (scheduler.address if scheduler else None)
+    port = options.master_port or (scheduler.port if scheduler else None) or _TORCHRUNS_PORT
     if options.print_token:
         return (host or "", options.master_port or 0), True
     if host is None:

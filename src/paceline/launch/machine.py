@@ -41,8 +41,8 @@ class Machine:
     def remarks(self, job: Job) -> list[str]:
         """What to tell the user, a line each."""
         lines = []
-        if job.surroundings is not None:
-            lines.append(f"found {job.surroundings}")
+        if job.scheduler is not None:
+            lines.append(f"found {job.scheduler}")
         if self.workers > 1 and self.threads is not None and job.slot[0] == 0:
             bound = ""
             if self.cores is not None:

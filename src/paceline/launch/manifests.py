@@ -15,7 +15,7 @@ _PORT = 29500
 class Request:
     """What is to run; `workers` as of --nproc-per-node, a number or `gpu`, `gpus` of each machine."""
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     nodes: int = 2
     workers: str = "gpu"
     gpus: int = 8
@@ -29,7 +29,7 @@ class Request:
     def run(self) -> list[str]:
         """The command of each machine; it needs no addresses."""
         flags = [f"--nproc-per-node={self.workers}", f"--max-restarts={self.max_restarts}"]
-        return ["paceline", "run", *flags, *self.words]
+        return ["paceline", "run", *flags, *self.argv]
 
 
 def slurm(request: Request) -> str:

@@ -23,7 +23,7 @@ _PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting s
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Scheduler:
     """What a scheduler says; None where it does not."""
 
     name: str
@@ -47,7 +47,7 @@ class Surroundings:
         return f"{self.name}: launcher {self.node_rank} of {self.nodes or '?'}, which meet at {self.address or '?'}"
 
 
-def recognise(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Surroundings | None:
+def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
     """The scheduler whose variables are complete; None where there is none, or only one process of it."""
     for look in (_slurm, _open_mpi, _pmi, _kubernetes, _ray):
         found = look(environment, host_name)
@@ -56,7 +56,7 @@ def recognise(environment: Mapping[str, str], host_name: Callable[[], str] = soc
     return None
 
 
-def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     """Only under srun: in the batch script itself, which runs once, SLURM_STEP_NODELIST is not set."""
     hosts = env.get("SLURM_STEP_NODELIST")
     if hosts is None or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
@@ -73,8 +73,8 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
     address = expand_hostlist(hosts)[0]
     if tasks > nodes:
         slot = (int(env.get("SLURM_LOCALID", 0)), tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env))
-        return Surroundings(_SLURM, rank, tasks, address, port, slot)
-    return Surroundings(_SLURM, rank, tasks, address, port)
+        return Scheduler(_SLURM, rank, tasks, address, port, slot)
+    return Scheduler(_SLURM, rank, tasks, address, port)
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
@@ -112,14 +112,14 @@ def _expand(text: str) -> list[str]:
     return [f"{head}{number}{tail}" for number in numbers for tail in tails]
 
 
-def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if not {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} <= env.keys():
         return None
     rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
     slot = (int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)))
     job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
     address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR") or _head_of_mpirun(env)
-    return Surroundings("Open MPI", rank, size, address, _given_port(env) or port_of(job), slot)
+    return Scheduler("Open MPI", rank, size, address, _given_port(env) or port_of(job), slot)
 
 
 def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
@@ -131,17 +131,17 @@ def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
     return namespace[1] if namespace is not None else None
 
 
-def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if not {"PMI_RANK", "PMI_SIZE"} <= env.keys():
         return None
     rank, size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
     slot = (int(env.get("MPI_LOCALRANKID", 0)), int(env.get("MPI_LOCALNRANKS", 1)))
     address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR")
     port = _given_port(env) or port_of("pmi")
-    return Surroundings("MPI (PMI)", rank, size, address, port, slot)
+    return Scheduler("MPI (PMI)", rank, size, address, port, slot)
 
 
-def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Surroundings | None:
+def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Scheduler | None:
     """A pod of an indexed Job is called JOB-INDEX, that of a JobSet SET-NAME-JOB-INDEX; the first one's ends in 0."""
     if "JOB_COMPLETION_INDEX" not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
@@ -151,17 +151,17 @@ def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Surroun
     first = None if stem == name else f"{stem}-0" + (f".{domain}" if domain else "")
     count = env.get("PACELINE_NODES")
     name = "Kubernetes (JobSet)" if "JOBSET_NAME" in env else "Kubernetes"
-    return Surroundings(
+    return Scheduler(
         name, index, int(count) if count else None, env.get("MASTER_ADDR", first), _given_port(env) or 29500
     )
 
 
-def _ray(env: Mapping[str, str], _: Callable[[], str]) -> Surroundings | None:
+def _ray(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     if not {"RAY_JOB_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
         return None
     slot = (int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)))
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    return Surroundings("Ray", rank, size, env["MASTER_ADDR"], _given_port(env), slot)
+    return Scheduler("Ray", rank, size, env["MASTER_ADDR"], _given_port(env), slot)
 
 
 def _given_port(env: Mapping[str, str]) -> int | None:

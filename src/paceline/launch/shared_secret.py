@@ -139,11 +139,11 @@ def secret_of(job: Job, shared: SharedSecret, say: Callable[[str], None]) -> byt
     Raises:
         RendezvousTimeoutError, ValueError, OSError: see `SharedSecret` and `job_secret`.
     """
-    meeting, around = job.meeting, job.surroundings
-    if meeting.address is None:
+    rendezvous, scheduler = job.rendezvous, job.scheduler
+    if rendezvous.address is None:
         return secrets.token_bytes(_SECRET_BYTES)
-    if (secret := job_secret()) is not None or around is None or not around.is_slurm:
+    if (secret := job_secret()) is not None or scheduler is None or not scheduler.is_slurm:
         return secret
-    if around.node_rank == 0:
+    if scheduler.node_rank == 0:
         return shared.make()
-    return shared.await_from(around.address or "another machine", meeting.join_timeout_s, say)
+    return shared.await_from(scheduler.address or "another machine", rendezvous.join_timeout_s, say)

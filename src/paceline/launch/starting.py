@@ -22,7 +22,7 @@ class Starter(Protocol):
     """Starts workers of one generation; left as a context, it holds nothing any more."""
 
     def start(
-        self, words: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
+        self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
         """Starts a worker in a session of its own, a child of this process, on its cores; its process id.
 
@@ -51,11 +51,11 @@ class Interpreters:
         self._descriptors = descriptors
 
     def start(
-        self, words: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
+        self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
         """Starts a worker."""
         process = subprocess.Popen(
-            [_python(), bootstrap.__file__, str(os.getpid()), *words],
+            [_python(), bootstrap.__file__, str(os.getpid()), *argv],
             env={**self._environment, **variables},
             stdin=streams[0],
             stdout=streams[1],
@@ -93,7 +93,7 @@ class Template:
             )
 
     def start(
-        self, words: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
+        self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
         """Starts a worker.
 
@@ -101,7 +101,7 @@ class Template:
             OSError: the template ended or does not answer.
         """
         place(self._process.pid, cores, self._descriptors)  # a fork has it from its first moment
-        request = json.dumps({"words": words, "variables": dict(variables)}).encode()
+        request = json.dumps({"argv": argv, "variables": dict(variables)}).encode()
         socket.send_fds(self._connection, [request], list(streams))
         answer = self._connection.recv(4)
         if len(answer) != 4:

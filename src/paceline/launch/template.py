@@ -63,7 +63,7 @@ def main() -> None:
     sys.path.pop(0)
     sys.path.insert(0, "")
     sys.modules["__main__"] = ModuleType("__main__")
-    bootstrap.run([str(launcher), *told["words"]])
+    bootstrap.run([str(launcher), *told["argv"]])
 
 
 if __name__ == "__main__":

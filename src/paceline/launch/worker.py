@@ -14,9 +14,9 @@ from paceline.launch.placement import Cores
 _FLAG = {Kind.SCRIPT: [], Kind.MODULE: ["-m"], Kind.PATH: ["--path"], Kind.PROGRAM: ["--exec"]}
 
 
-def words_of(command: Command, local_rank: int) -> list[str]:
+def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
     """What the bootstrap is told to run."""
-    program, *arguments = command.words
+    program, *arguments = command.argv
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]
     return [*_FLAG[command.kind], program, *arguments]

@@ -10,12 +10,11 @@ import socket
 import struct
 from pathlib import Path
 
+from paceline.routes import ELSEWHERE, source_address
+
 VARIABLE = "PACELINE_IFACE"
 
 _SIOCGIFADDR = 0x8915
-# Addresses for documentation, which lie behind the default route; to "connect" a UDP socket sends nothing.
-_BEYOND = ("192.0.2.1", "2001:db8::1")
-_DISCARD_PORT = 9
 
 
 def own_address(peer: str | None, interface: str | None = None) -> str:
@@ -34,25 +33,17 @@ def own_address(peer: str | None, interface: str | None = None) -> str:
     interface = interface or os.environ.get(VARIABLE)
     if interface:
         return _of_interface(interface)
-    for target in (peer, *_BEYOND):
+    for target in (peer, *ELSEWHERE):
         if target is None:
             continue
         with contextlib.suppress(OSError):
-            address = _route_from(target)
+            address = source_address(target)
             if not ipaddress.ip_address(address).is_loopback:
                 return address
     raise OSError(
         f"this machine ({socket.gethostname()}) has no address that other hosts reach; set {VARIABLE} to the interface "
         "or address that they should use"
     )
-
-
-def _route_from(target: str) -> str:
-    for family, _, _, _, address in socket.getaddrinfo(target, _DISCARD_PORT, type=socket.SOCK_DGRAM):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    raise OSError(f"no route to {target}")
 
 
 def _of_interface(interface: str) -> str:

@@ -1,4 +1,4 @@
-"""A node's line to the meeting: reports out, orders in. On a single machine there is no socket in it."""
+"""What a launcher needs of the meeting: it sends reports and receives orders. A single machine needs no socket."""
 
 from __future__ import annotations
 
@@ -7,45 +7,30 @@ import time
 from typing import Protocol
 
 from paceline.launch.nodes.membership import Membership, Orders, Policy
-from paceline.launch.nodes.messages import Failed, Finished, Join, Leave, Order, Report, Stopped
+from paceline.launch.nodes.messages import Order, Report
 
 
-class Line(Protocol):
-    """What a launcher needs of the meeting."""
+class MeetingClient(Protocol):
+    """A launcher's access to the meeting."""
 
     @property
     def deadline_s(self) -> float | None:
-        """When (monotonic) to call `receive` unasked."""
+        """When (monotonic) to call `receive` even if nothing is readable; None for never."""
 
     def fileno(self) -> int:
         """Readable while there are orders."""
 
     def send(self, report: Report) -> None:
-        """Reports; never waits for long, and does not fail when the meeting is lost: then an End comes."""
+        """Sends a report; never waits for long, and does not fail when the meeting is lost: then an End comes."""
 
     def receive(self) -> list[Order]:
-        """The orders that have come."""
+        """Returns the orders that have come."""
 
     def close(self) -> None:
-        """Hangs up; idempotent."""
+        """Disconnects; idempotent."""
 
 
-def apply(membership: Membership, node: str, report: Report, now_s: float) -> Orders:
-    """Hands a node's report to the state machine."""
-    if isinstance(report, Join):
-        return membership.joined(node, report, now_s)
-    if isinstance(report, Failed):
-        return membership.failed(node, report, now_s)
-    if isinstance(report, Finished):
-        return membership.finished(node, report, now_s)
-    if isinstance(report, Stopped):
-        return membership.stopped(node, report, now_s)
-    if isinstance(report, Leave):
-        return membership.left(node, report, now_s)
-    return []
-
-
-class LocalLine:
+class LocalClient:
     """The meeting of a single machine, which decides at once."""
 
     def __init__(self, policy: Policy) -> None:
@@ -56,7 +41,7 @@ class LocalLine:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the state machine wants to be asked."""
+        """When (monotonic) the state machine decides something because time has passed."""
         return self._membership.deadline_s
 
     def fileno(self) -> int:
@@ -65,10 +50,10 @@ class LocalLine:
 
     def send(self, report: Report) -> None:
         """Reports to the state machine."""
-        self._take(apply(self._membership, "here", report, time.monotonic()))
+        self._take(self._membership.reported("here", report, time.monotonic()))
 
     def receive(self) -> list[Order]:
-        """The orders that have come."""
+        """Returns the orders that have come."""
         if self._orders:
             os.read(self._waiting, 4096)
         self._take(self._membership.tick(time.monotonic()))
@@ -76,7 +61,7 @@ class LocalLine:
         return orders
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the pipe; idempotent."""
         if not self._closed:
             self._closed = True
             os.close(self._waiting)

@@ -1,15 +1,15 @@
-"""Which nodes take part in which generation of workers: a state machine without a socket, a process or a clock.
+"""Decides which nodes take part in which generation of workers, without a socket, a process or a clock.
 
-Events come in as calls with the time at which they happened; orders for nodes come out.
+It is a state machine: events come in as calls with the time at which they happened; orders for nodes come out.
 
-    GATHERING   enough nodes are awaited; the workers of none run
+    GATHERING   the job waits for enough nodes; no workers run
     RUNNING     the workers of `members` run, as one generation
-    STOPPING    they are being ended, since one failed, or a node came or went
-    PAUSING     the workers of the members failed and are started anew after a while
+    STOPPING    the workers are being ended because one failed, or a node came or went
+    PAUSING     a worker failed, and all are restarted after a pause
     OVER        every node was told to end
 
-A generation that ends because nodes came or went is no restart; one in which a worker failed is, unless a lost node
-explains the failure.
+A generation that ends because nodes came or went does not count as a restart; one in which a worker failed does, unless
+a lost node explains the failure.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from enum import Enum, auto
 
 from paceline import __version__
 from paceline.launch.failures import Failure, first_failure, shortened
-from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Report, Start, Stop, Stopped, Wait
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
-STEADY_S = 300.0  # after workers have run so long, the pauses begin anew
+STEADY_S = 300.0  # after workers have run this long, the pauses start again at the shortest
 
 Orders = list[tuple[str, Order]]  # to whom, what
 
 
 class Phase(Enum):
-    """Where the job stands."""
+    """The state of the job."""
 
     GATHERING = auto()
     RUNNING = auto()
@@ -41,48 +41,63 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """What was asked for on the node that serves; that of the others is of no weight."""
+    """The settings of the node that serves; the other nodes' settings are ignored."""
 
     run_id: str
     min_nodes: int = 1
     max_nodes: int = 1
-    is_static: bool = False  # the nodes are numbered, and the job ends with any of them
+    is_static: bool = False  # the nodes are numbered, and the job ends when any of them does
     max_restarts: int = 0
-    last_call_s: float = 0.5  # with MIN nodes there, how long each newcomer makes the others wait
+    last_call_s: float = 0.5  # how long the others wait for more after each arrival, once MIN nodes are there
     join_timeout_s: float = 600.0
     port: int | None = None  # of the workers' store, where the user chose it
 
 
 def pause_s(restarts: int) -> float:
-    """How long to wait before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
+    """Returns how long to wait before the n-th restart in a row: 0.25 s, 0.5 s, 1 s, up to 30 s."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(restarts - 1, 30))
 
 
 @dataclass
 class Membership:
-    """The nodes of a job; `deadline_s` is when `tick` is to be called, if nothing else happens."""
+    """The nodes of a job; `tick` must be called at `deadline_s` if nothing else happens before."""
 
     policy: Policy
     started_s: float = 0.0
     phase: Phase = Phase.GATHERING
     generation: int = 0
     restarts: int = 0
-    nodes: dict[str, Join] = field(default_factory=dict)  # in the order of their ranks, or of their coming
+    nodes: dict[str, Join] = field(default_factory=dict)  # in the order of their ranks, or of their arrival
     members: list[str] = field(default_factory=list)
     deadline_s: float | None = None
     _open: set[str] = field(default_factory=set)  # members whose workers run
     _finished: set[str] = field(default_factory=set)
     _failures: list[Failure] = field(default_factory=list)
     _makes_room: bool = False  # the generation was ended for a newcomer
-    _lost: list[str] = field(default_factory=list)  # sentences on the nodes that went, in this generation
+    _lost: list[str] = field(default_factory=list)  # for each node lost in this generation, a sentence that says why
     _last_arrival_s: float = 0.0
     _in_a_row: int = 0
 
     def __post_init__(self) -> None:
         self.deadline_s = self.started_s + self.policy.join_timeout_s
 
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Hands a node's report to the method for its kind."""
+        match report:
+            case Join():
+                return self.joined(node, report, now_s)
+            case Failed():
+                return self.failed(node, report, now_s)
+            case Finished():
+                return self.finished(node, report, now_s)
+            case Stopped():
+                return self.stopped(node, report, now_s)
+            case Leave():
+                return self.left(node, report, now_s)
+        return []
+
     def joined(self, node: str, join: Join, now_s: float) -> Orders:
-        """A node has come."""
+        """Takes in a node that has come."""
         if self.phase is Phase.OVER:
             return [(node, End(1, "the job is over"))]
         if wrong := _wrong_version(join):
@@ -103,7 +118,7 @@ class Membership:
         return [(node, Wait(f"{len(self.members)} machines are at work; this one waits for a place"))]
 
     def failed(self, node: str, report: Failed, now_s: float) -> Orders:
-        """The first worker of a node has failed; `stopped` follows."""
+        """Records that the first worker of a node has failed; `stopped` follows."""
         if report.generation != self.generation or self.phase not in (Phase.RUNNING, Phase.STOPPING):
             return []
         self._failures.append(report.failure)
@@ -113,13 +128,13 @@ class Membership:
         return self._stop(f"rank {failure.rank} failed on {failure.host}", but=node)
 
     def finished(self, node: str, report: Finished, now_s: float) -> Orders:
-        """The workers of a node have ended well."""
+        """Records that the workers of a node have ended without a failure."""
         if report.generation == self.generation:
             self._finished.add(node)
         return self._closed(node, report.generation, now_s)
 
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
-        """None of a node's workers runs any more."""
+        """Records that none of a node's workers runs any more."""
         if node in self.nodes:
             join = self.nodes[node]
             self.nodes[node] = replace(join, port=report.port)
@@ -129,7 +144,7 @@ class Membership:
         return self._closed(node, report.generation, now_s)
 
     def left(self, node: str, leave: Leave, now_s: float) -> Orders:
-        """A node was told to stop by those who started it."""
+        """Removes a node whose user or scheduler stopped it."""
         join = self.nodes.get(node)
         if join is None:
             return []
@@ -138,14 +153,14 @@ class Membership:
         return [(node, End(1)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
 
     def lost(self, node: str, why: str, now_s: float) -> Orders:
-        """A node's connection has ended, or it fell silent."""
+        """Removes a node whose connection has ended, or which fell silent."""
         join = self.nodes.get(node)
         if join is None:
             return []
         return self._gone(node, f"{join.host} ({join.address}, pid {join.pid}) was lost: {why}", now_s)
 
     def tick(self, now_s: float) -> Orders:
-        """Time has passed."""
+        """Does what is due at `now_s`."""
         if self.deadline_s is None or now_s < self.deadline_s or self.phase is Phase.OVER:
             return []
         if self.phase is Phase.PAUSING:
@@ -238,7 +253,7 @@ class Membership:
         return orders if self._open else orders + self._generation_over(now_s)
 
     def _generation_over(self, now_s: float) -> Orders:
-        """No worker of the generation runs any more."""
+        """Decides what follows a generation of which no worker runs any more."""
         explained = self._makes_room or (bool(self._lost) and all(each.is_consequence for each in self._failures))
         if self._finished == {*self.members}:
             return self._end(End(0))

@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.launch.nodes.client import apply
 from paceline.launch.nodes.membership import Membership, Orders, Policy
 from paceline.launch.nodes.messages import Alive, Inbox, MessageError, Report, encode
 from paceline.security.doorkeeper import Doorkeeper
@@ -113,7 +112,7 @@ class MeetingServer:
         node.heard_s = time.monotonic()
         for message in messages:
             if isinstance(message, Report):
-                self._carry(apply(self._membership, node.name, message, node.heard_s))
+                self._carry(self._membership.reported(node.name, message, node.heard_s))
 
     def _beat(self) -> None:
         for node in list(self._nodes.values()):

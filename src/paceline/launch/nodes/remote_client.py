@@ -20,7 +20,7 @@ _ATTEMPT_S = 5.0
 _SOON_S = 1.0
 
 
-class Link:
+class RemoteClient:
     """A connection that keeps itself alive on threads of its own, whatever the launcher is busy with."""
 
     deadline_s: float | None = None
@@ -37,7 +37,8 @@ class Link:
         self._waiting, self._waking = os.pipe()
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=each, name="paceline-link", daemon=True) for each in (self._read, self._beat)
+            threading.Thread(target=each, name="paceline-meeting-client", daemon=True)
+            for each in (self._read, self._beat)
         ]
         for thread in self._threads:
             thread.start()
@@ -106,7 +107,7 @@ class Link:
 
 def dial(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
-) -> Link:
+) -> RemoteClient:
     """Connects as soon as the meeting is served; if that is not soon, tells the user by `say` what is waited for.
 
     Raises:
@@ -121,7 +122,7 @@ def dial(
         left_s = started_s + timeout_s - time.monotonic()
         try:
             attempt_s = min(_ATTEMPT_S if is_said else _SOON_S, left_s)
-            return Link(_attempt(address, secret, max(0.1, attempt_s)), silence_s)
+            return RemoteClient(_attempt(address, secret, max(0.1, attempt_s)), silence_s)
         except (OSError, HandshakeUnfinishedError) as error:
             if left_s <= 0:
                 raise RendezvousTimeoutError(

@@ -1,0 +1,123 @@
+"""Starts the workers of a generation on this machine: their variables, streams, cores and processes."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.launch.environment import Place, place_variables
+from paceline.launch.failures import Failure
+from paceline.launch.generation import Generation
+from paceline.launch.gpus import device_of
+from paceline.launch.job import Job
+from paceline.launch.keyboard import Keyboard
+from paceline.launch.logs import Logs
+from paceline.launch.nodes.messages import Start
+from paceline.launch.pipes import WITHOUT_PAGERS, outputs_of
+from paceline.launch.placement import Cores
+from paceline.launch.starting import Interpreters, Starter, Template
+from paceline.launch.values import Streams
+from paceline.launch.worker import Worker, allow_descriptors, bootstrap_argv
+
+
+def place_of(job: Job, start: Start, index: int) -> Place:
+    """Returns the ranks of the worker `index` of this launcher."""
+    slot, slots = job.slot
+    return Place(
+        rank=start.first_rank + index,
+        world_size=start.world_size,
+        local_rank=slot * job.workers + index,
+        local_world_size=slots * job.workers,
+        group_rank=start.group_rank,
+        group_world_size=start.group_world_size,
+        role_rank=start.role_first_rank + index,
+        role_world_size=start.role_world_size,
+        role=job.role,
+    )
+
+
+def variables_of(job: Job, start: Start, index: int, environment: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """Returns the variables in which a worker differs from the others."""
+    place = place_of(job, start, index)
+    master = (start.master_addr, start.master_port)
+    variables = place_variables(place, master, start.run_id, start.restart_count, start.max_restarts)
+    if job.virtual_local_rank:
+        variables["CUDA_VISIBLE_DEVICES"] = device_of(place.local_rank, environment, gpus)
+        variables["LOCAL_RANK"] = "0"
+    return variables
+
+
+def drawing_index(job: Job, start: Start) -> int:
+    """Returns which worker may draw on the terminal: the one that reads stdin if it is shown here, else the first."""
+    slot, _ = job.slot
+    shown = [i for i in range(job.workers) if not job.output.shown or slot * job.workers + i in job.output.shown]
+    reading = None if job.stdin_rank is None else job.stdin_rank - start.first_rank
+    return reading if reading in shown else shown[0] if shown else 0
+
+
+def start_workers(
+    job: Job,
+    start: Start,
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int],
+    directory: str,
+    cores: list[Cores] | None,
+    gpus: int,
+    logs: Logs,
+    keyboard: Keyboard,
+    selector: selectors.BaseSelector,
+    on_start: Callable[[int], None],
+    on_failure: Callable[[Failure], None],
+) -> Generation:
+    """Starts this machine's workers of the generation that `start` orders; returns the generation, which watches them.
+
+    Args:
+        job: says what to run.
+        start: the meeting's order, with the ranks.
+        environment: the variables that all workers share.
+        pass_fds: descriptors that the workers inherit.
+        directory: where the workers leave their error files.
+        cores: the cores of each local rank; None binds no worker.
+        gpus: how many GPUs this machine has.
+        logs: where the workers' output goes.
+        keyboard: the launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
+        selector: the launcher's loop; see `Generation`.
+        on_start: is called with the process id of each worker.
+        on_failure: is called with the first failure.
+
+    Raises:
+        OSError: a process could not be started.
+    """
+    generation = Generation(start.generation, job.shutdown_timeout_s, keyboard, selector, on_failure)
+    descriptors = allow_descriptors(job.workers)
+    starter: Starter = (Template if job.forks else Interpreters)(environment, pass_fds, descriptors)
+    drawing = drawing_index(job, start)
+    with starter, open(os.devnull, "rb") as nothing:
+        for index in range(job.workers):
+            place = place_of(job, start, index)
+            error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
+            variables = {
+                **variables_of(job, start, index, environment, gpus),
+                "PACELINE_ERROR_FILE": error_file,
+                "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+                "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
+            }
+            if keyboard.path is not None:
+                variables["PACELINE_TERMINAL"] = keyboard.path
+            log = logs.of_rank(start.generation - 1, place.rank)
+            where = (start.generation - 1, place.rank, place.local_rank, index == drawing)
+            outputs = outputs_of([logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+            if outputs[-1].is_terminal:
+                variables.update(WITHOUT_PAGERS)
+            argv = bootstrap_argv(job.command, place.local_rank)
+            reads = place.rank == job.stdin_rank and keyboard.is_ours()
+            own_cores = cores[place.local_rank] if cores is not None else None
+            streams = (0 if reads else nothing.fileno(), outputs[0].writing, outputs[-1].writing)
+            pid = starter.start(argv, variables, streams, own_cores)
+            on_start(pid)
+            log_dir = str(log) if log else None
+            worker = Worker(place.rank, place.local_rank, pid, error_file, os.pidfd_open(pid), log_dir, reads)
+            generation.follow(worker, outputs)
+    return generation

@@ -1,0 +1,24 @@
+"""From which of this machine's addresses a route starts."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses for documentation (RFC 5737, RFC 3849): no machine has them, so they lie behind the default route."""
+
+_DISCARD_PORT = 9
+
+
+def source_address(target: str) -> str:
+    """Returns the address from which this machine would send to `target`, a host name or an address.
+
+    Raises:
+        OSError: there is no route to it.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(target, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect(address)  # sends nothing, since the socket is UDP's
+            return str(probe.getsockname()[0])
+    raise OSError(f"no route to {target}")
