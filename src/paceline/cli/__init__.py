@@ -1,4 +1,4 @@
-"""The `paceline` command.
+"""The `paceline` command: its subcommands, and the doctor in `doctor/`.
 
-May use: everything below. Start reading at `main.py`.
+May use: every package below; a subcommand imports what it needs when it runs. Start reading at `main.py`.
 """

@@ -1,4 +1,4 @@
-"""`paceline launch-script`: prints what a scheduler needs to start a job."""
+"""Runs `paceline launch-script`, which prints what a scheduler needs to start a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The grammar."""
+    """Adds the command's arguments."""
     parser.add_argument("kind", choices=("slurm", "k8s", "jobset", "ray"), help="for which scheduler")
     parser.add_argument("--nodes", type=int, default=2, help="machines (default: 2)")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="workers of each (default: gpu)")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints it."""
+    """Prints the script or manifest; returns 0."""
     from paceline.launch.manifests import KINDS, Request
 
     name = options.name or Path(options.script).stem.lower().replace("_", "-")

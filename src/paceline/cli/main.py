@@ -1,4 +1,4 @@
-"""The `paceline` command."""
+"""Parses the `paceline` command line and runs the subcommand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = ("run", "join", "launch-script", "doctor")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
-    """The command line's grammar."""
+    """Returns the parser of the whole command line."""
     top = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
     top.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -55,7 +55,7 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
 
 
 def _mistaken_command(words: Sequence[str]) -> str | None:
-    """What to type instead, if the first word is no command."""
+    """Returns what to type instead, if the first word is no command."""
     import shlex
     from difflib import get_close_matches
 
@@ -72,7 +72,7 @@ def _mistaken_command(words: Sequence[str]) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; its exit code."""
+    """Runs the command; returns its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if mistake := _mistaken_command(words):
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)

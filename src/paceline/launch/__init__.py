@@ -1,4 +1,5 @@
-"""Starting, watching and ending worker processes.
+"""Starts, watches and ends worker processes, on one machine or, with the others that meet in `nodes/`, on several.
 
-May use: `store`, `security`; imports no torch, so that a launcher starts at once. Start reading at `agent.py`.
+May use: `store`, `security`, `errors`, `routes`; never torch, so that a launcher starts at once.
+Start reading at `agent.py`; the commands in `command.py` lead there.
 """

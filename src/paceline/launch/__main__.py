@@ -11,7 +11,7 @@ from paceline.launch.grammar import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """As `paceline run`, but each worker is given --local_rank=N before its arguments, unless --use-env is."""
+    """Does what `paceline run` does, but passes --local_rank=N to each worker unless --use-env is given."""
     parser = Parser(
         prog="python -m paceline.launch",
         description="As `paceline run`, but passes --local_rank=N to each worker, unless --use-env is given.",

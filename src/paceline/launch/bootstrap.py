@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """As `lifeline.die_with_parent`, without its imports."""
+    """Does what `lifeline.die_with_parent` does, without its imports."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -78,10 +78,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def _prepare_stdin() -> None:
-    """On the rank that reads stdin, has `input` edit lines; on others, `breakpoint()` do nothing.
+    """Lets `input` edit lines on the rank that reads stdin, and makes `breakpoint()` do nothing on the others.
 
-    A line editor echoes what is typed by stdout, so that the launcher knows of it. Without a stdin to type into the
-    debugger would end the job.
+    A line editor echoes typed text on stdout, so that the launcher sees it. Without a stdin to type into, the debugger
+    would end the job.
     """
     reader, rank = os.environ.get("PACELINE_STDIN", "none"), os.environ["RANK"]
     if reader == rank and os.isatty(0) and os.isatty(1):
@@ -102,7 +102,7 @@ def _prepare_stdin() -> None:
 
 
 def _join_cgroup(directory: str | None) -> None:
-    """Moves this process into the job's cgroup, if there is one; where the kernel forbids it, the guards' marks do."""
+    """Moves this process into the job's cgroup, if there is one; if the kernel forbids it, the guards use marks."""
     if directory is not None:
         try:
             with open(f"{directory}/cgroup.procs", "w") as members:
@@ -112,13 +112,13 @@ def _join_cgroup(directory: str | None) -> None:
 
 
 def _record_exit(path: str) -> None:
-    """Leaves word that the script is over, last of all that is done at exit: a crash after that is none of its own."""
+    """Records, last of all at exit, that the script has ended: a crash after that is not the script's own."""
     import atexit
     from os import getpid  # the script, which shares this module's names, may give `os` another meaning
 
     worker = getpid()
 
-    def leave_word() -> None:
+    def record_end() -> None:
         if getpid() == worker:
             try:
                 with open(f"{path}.at-exit", "w") as file:
@@ -126,11 +126,11 @@ def _record_exit(path: str) -> None:
             except OSError:
                 pass
 
-    atexit.register(leave_word)
+    atexit.register(record_end)
 
 
 def _record_uncaught(path: str) -> None:
-    """Has an uncaught exception recorded; what that needs is imported when there is one."""
+    """Records an uncaught exception; the imports for it happen only if there is one."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

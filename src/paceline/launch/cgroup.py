@@ -1,8 +1,8 @@
-"""A cgroup for the job's workers, where the kernel lets this user make one.
+"""Makes a cgroup for the job's workers, if the kernel lets this user make one.
 
-What a process starts is in its cgroup, whatever sessions it opens, parents it loses and variables it clears. So to kill
-the cgroup (`cgroup.kill`, Linux 5.14) is to kill all of it, and nothing else. It needs version 2 and a cgroup that has
-been delegated to the user: that of a systemd user manager, of a container that may write to it, or root's.
+Every process that a worker starts is in its cgroup, whatever sessions it opens, parents it loses and variables it
+clears. So killing the cgroup (`cgroup.kill`, Linux 5.14) kills all of them, and nothing else. This needs version 2 and
+a cgroup that is delegated to the user: that of a systemd user manager, of a container that may write to it, or root's.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "PACELINE_CGROUP"  # for the bootstrap, which joins it before anything else runs in a worker
+VARIABLE = "PACELINE_CGROUP"  # the bootstrap joins it before anything else runs in a worker
 
-_ROUNDS, _PAUSE_S = 200, 0.005  # until the killed have ended
+_ROUNDS, _PAUSE_S = 200, 0.005  # how often, and for how long, to wait until the killed processes have ended
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The directory of a cgroup below this process's own, whether it has been made or not."""
+    """A cgroup below this process's own, whether it has been made or not."""
 
     directory: Path
 
     @classmethod
     def planned(cls, root: Path = Path("/")) -> Cgroup | None:
-        """One with a new name, not made yet; None where this user can make none."""
+        """Returns a cgroup with a new name that is not made yet; None if this user can make none."""
         own = own_directory(root)
         if own is None or not os.access(own, os.W_OK) or not os.access(own / "cgroup.procs", os.W_OK):
             return None
         return cls(own / f"paceline-{secrets.token_hex(8)}")
 
     def make(self) -> bool:
-        """Makes it; False, and there is none, where the kernel refuses or could not kill it."""
+        """Makes the cgroup; returns False, and leaves none behind, if the kernel refuses or could not kill it."""
         try:
             self.directory.mkdir()
             if (self.directory / "cgroup.kill").exists():
@@ -45,7 +45,7 @@ class Cgroup:
         return False
 
     def kill(self) -> None:
-        """Kills every process in it and in those below; it can be used again. Nothing happens where there is none."""
+        """Kills every process in it and in the cgroups below, if it exists; it can be used again."""
         with contextlib.suppress(OSError):
             (self.directory / "cgroup.kill").write_text("1")
 
@@ -62,7 +62,7 @@ class Cgroup:
 
 
 def own_directory(root: Path = Path("/")) -> Path | None:
-    """Where this process's cgroup of version 2 is mounted; None if it is not."""
+    """Returns where this process's cgroup of version 2 is mounted; None if it is not."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What a job has on this machine beside its workers, and how all of it is ended."""
+"""Holds what a job has on this machine besides its workers, and ends all of it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from paceline.launch.lifeline import (
     reap_orphans,
 )
 
-_LONGEST_PATH = 80  # of 107, less the names of what is in it
+_LONGEST_PATH = 80  # of the 107 bytes of a Unix socket's path, less the names inside the directory
 
 
 class Cleanup:
     """The job's directory, its cgroup where there can be one, its mark and its guards; `close` ends them all.
 
-    Make it before any thread is started.
+    Create it before any thread starts.
     """
 
     def __init__(self) -> None:
         self.directory = _directory()
-        # Within another job it begins with that one's mark, so that who ends that job ends this one too.
+        # Inside another job the mark begins with that job's, so that whatever ends that job ends this one too.
         self._mark = f"{os.environ.get(MARK, '')}{secrets.token_hex(8)}."
         self._others = children()
         planned = cgroup.Cgroup.planned()
@@ -39,22 +39,22 @@ class Cleanup:
         adopt_orphans()
 
     def variables(self, generation: int) -> dict[str, str]:
-        """What the workers of a generation need to find in their environment."""
+        """Returns the variables that the workers of a generation need in their environment."""
         variables = {MARK: f"{self._mark}{generation}."}
         if self._cgroup is not None:
             variables[cgroup.VARIABLE] = str(self._cgroup.directory)
         return variables
 
     def watch(self, worker: int) -> None:
-        """Has the guards end the session of this worker, should the launcher be killed."""
+        """Makes the guards end the session of this worker if the launcher is killed."""
         self._guard.watch(worker)
 
     def reap(self, workers: Iterable[int]) -> None:
-        """Collects the adopted processes that have ended; the `workers` are collected by who started them."""
+        """Reaps the adopted processes that have ended; the code that started the `workers` reaps those."""
         reap_orphans([*self._guard.pids, *workers])
 
     def end_generation(self, generation: int) -> None:
-        """Kills what the workers of a generation, which have ended, leave behind."""
+        """Kills the processes that the workers of a generation, which have ended, leave behind."""
         self._guard.forget()
         if self._cgroup is not None:
             self._cgroup.kill()
@@ -73,7 +73,7 @@ class Cleanup:
 
 
 def _directory() -> str:
-    """A directory of the job's own, with a path short enough for a Unix socket."""
+    """Makes a directory for the job, with a path short enough for a Unix socket."""
     directory = tempfile.mkdtemp(prefix="paceline-")
     if len(os.fsencode(directory)) <= _LONGEST_PATH:
         return directory

@@ -1,4 +1,7 @@
-"""`paceline run`, `paceline join` and `python -m paceline.launch`, from parsed flags to the exit code."""
+"""Runs `paceline run`, `paceline join` and `python -m paceline.launch` from parsed flags to the exit code.
+
+`cli/main.py` and `__main__.py` parse the flags; both are above this module, since each has a command line of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from paceline.launch.flags import add_flags
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str] = os.environ) -> None:
-    """The flags, the script and its arguments."""
+    """Adds the flags, the script and its arguments."""
     add_flags(parser, environment)
     parser.add_argument("script", metavar="SCRIPT", help="the script, or with -m the module")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs what the flags describe, or says what it would be; errors are told in one line."""
+    """Runs what the flags describe, or prints what would run; reports errors in one line.
+
+    Returns the exit code: 2 for wrong flags, 1 for other errors, 130 after Ctrl-C while the machines meet.
+    """
     from paceline.errors import PacelineError
     from paceline.launch.output import open_standard_streams
 
@@ -55,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _token(address: tuple[str, int] | None) -> tuple[socket.socket, bytes, str]:
-    """A listening socket, the job's secret, and the word that leads others to both."""
+    """Returns a listening socket, the job's secret, and the token that leads others to both."""
     import secrets
 
     from paceline.launch.nodes.join_token import Token

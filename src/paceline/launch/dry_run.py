@@ -1,4 +1,4 @@
-"""What would start where with which variables, for `--dry-run`; the lines of a rank can be pasted into a shell."""
+"""Describes for `--dry-run` what would start where with which variables; a rank's lines can be pasted into a shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNKNOWN = "<chosen at the start>"
 
 
 def describe_plan(job: Job, machine: Machine) -> str:
-    """The plan as text."""
+    """Returns the plan as text."""
     rendezvous = job.rendezvous
     lines = [*machine.remarks(job)]
     if rendezvous.address is None:
@@ -46,7 +46,7 @@ def describe_plan(job: Job, machine: Machine) -> str:
 
 
 def _start(job: Job) -> Start | None:
-    """The order that the meeting would give, where it is known beforehand."""
+    """Returns the order that the meeting would give, if it is known beforehand."""
     rendezvous = job.rendezvous
     if rendezvous.address is None:
         nodes, here, address = 1, 0, "127.0.0.1"

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment."""
+"""Decides the variables of a worker's environment: its ranks, ports and threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands among all: torchrun's numbers."""
+    """A worker's ranks, by torchrun's names."""
 
     rank: int
     world_size: int
@@ -19,7 +19,7 @@ class Place:
     local_world_size: int
     group_rank: int = 0
     group_world_size: int = 1
-    role_rank: int | None = None  # as the rank, unless there are several roles
+    role_rank: int | None = None  # the same as the rank, unless there are several roles
     role_world_size: int | None = None
     role: str = "default"
 
@@ -27,7 +27,7 @@ class Place:
 def place_variables(
     place: Place, master: tuple[str, int], run_id: str, restart_count: int = 0, max_restarts: int = 0
 ) -> dict[str, str]:
-    """torchrun's variables for a worker."""
+    """Returns torchrun's variables for a worker."""
     role_rank = place.rank if place.role_rank is None else place.role_rank
     role_world_size = place.world_size if place.role_world_size is None else place.role_world_size
     return {
@@ -50,19 +50,19 @@ def place_variables(
 
 
 def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """torchrun's variables for one of `world_size` workers of this machine."""
+    """Returns torchrun's variables for one of `world_size` workers of this machine."""
     return place_variables(Place(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
 
 
 def allowed_cores() -> int:
-    """The cores this process may use, by affinity and by its cgroup's quota; at least 1."""
+    """Returns how many cores this process may use, by affinity and by its cgroup's quota; at least 1."""
     quota = cpu_quota()
     cores = len(os.sched_getaffinity(0))
     return max(1, cores if quota is None else min(cores, -int(-quota // 1)))
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The cores that the cgroup's quota amounts to, in version 2 or 1; None for no limit."""
+    """Returns how many cores the cgroup's quota allows, in version 2 or 1; None for no limit."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -76,12 +76,12 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS that shares the cores out; None where the user has chosen."""
+    """Returns the OMP_NUM_THREADS that divides the cores among the workers; None if the user has set it."""
     return None if "OMP_NUM_THREADS" in environment else max(1, cores // workers)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of one of this machine's addresses that is free now."""
+    """Returns a TCP port that is free now at one of this machine's addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((address, 0))

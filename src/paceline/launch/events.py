@@ -1,4 +1,4 @@
-"""What happens in a job as lines of JSON on stderr, for `--event-log-handler console`."""
+"""Writes a job's events as lines of JSON to stderr, for `--event-log-handler console`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.launch.output import Console
 
 
 class Events:
-    """Writes events, or nothing."""
+    """Writes events if `is_on`, otherwise nothing."""
 
     def __init__(self, is_on: bool, run_id: str, console: Console) -> None:
         self._is_on = is_on
@@ -18,7 +18,7 @@ class Events:
         self._write = console.writer(2)
 
     def tell(self, event: str, **facts: str | int | list[int]) -> None:
-        """One event: what, when, where, and its facts."""
+        """Writes one event: what happened, when, where, and its facts."""
         if self._is_on:
             line = {
                 "event": event,

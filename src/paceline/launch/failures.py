@@ -1,4 +1,4 @@
-"""What a worker leaves behind when it fails, which of several failures came first, and how they are told."""
+"""Records why a worker failed, finds which of several failures came first, and describes them to the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-# Errors that another rank's failure brings about: Paceline's, and what gloo, NCCL and sockets say of a lost peer.
+# Errors that another rank's failure causes: Paceline's own, and what gloo, NCCL and sockets report about a lost peer.
 _CONSEQUENCES = {"PeerLostError", "CollectiveTimeoutError", "StoreConnectionError", "ConnectionResetError"}
 _CONSEQUENCE_TEXTS = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|ncclRemoteError|ncclSystemError|Socket Timeout|"
@@ -40,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that did not end well; `exit_code` as of subprocess, negative for a signal."""
+    """A worker that failed; `exit_code` is as in subprocess, negative for a signal."""
 
     rank: int
     pid: int
@@ -48,7 +48,7 @@ class Failure:
     seen_s: float
     record: Record | None
     host: str = field(default_factory=socket.gethostname)
-    memory: str | None = None  # what the kernel said, where it killed the worker for want of memory
+    memory: str | None = None  # the kernel's figures, if it killed the worker because memory ran out
     log: str | None = None  # the directory with its output
     at_exit: bool = False  # its script had come to its end, and the interpreter was shutting down
 
@@ -59,13 +59,13 @@ class Failure:
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether a Ctrl-C that it did not handle ended it."""
+        """Whether an unhandled Ctrl-C ended the worker."""
         kind = self.record.kind if self.record is not None else None
         return kind == "KeyboardInterrupt" or self.exit_code in (-signal.SIGINT, 128 + signal.SIGINT)
 
     @property
     def how(self) -> str:
-        """What ended it, in a few words."""
+        """How the worker ended, in a few words."""
         if self.memory is not None:
             return "killed by the kernel, out of memory"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
@@ -80,7 +80,7 @@ def _last_line(text: str) -> str:
 
 
 def signal_name(number: int) -> str:
-    """`SIGSEGV` for 11; real-time signals have numbers only."""
+    """Returns a signal's name, such as `SIGSEGV` for 11; real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -88,12 +88,12 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The one that explains the others."""
+    """Returns the failure that explains the others."""
     return min(failures, key=lambda each: (each.is_consequence, each.record.time_s if each.record else each.seen_s))
 
 
 def shortened(failures: Sequence[Failure]) -> tuple[Failure, ...]:
-    """As much of them as a message between machines holds: the cause, and the first others with their last words."""
+    """Returns what fits into a message between machines: the cause, and the first others with the end of their text."""
     cause = first_failure(failures) if failures else None
     kept: list[Failure] = []
     for failure in failures:
@@ -106,7 +106,7 @@ def shortened(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def describe(failure: Failure) -> str:
-    """The failure in one line, and its traceback if it left one."""
+    """Describes the failure in one line, followed by its traceback if it left one."""
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
     line = f"rank {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
@@ -126,7 +126,7 @@ def describe(failure: Failure) -> str:
 
 
 def report(failures: Sequence[Failure]) -> str:
-    """Those that followed in a line each, then the cause: what is to be read stands last."""
+    """Returns one line for each secondary failure, then the root cause last, where the reader looks."""
     cause = first_failure(failures)
     lines = []
     for failure in sorted(failures, key=lambda each: each.rank):
@@ -140,15 +140,15 @@ def report(failures: Sequence[Failure]) -> str:
 
 
 def keep(failure: Failure) -> None:
-    """Leaves a failure as `error.json` with the worker's output, if that is kept."""
+    """Writes a failure to `error.json` beside the worker's output, if that is kept."""
     if failure.log is not None:
-        with contextlib.suppress(OSError):  # the disk is full, say; the failure is told on the console as well
+        with contextlib.suppress(OSError):  # for example, the disk is full; the console shows the failure as well
             Path(failure.log).mkdir(parents=True, exist_ok=True)
             Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), "how": failure.how}, indent=1))
 
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Leaves an exception in the file `path`."""
+    """Writes an exception to the file `path`."""
     text = "".join(traceback.format_exception(kind, error, _without_own(trace)))
     if len(text) > _LONGEST_TEXT:
         half = _LONGEST_TEXT // 2
@@ -159,7 +159,7 @@ def write_record(path: str, kind: type[BaseException], error: BaseException, tra
 
 
 def read_record(path: str) -> Record | None:
-    """What `write_record` left, if anything."""
+    """Returns what `write_record` wrote; None if there is nothing to read."""
     try:
         return Record(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError):
@@ -167,22 +167,22 @@ def read_record(path: str) -> Record | None:
 
 
 def came_to_its_end(path: str) -> bool:
-    """Whether the worker with the error file `path` had begun to shut its interpreter down."""
+    """Returns whether the worker with the error file `path` had begun to shut its interpreter down."""
     return os.path.exists(f"{path}.at-exit")
 
 
 def record_uncaught(path: str) -> None:
     """Has an uncaught exception of this process recorded in `path`, and printed without the launcher's own frames.
 
-    Of one that another rank brings about only the user's own frames are printed: the cause is to be seen, and the
-    launcher repeats the whole if this turns out to be it.
+    If another rank caused the exception, only the user's own frames are printed, so that the cause stays in view; the
+    launcher prints all of it if this rank turns out to be the cause.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # no room for it, say; it is printed all the same
+        with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed all the same
             write_record(path, kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
-            return  # the launcher says that it was interrupted; a traceback a rank adds nothing
+            return  # the launcher reports the interrupt; a traceback from each rank would add nothing
         shown = traceback.TracebackException(kind, error, _without_own(trace))
         text = "".join(shown.format())
         if _is_consequence(kind.__name__, text):
@@ -196,7 +196,7 @@ def record_uncaught(path: str) -> None:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file is of Python, an installed package, or Paceline: not the user's."""
+    """Returns whether a file belongs to Python, an installed package or Paceline, and not to the user."""
     return "site-packages" in file or file.startswith(("<", sys.base_prefix, _PACKAGE))
 
 

@@ -15,9 +15,9 @@ from paceline.launch.output import Stream
 from paceline.launch.pipes import Output
 from paceline.launch.worker import Worker
 
-CONSEQUENCES_S = 0.5  # after a failure, for the ranks that end because of it to say so themselves
+CONSEQUENCES_S = 0.5  # how long after a failure the ranks that end because of it have to report that themselves
 _READ_BYTES = 1 << 16
-_PROMPT_S = 0.2  # after which an unfinished line is shown to whoever is to answer it
+_PROMPT_S = 0.2  # after this long an unfinished line is shown to whoever should answer it
 
 
 class Generation:
@@ -53,7 +53,7 @@ class Generation:
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._prompt_s: float | None = None  # when (monotonic) to look for one
-        self._told_to_end = False
+        self._was_asked_to_end = False
 
     def follow(self, worker: Worker, outputs: list[Output]) -> None:
         """Watches a worker that has just been started: passes on its output, and notices its end."""
@@ -76,12 +76,12 @@ class Generation:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` is to be called."""
+        """When (monotonic) `tick` must be called; None for never."""
         signal_s = self._next_signal[0] if self._next_signal is not None else None
         return min((each for each in (signal_s, self._prompt_s) if each is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Sends the signal that is due, and shows the prompt of a worker that waits for an answer."""
+        """Sends the signal that is due at `now_s`, and shows the prompt of a worker that waits for an answer."""
         if self._prompt_s is not None and now_s >= self._prompt_s:
             self._prompt_s = None
             if any(worker.reads and waits_for_stdin(worker.pid) for worker in self.workers):
@@ -92,36 +92,36 @@ class Generation:
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM, after_s: float = 0.0) -> None:
-        """Asks the workers to end, with SIGKILL for those that have not after the grace period."""
+        """Asks the workers to end; kills those that still run after the grace period."""
         if self._next_signal is None or after_s == 0.0:
             self._next_signal = (time.monotonic() + after_s, number)
             self.tick(time.monotonic())
 
     def kill(self) -> None:
-        """Ends the workers now."""
+        """Kills the workers at once."""
         self._signal(signal.SIGKILL)
 
     def interactive(self) -> Worker | None:
-        """The worker that waits for what somebody types: it is in `paceline.breakpoint`, or reads the terminal."""
+        """Returns the worker that waits for typed input: it is in `paceline.breakpoint`, or reads the terminal."""
         running = [worker for worker in self.workers if worker.exit_code is None]
         debugged = [worker for worker in running if os.path.exists(worker.debugger_file)]
         reading = [worker for worker in running if worker.reads and self._keyboard.is_read_by(worker.pid)]
         return next(iter([*debugged, *reading]), None)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to every worker that runs."""
+        """Sends a signal to every running worker."""
         for worker in self.workers:
             if worker.exit_code is None:
                 worker.signal(number)
 
     def resize(self) -> None:
-        """Tells the workers that write to a terminal its present size."""
+        """Passes the terminal's current size on to the workers that write to it."""
         for output in self._outputs:
             output.resize()
 
     @property
     def is_over(self) -> bool:
-        """Every worker has ended and its output is passed on; what its children hold open is not waited for."""
+        """Whether every worker has ended and its output is passed on; pipes held open by its children do not count."""
         if any(worker.exit_code is None for worker in self.workers):
             return False
         ready = self._selector.select(0)
@@ -168,8 +168,10 @@ class Generation:
         if code == 0:
             return
         record = read_record(worker.error_file)
-        if self._told_to_end and (not self.failures or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))):
-            return  # it ended because it was told to
+        if self._was_asked_to_end and (
+            not self.failures or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))
+        ):
+            return  # it ended because it was asked to
         memory = self._memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
         exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
         at_exit = record is None and came_to_its_end(worker.error_file)
@@ -183,6 +185,6 @@ class Generation:
             self._on_failure(failure)
 
     def _signal(self, number: int) -> None:
-        self._told_to_end = True
+        self._was_asked_to_end = True
         self.signal(signal.SIGCONT)  # a stopped worker would not hear it
         self.signal(number)

@@ -1,4 +1,4 @@
-"""Command lines that explain a mistake in a line or two, with the nearest flag, instead of listing every flag."""
+"""Parses command lines; explains a mistake in a line or two, with the nearest flag, instead of listing every flag."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads by the namespace's class
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's, but a flag that is not known is an error here, where the flags that exist are known."""
+        """Parses as argparse does, but rejects an unknown flag here, where the existing flags are known."""
         words = sys.argv[1:] if args is None else list(args)
         found, unknown = super().parse_known_args(words, namespace)
         if unknown:

@@ -1,4 +1,4 @@
-"""What `paceline run` was asked to do, decided once from the flags, the PET_* variables and the scheduler's."""
+"""What `paceline run` is asked to do, decided once from flags, PET_* variables and the scheduler's variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_atte
 
 
 class OptionError(ValueError):
-    """Flags that do not fit together; the message says which, and what to do."""
+    """Flags contradict each other; the message says which ones, and what to do."""
 
 
 class Kind(Enum):
@@ -59,7 +59,7 @@ class Output:
 
     @property
     def needs_files(self) -> bool:
-        """Whether anything is kept in files."""
+        """Whether any output is kept in files."""
         chosen = (*self.redirects.values(), *self.tee.values())
         return any(chosen) or bool(self.log_dir or self.stdout_words or self.stderr_words)
 
@@ -95,22 +95,27 @@ class Job:
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     role: str = "default"
     virtual_local_rank: bool = False
-    binding: str | None = "exclusive"  # of workers to cores; None: not at all
+    binding: str | None = "exclusive"  # how workers are bound to cores; None binds none
     binding_is_asked_for: bool = False
-    stdin_rank: int | None = 0  # that reads the launcher's stdin, if it is one of this machine's
+    stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    forks: bool = False  # of a template, which is quicker for workers that import no torch
-    slot: tuple[int, int] = (0, 1)  # this launcher among those of its machine, where a scheduler started several
+    forks: bool = False  # workers are forks of a template process, which starts those that import no torch sooner
+    slot: tuple[int, int] = (
+        0,
+        1,
+    )  # this launcher's number and the count on its machine, where a scheduler started several
     scheduler: Scheduler | None = None
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
-    """The job that parsed flags describe.
+    """Returns the job that the parsed flags describe.
 
     Raises:
-        OptionError: they contradict each other, or lack what the others need.
+        OptionError: flags contradict each other, or one is missing that others need.
     """
-    is_in_a_job = MARK in environment  # a worker starts it, and what the scheduler says is of the job around it
+    is_in_a_job = (
+        MARK in environment
+    )  # a worker started this launcher, so the scheduler's variables describe the job around it
     scheduler = None if options.standalone or is_in_a_job else detect(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
     timeout_s = options.shutdown_timeout
@@ -143,7 +148,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
 
 
 def _forks(method: str, workers: int) -> bool:
-    if method == "auto":  # so many are no training, and are to be there soon
+    if method == "auto":  # with this many workers per core it is not training; start-up time matters more
         return workers > _MANY_A_CORE * allowed_cores()
     return method != "spawn"
 
@@ -180,7 +185,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
     if unknown := sorted(set(conf) - _SETTINGS - _IGNORED_SETTINGS):
         raise OptionError(f"--rdzv-conf has {', '.join(unknown)}, which is not known; known: {sorted(_SETTINGS)}")
     if most == 1:
-        return RendezvousOptions()  # there is nobody to meet, whatever the address
+        return RendezvousOptions()  # a single machine meets no others, whatever the address
     comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
     is_static = options.rdzv_backend == "static" and not comes_in_any_order
     address, serves = _address(options, scheduler)
@@ -217,7 +222,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
-    """Where the machines meet, and whether this one is known to serve there."""
+    """Returns where the machines meet, and whether this one serves there; None if that is not known yet."""
     if options.rdzv_endpoint:
         return endpoint_of(options.rdzv_endpoint), None
     host = options.master_addr or (scheduler.address if scheduler else None)
@@ -233,7 +238,11 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
 
 
 def endpoint_of(text: str) -> tuple[str, int]:
-    """`host:port`, `[v6]:port` or `host`."""
+    """Parses `host:port`, `[v6]:port` or `host`; the port defaults to torchrun's.
+
+    Raises:
+        OptionError: it is none of these.
+    """
     if "," in text:
         raise OptionError(
             f"--rdzv-endpoint {text!r} names several places; the machines meet at one, and when that is lost the job "

@@ -1,7 +1,7 @@
 """The terminal that the launcher's stdin may be, and whether a worker waits for what is typed there.
 
 One worker has the launcher's stdin as its own. It is in a session of its own, so the kernel neither stops it when it
-reads in the background nor sends it SIGINT for Ctrl-C: the launcher, to which the terminal belongs, does that for it.
+reads in the background nor sends it SIGINT for Ctrl-C: the launcher, which owns the terminal, does that instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Keyboard:
         return self._before is not None
 
     def is_ours(self) -> bool:
-        """Whether what is typed is for the launcher: stdin is no terminal, or we are in its foreground."""
+        """Returns whether typed input is for the launcher: stdin is no terminal, or we are in its foreground."""
         if not self.is_terminal:
             return True
         try:
@@ -44,7 +44,7 @@ class Keyboard:
             return True
 
     def is_read_by(self, pid: int) -> bool:
-        """Whether process `pid`, which has our stdin, waits for what is typed: in a line editor, or by a read."""
+        """Returns whether process `pid`, which has our stdin, waits for typed input, in a line editor or by a read."""
         if self._before is None:
             return False
         return self._edits_lines() or waits_for_stdin(pid)
@@ -59,26 +59,26 @@ class Keyboard:
         )
 
     def attributes(self) -> Attributes | None:
-        """The terminal's attributes now; None without a terminal."""
+        """Returns the terminal's current attributes; None without a terminal."""
         try:
             return termios.tcgetattr(0) if self.is_terminal else None
         except termios.error:  # it was closed
             return None
 
     def set(self, attributes: Attributes | None) -> None:
-        """Gives the terminal these attributes, if we are in its foreground."""
+        """Sets the terminal's attributes, if this process is in its foreground."""
         if attributes is not None and self.is_ours():
             with contextlib.suppress(termios.error):
                 termios.tcsetattr(0, termios.TCSADRAIN, attributes)
 
     def restore(self) -> None:
-        """Undoes what a worker that ended in a line editor has left."""
+        """Restores the attributes that a worker left changed when it ended in a line editor."""
         if self._before is not None and self.attributes() != self._before:
             self.set(self._before)
 
 
 def waits_for_stdin(pid: int) -> bool:
-    """Whether process `pid` is in a read from its stdin; False where the system does not say."""
+    """Returns whether process `pid` is in a read from its stdin; False if the system does not say."""
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
     except OSError:

@@ -1,12 +1,12 @@
-"""Nothing outlives the launcher, whatever ends it.
+"""Makes sure that nothing outlives the launcher, whatever ends it.
 
-The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). What a worker had started is killed by guards,
-processes that were forked off early, hold the reading end of a pipe, and learn of the launcher's death by its end. They
-kill the job's cgroup where there is one, and whatever carries the job's mark in its environment or is in a session that
-a worker leads, and remove the job's directory. Nothing else is killed: a process tree may hold what belongs to others.
-There are several guards, since one may be killed just before the launcher.
+The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). Guards kill what a worker had started: they are
+processes that were forked early and hold the reading end of a pipe, which closes when the launcher dies. They kill the
+job's cgroup if there is one, and every process that carries the job's mark in its environment or is in a session that a
+worker leads, and they remove the job's directory. They kill nothing else, since a process tree may hold processes that
+belong to others. There are several guards, since one may be killed just before the launcher.
 
-A launcher that ends by itself also kills the orphans that it has adopted, which are processes of the job whatever they
+A launcher that ends by itself also kills the orphans that it has adopted: they are processes of the job, whatever they
 did to their environment and session.
 """
 
@@ -27,7 +27,7 @@ GUARDS = 3
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_ROUNDS = 20  # of looking for what was started while the others were killed
+_ROUNDS = 20  # how often to look again for processes that were started during the killing
 
 
 def die_with_parent(parent: int) -> None:
@@ -38,22 +38,22 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes the workers' children ours when the workers end, instead of init's."""
+    """Makes this process, instead of init, the parent of the workers' children when the workers end."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_orphans(own: Iterable[int]) -> None:
-    """Collects those adopted children that have ended; the statuses of `own` are left to those who wait for them."""
+    """Reaps the adopted children that have ended; leaves `own` to the code that waits for them."""
     spared = set(own)
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in spared:
-                return  # the others come to light when it is collected
+                return  # waitid reports one child at a time; the owner of this one must reap it first
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def children() -> set[int]:
-    """The running children of this process, adopted ones included."""
+    """Returns the running children of this process, including adopted ones."""
     me = os.getpid()
     found = set()
     for name in os.listdir("/proc"):
@@ -66,7 +66,7 @@ def children() -> set[int]:
 
 
 def kill_orphans(own: Iterable[int]) -> None:
-    """Kills every child of this process but `own`, and their children, which this process adopts."""
+    """Kills every child of this process except `own`, and their children, which this process adopts."""
     spared = set(own)
     for _ in range(_ROUNDS):
         orphans = children() - spared
@@ -80,13 +80,13 @@ def kill_orphans(own: Iterable[int]) -> None:
 
 
 def kill_group(leader: int, number: int) -> None:
-    """Sends a signal to the process group of `leader`, if there is still one."""
+    """Sends a signal to the process group of `leader`, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
 
 
 def marked(mark: str) -> list[int]:
-    """The running processes of this user whose environment had `mark` when they started."""
+    """Returns the running processes of this user whose environment had `mark` when they started."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for name in os.listdir("/proc"):
@@ -98,7 +98,7 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills every process with `mark`, and what these start meanwhile."""
+    """Kills every process with `mark`, and what these processes start in the meantime."""
     for _ in range(_ROUNDS):
         pids = marked(mark)
         if not pids:
@@ -110,7 +110,7 @@ def kill_marked(mark: str) -> None:
 
 
 def in_sessions(leaders: Iterable[int]) -> list[int]:
-    """The running processes of the sessions that `leaders` lead or led."""
+    """Returns the running processes of the sessions that `leaders` lead or led."""
     wanted = set(leaders)
     found = []
     for name in os.listdir("/proc"):
@@ -122,7 +122,7 @@ def in_sessions(leaders: Iterable[int]) -> list[int]:
 
 
 class Guard:
-    """The guarding processes; make it before any thread is started. `close` when the job is over."""
+    """The guarding processes. Create it before any thread starts, and `close` it when the job is over."""
 
     def __init__(self, directory: str, mark: str, cgroup: Cgroup | None) -> None:
         self._writing: list[int] = []
@@ -145,16 +145,16 @@ class Guard:
         self._tell(b"%d " % leader)
 
     def forget(self) -> None:
-        """No longer guards the sessions of the workers so far: they have ended, and numbers are used again."""
+        """Stops guarding the sessions of the workers so far: they have exited, and the kernel may reuse their pids."""
         self._tell(b"!")
 
-    def _tell(self, told: bytes) -> None:
+    def _tell(self, message: bytes) -> None:
         for writing in self._writing:
             with contextlib.suppress(BrokenPipeError):  # this one was killed
-                os.write(writing, told)
+                os.write(writing, message)
 
     def close(self) -> None:
-        """Ends the guards; what is left of the job is killed."""
+        """Ends the guards, which first kill what is left of the job."""
         for writing in self._writing:
             os.close(writing)
         for pid in self.pids:

@@ -1,4 +1,4 @@
-"""Where the streams of each worker go: the console, files by attempt and rank, or both."""
+"""Decides where the streams of each worker go: the console, files by attempt and rank, or both."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.launch.values import Streams, streams_of
 _NAMES = {Streams.OUT: "stdout", Streams.ERR: "stderr"}
 
 
-_UPDATES_S = 10.0  # between the states of a progress bar that are shown where lines cannot be redrawn
+_UPDATES_S = 10.0  # between two states of a progress bar on a console that cannot redraw lines
 
 
 @dataclass(frozen=True)
 class Destination:
-    """One stream of one worker: its file without a pipe in between, or what its pipe feeds.
+    """The target of one stream of one worker: a file that it writes itself, or the stream that its pipe feeds.
 
     `screen` is the terminal if the stream goes nowhere else, so that the worker may write to a terminal too.
     """
@@ -31,7 +31,7 @@ class Destination:
 
 
 class Logs:
-    """The output of a job; files are made when they are asked for, in DIR/RUN_ID/attempt_N/RANK/."""
+    """The output of a job. Files are made when a worker needs them, in DIR/RUN_ID/attempt_N/RANK/."""
 
     def __init__(self, output: Output, run_id: str, console: Console) -> None:
         self._output = output
@@ -42,11 +42,11 @@ class Logs:
             self.directory = Path(base, run_id)
 
     def of_rank(self, attempt: int, rank: int) -> Path | None:
-        """The directory of a worker's files."""
+        """Returns the directory of a worker's files; None if none are kept."""
         return None if self.directory is None else self.directory / f"attempt_{attempt}" / str(rank)
 
     def destination(self, which: Streams, attempt: int, rank: int, local_rank: int, draws: bool = False) -> Destination:
-        """Where stdout (`Streams.OUT`) or stderr of a worker goes; `draws` if it is the one that may draw."""
+        """Returns where stdout (`Streams.OUT`) or stderr of a worker goes; `draws` is set for the one that may draw."""
         output = self._output
         is_redirected = bool(which & streams_of(output.redirects, local_rank))
         is_kept = is_redirected or bool(which & streams_of(output.tee, local_rank))

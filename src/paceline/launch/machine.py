@@ -1,4 +1,4 @@
-"""What this machine gives each worker, cores, threads and a GPU, and what the user should know about that."""
+"""Decides which cores, threads and GPU each worker of this machine gets, and what the user should know about it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from paceline.launch.placement import Cores, cores_of_workers, format_cpulist
 
 @dataclass(frozen=True)
 class Machine:
-    """Decided before anything is started; `cores` is by local rank, None where workers are not bound."""
+    """This machine's resources, decided before anything starts; `cores` is by local rank, None to bind no worker."""
 
-    workers: int  # of this machine, those of the scheduler's other launchers too
+    workers: int  # on this machine, including those of the scheduler's other launchers
     gpus: int
     cores: list[Cores] | None
     threads: int | None
 
     @classmethod
     def mine(cls, job: Job) -> Machine:
-        """This machine's part of `job`."""
+        """Returns this machine's part of `job`."""
         workers = job.workers * job.slot[1]
         gpus = count_gpus()
         cores = cores_of_workers(job.binding, workers, gpus) if job.binding is not None else None
         if workers == 1 and not job.binding_is_asked_for:
-            cores = None  # it may have all there are
+            cores = None  # a single worker may use all cores
         return cls(workers, gpus, cores, threads_per_worker(allowed_cores(), workers, os.environ))
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The launcher's own variables with those that workers of this machine share."""
+        """Returns `base` with the variables that the workers of this machine share."""
         environment = dict(base)
         if self.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.threads)
         return environment
 
     def remarks(self, job: Job) -> list[str]:
-        """What to tell the user, a line each."""
+        """Returns what the user should know, one line each."""
         lines = []
         if job.scheduler is not None:
             lines.append(f"found {job.scheduler}")

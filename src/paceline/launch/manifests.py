@@ -1,4 +1,4 @@
-"""What a scheduler needs to start a job: a batch script, a manifest or a driver, ready to be submitted."""
+"""Writes what a scheduler needs to start a job: a batch script, a manifest or a driver, ready to be submitted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class Request:
-    """What is to run; `workers` as of --nproc-per-node, a number or `gpu`, `gpus` of each machine."""
+    """What the job runs: `argv` is the script and its arguments, `workers` a value of --nproc-per-node.
+
+    `gpus`, `cpus` and `memory` are for each machine.
+    """
 
     argv: tuple[str, ...]
     nodes: int = 2
@@ -27,13 +30,13 @@ class Request:
 
     @property
     def run(self) -> list[str]:
-        """The command of each machine; it needs no addresses."""
+        """The command that runs on each machine; it needs no addresses."""
         flags = [f"--nproc-per-node={self.workers}", f"--max-restarts={self.max_restarts}"]
         return ["paceline", "run", *flags, *self.argv]
 
 
 def slurm(request: Request) -> str:
-    """A script for sbatch. The secret is made in the job and handed on by srun; it is in no file."""
+    """Returns a script for sbatch. The job makes the secret and srun passes it on; no file holds it."""
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
     return f"""#!/bin/bash
 # sbatch {request.name}.sbatch
@@ -87,7 +90,7 @@ stringData: {{secret: "{secrets.token_hex(32)}"}}
 
 
 def kubernetes(request: Request) -> str:
-    """An indexed Job with the headless Service that gives its pods names, for kubectl apply."""
+    """Returns an indexed Job with the headless Service that gives its pods names, for kubectl apply."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: v1
 kind: Service
@@ -110,7 +113,7 @@ spec:
 
 
 def jobset(request: Request) -> str:
-    """A JobSet of one indexed Job, whose pods have names by themselves."""
+    """Returns a JobSet of one indexed Job; the JobSet gives the pods their names."""
     return f"""# kubectl apply -f {request.name}.yaml
 {_secret(request)}apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -131,7 +134,7 @@ spec:
 
 
 def ray(request: Request) -> str:
-    """A driver for a Ray cluster: one launcher on each of so many machines."""
+    """Returns a driver for a Ray cluster, which starts one launcher on each machine."""
     bundle = {"CPU": request.cpus, **({"GPU": request.gpus} if request.gpus else {})}
     return f'''"""ray job submit --working-dir . -- python {request.name}_ray.py"""
 

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a worker for want of memory: by its cgroup's counter, or by the kernel's own log."""
+"""Finds out whether the kernel killed a worker because memory ran out, from its cgroup's counter or the kernel log."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GIB = 1 << 30
-_NO_LIMIT = 1 << 60  # version 1 tells a number near 2^63
+_NO_LIMIT = 1 << 60  # without a limit version 1 reports a number near 2^63
 
 
 @dataclass(frozen=True)
 class MemoryCgroup:
-    """The cgroup that limits this process's memory; `directory` is None where there is none to be read."""
+    """The cgroup that limits this process's memory; `directory` is None if none can be read."""
 
     directory: Path | None
 
     @classmethod
     def mine(cls, root: Path = Path("/")) -> MemoryCgroup:
-        """That of this process, by /proc/self/cgroup; in a container the path may not be visible, the root is."""
+        """Returns this process's cgroup, from /proc/self/cgroup; in a container only its root may be visible."""
         try:
             lines = (root / "proc/self/cgroup").read_text().splitlines()
         except OSError:
@@ -38,7 +38,7 @@ class MemoryCgroup:
         return cls(None)
 
     def kills(self) -> int:
-        """How many processes the kernel has killed here for want of memory."""
+        """Returns how many processes of this cgroup the kernel has killed because memory ran out."""
         for name in ("memory.events", "memory.oom_control"):
             found = re.search(r"^oom_kill (\d+)$", self._read(name), re.MULTILINE)
             if found:
@@ -46,7 +46,7 @@ class MemoryCgroup:
         return 0
 
     def limit(self) -> int | None:
-        """The limit in bytes; None for none."""
+        """Returns the limit in bytes; None if there is none."""
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = self._read(name).strip()
             if text.isdecimal() and int(text) < _NO_LIMIT:
@@ -61,17 +61,17 @@ class MemoryCgroup:
 
 
 class MemoryWatch:
-    """Tells of each killed worker whether memory was the reason."""
+    """Reports for each killed worker whether memory was the reason."""
 
     def __init__(self, cgroup: MemoryCgroup | None = None) -> None:
         self._cgroup = MemoryCgroup.mine() if cgroup is None else cgroup
-        self._told = self._cgroup.kills()
+        self._reported = self._cgroup.kills()
 
     def explain(self, pid: int, peak_bytes: int | None) -> str | None:
-        """A sentence with the figures if the kernel killed `pid` for want of memory, else None."""
+        """Returns a sentence with the figures if the kernel killed `pid` because memory ran out, otherwise None."""
         kills = self._cgroup.kills()
-        if kills > self._told:
-            self._told += 1
+        if kills > self._reported:
+            self._reported += 1
         elif not _kernel_log_names(pid):
             return None
         used = f"it had used up to {_size(peak_bytes)}" if peak_bytes else "it used too much memory"
@@ -92,7 +92,7 @@ def _total() -> int:
 
 
 def _kernel_log_names(pid: int) -> bool:
-    """Whether the kernel's log, where it may be read, says that it killed this process."""
+    """Returns whether the kernel log, if this user may read it, says that the kernel killed this process."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

@@ -1,4 +1,4 @@
-"""The workers' output: whole lines with their rank in front on the console, and as it is in files."""
+"""Writes the workers' output: to the console in whole lines after their rank, to files unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Write = Callable[[bytes], None]
 
 
 def prefix_of(rank: int, coloured: bool) -> bytes:
-    """What stands before a line of this rank."""
+    """Returns the prefix of this rank's lines."""
     text = f"[rank {rank}] "
     return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
 
@@ -28,8 +28,8 @@ def prefix_of(rank: int, coloured: bool) -> bytes:
 class LinePrefixer:
     """Passes whole lines on to `write`; the last, unfinished one when `close` is called.
 
-    Of a line that is drawn again and again, as progress bars are, only the last state becomes a line, and one of the
-    states between once in `updates_s` seconds (if that is not None).
+    If a line is redrawn, as progress bars are, only its last state becomes a line, and every `updates_s` seconds (if
+    that is not None) one of the states before it.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class LinePrefixer:
 
 
 class LogFile:
-    """A file that output is kept in. A full disk ends no job: it is said once, and no more is kept.
+    """A file that keeps output. A full disk does not end the job: the user is told once, and no more is kept.
 
     Args:
-        path: the file; what it holds is kept, its directory is made.
-        say: tells the user a line.
+        path: the file; output is appended, and its directory is made.
+        say: shows the user a line.
 
     Raises:
-        OSError: it cannot be made there.
+        OSError: the file cannot be made there.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -108,11 +108,11 @@ class LogFile:
             ) from error
 
     def fileno(self) -> int:
-        """For a worker that writes to it itself."""
+        """Returns the descriptor, for a worker that writes to the file itself."""
         return self._file.fileno()
 
     def write(self, data: bytes) -> None:
-        """Writes all of `data`, unless the disk was full before."""
+        """Writes all of `data`, unless the disk has been full before."""
         try:
             while data and not self._file.closed:
                 data = data[self._file.write(data) :]
@@ -121,12 +121,12 @@ class LogFile:
             self._say(f"{self._path}: {error.strerror}; what follows is not kept there, the job goes on")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file; idempotent."""
         self._file.close()
 
 
 class Sink(Protocol):
-    """Takes the output of a stream."""
+    """Receives the output of a stream."""
 
     def feed(self, data: bytes) -> None:
         """Takes more output, cut anywhere."""
@@ -139,7 +139,7 @@ class Sink(Protocol):
 
 
 class Drawing:
-    """The stream of a worker that draws on the terminal as it likes, unless another stream of its does just now."""
+    """The stream of a worker that may draw on the terminal, unless its other stream is drawing at the moment."""
 
     def __init__(self, screen: Screen, prefix: bytes) -> None:
         self._screen = screen
@@ -154,7 +154,7 @@ class Drawing:
             self._lines.feed(data)
 
     def prompt(self) -> None:
-        """Nothing: it is shown already."""
+        """Does nothing, since the line is shown already."""
 
     def close(self) -> None:
         """Leaves the terminal at the beginning of a row."""
@@ -190,7 +190,7 @@ class Stream:
 
 
 def only_with(words: Sequence[str], write: Write) -> Write:
-    """Passes on the lines that have one of `words` in them."""
+    """Returns a function that passes on the lines that contain one of `words`."""
     wanted = [word.encode() for word in words]
 
     def filtered(lines: bytes) -> None:
@@ -202,10 +202,10 @@ def only_with(words: Sequence[str], write: Write) -> Write:
 
 
 class Console:
-    """The launcher's own stdout and stderr; a reader that stopped reading cannot hold up a job that is to end.
+    """The launcher's own stdout and stderr. A reader that has stopped reading cannot delay the end of a job.
 
     Args:
-        hurries: whether the job is to end, asked while nobody reads.
+        hurries: returns whether the job is about to end; it is asked while nobody reads.
     """
 
     def __init__(self, hurries: Callable[[], bool] = lambda: False) -> None:
@@ -216,15 +216,15 @@ class Console:
             self._screens[2] = self._screens[1]
 
     def screen(self, fd: int) -> Screen | None:
-        """The terminal that `fd` is, if it is one; the same for both if both are."""
+        """Returns the terminal behind `fd`, or None; stdout and stderr share one if both lead to it."""
         return self._screens.get(fd)
 
     def writer(self, fd: int) -> Write:
-        """Writes whole lines to `fd`, above what a worker has drawn there."""
+        """Returns a function that writes whole lines to `fd`, above what a worker has drawn there."""
         return self._screens[fd].above if fd in self._screens else self._writer(fd)
 
     def _writer(self, fd: int) -> Write:
-        """Writes all of its argument to `fd`; gives up quietly when nobody reads it any more."""
+        """Returns a function that writes to `fd`, and gives up quietly when nobody reads it any more."""
 
         def write(data: bytes) -> None:
             while data and fd not in self._unread:
@@ -242,22 +242,22 @@ class Console:
         return write
 
     def redraw(self) -> None:
-        """Shows once more what workers have drawn, on the row of the cursor."""
+        """Redraws what workers have drawn, from the row of the cursor."""
         for screen in set(self._screens.values()):
             screen.redraw()
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own on stderr."""
+        """Writes a line of the launcher's own to stderr."""
         self.writer(2)(f"paceline: {text}\n".encode(errors="backslashreplace"))
 
 
 def can_redraw(fd: int) -> bool:
-    """Whether `fd` is a terminal that knows control sequences."""
+    """Returns whether `fd` is a terminal that understands control sequences."""
     return os.isatty(fd) and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def open_standard_streams() -> None:
-    """Opens those of descriptors 0 to 2 that are closed; else a pipe of the launcher's would be its console."""
+    """Opens the closed ones among descriptors 0 to 2; otherwise a pipe of the launcher would become its console."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

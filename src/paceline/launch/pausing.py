@@ -1,4 +1,4 @@
-"""Ctrl-Z: the workers stop with the launcher, though they are in sessions of their own, and are continued with it."""
+"""Handles Ctrl-Z: the workers, though in sessions of their own, stop and continue with the launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.launch.signals import Signals
 def pause(generation: Generation | None, keyboard: Keyboard, signals: Signals) -> None:
     """Stops the workers and this process; returns when the shell has continued it, and the workers with it.
 
-    If a worker waits for what is typed, the job is continued in the foreground only, as is any program that reads.
+    If a worker waits for typed input, the job continues in the foreground only, like any program that reads.
     """
     waits = generation is not None and generation.interactive() is not None
     attributes = keyboard.attributes()

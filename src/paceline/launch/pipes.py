@@ -1,4 +1,4 @@
-"""What workers read from and write to: the launcher's stdin for one of them; files, pipes and pseudo-terminals."""
+"""Makes the files, pipes and pseudo-terminals that workers write to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX_COLUMNS = len("[rank 0] ")
 
 
 class Output:
-    """What a worker writes one stream to: a file, or a pipe or pseudo-terminal that we read and pass on to `stream`."""
+    """The target of one stream of a worker: a file, or a pipe or pseudo-terminal whose data we pass on to `stream`."""
 
     def __init__(self, destination: Destination) -> None:
         self._file = destination.file
@@ -41,14 +41,14 @@ class Output:
         return self._screen is not None
 
     def resize(self) -> None:
-        """Tells the worker how wide the terminal is, less the rank in front of each row."""
+        """Sets the size that the worker sees to the terminal's, less the rank in front of each row."""
         if self._screen is not None:
             columns, rows = self._screen.size()
             size = struct.pack("HHHH", rows, max(0, columns - _PREFIX_COLUMNS), 0, 0)
             fcntl.ioctl(self.reading, termios.TIOCSWINSZ, size)
 
     def close_ours(self) -> None:
-        """Closes what the worker has by now."""
+        """Closes this process's copy of what the worker writes to."""
         if self._file is not None:
             self._file.close()
         else:
@@ -56,7 +56,7 @@ class Output:
 
 
 def outputs_of(destinations: Sequence[Destination]) -> list[Output]:
-    """What a worker's stdout and stderr are: one and the same pseudo-terminal where both are shown on one terminal."""
+    """Returns a worker's stdout and stderr: a single pseudo-terminal if both are shown on one terminal."""
     out, err = destinations
     if out.screen is not None and out.screen is err.screen:
         return [Output(out)]
@@ -64,7 +64,7 @@ def outputs_of(destinations: Sequence[Destination]) -> list[Output]:
 
 
 def _open_terminal() -> tuple[int, int]:
-    """A pseudo-terminal: the end to read from, and the worker's, which it cannot read from."""
+    """Opens a pseudo-terminal; returns the end that we read, and the worker's, which is for writing only."""
     ours, theirs = os.openpty()
     try:
         attributes = termios.tcgetattr(theirs)

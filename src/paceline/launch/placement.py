@@ -1,4 +1,4 @@
-"""Which cores each worker runs on: disjoint sets, no set across NUMA nodes where that can be had."""
+"""Chooses the cores of each worker: disjoint sets, none of which spans NUMA nodes if that is possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SYS = Path("/sys/devices/system")
 
 
 def parse_cpulist(text: str) -> Cores:
-    """The kernel's short form of a set of cores.
+    """Parses the kernel's short form of a set of cores.
 
     >>> parse_cpulist("0-2,8")
     (0, 1, 2, 8)
@@ -27,7 +27,7 @@ def parse_cpulist(text: str) -> Cores:
 
 
 def format_cpulist(cores: Iterable[int]) -> str:
-    """The same, written.
+    """Formats cores in the kernel's short form.
 
     >>> format_cpulist((0, 1, 2, 8))
     '0-2,8'
@@ -44,13 +44,13 @@ def format_cpulist(cores: Iterable[int]) -> str:
 def assign(
     domains: Sequence[Cores], siblings: Sequence[Cores], workers: int, preferred: Sequence[int | None] = ()
 ) -> list[Cores] | None:
-    """Cores for each worker, none for two of them; None where there are more workers than cores.
+    """Returns disjoint cores for each worker; None if there are more workers than cores.
 
     Args:
         domains: the cores of each NUMA node that may be used.
-        siblings: the cores that are threads of one another; they go to one worker where there are enough.
-        workers: how many are to be placed; they are spread over the domains in order.
-        preferred: the domain next to each worker's GPU, where it is known.
+        siblings: groups of hardware threads of one core; a group goes to one worker if there are enough.
+        workers: how many workers to place; they are spread over the domains in order.
+        preferred: the domain next to each worker's GPU, if it is known.
     """
     if workers > sum(map(len, domains)):
         return None
@@ -68,7 +68,7 @@ def assign(
 
 
 def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | None]) -> list[int]:
-    """The domain of each worker: next to its GPU, else in proportion to the domains' cores; never more than cores."""
+    """Returns each worker's domain: next to its GPU, else in proportion to cores; never more workers than cores."""
     homes: list[int] = []
     room = [len(cores) for cores in domains]
     total = sum(room)
@@ -86,7 +86,7 @@ def _homes(domains: Sequence[Cores], workers: int, preferred: Sequence[int | Non
 
 
 def domains_of(mode: str, allowed: Iterable[int], system: Path = _SYS) -> list[Cores]:
-    """The allowed cores by NUMA node (`node`, `exclusive`), `socket`, or L3 cache (`core-complex`)."""
+    """Returns the allowed cores by NUMA node (`node`, `exclusive`), `socket`, or L3 cache (`core-complex`)."""
     cores = sorted(allowed)
     if mode in ("node", "exclusive"):
         lists = sorted(system.glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
@@ -100,7 +100,7 @@ def domains_of(mode: str, allowed: Iterable[int], system: Path = _SYS) -> list[C
 
 
 def siblings_of(allowed: Iterable[int], system: Path = _SYS) -> list[Cores]:
-    """The allowed cores, those that are hardware threads of one core together."""
+    """Returns the allowed cores in groups of hardware threads of one core."""
     return _groups(sorted(allowed), "topology/thread_siblings_list", system)
 
 
@@ -118,7 +118,7 @@ def _groups(cores: Sequence[int], name: str, system: Path) -> list[Cores]:
 def cores_of_workers(
     mode: str, workers: int, gpus: int, allowed: Iterable[int] | None = None, system: Path = _SYS
 ) -> list[Cores] | None:
-    """The cores of each worker of this machine under `mode`; None where they are to stay as they are."""
+    """Returns the cores of each worker of this machine under `mode`; None if workers are not to be bound."""
     mine = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     domains = domains_of(mode, mine, system)
     preferred: list[int | None] = []

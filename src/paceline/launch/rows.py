@@ -1,4 +1,4 @@
-"""What a program has drawn on a terminal, as rows of text, by the few control sequences that progress bars use.
+"""Tracks what a program has drawn on a terminal, as rows of text, from the control sequences of progress bars.
 
 A row can still change while the program returns to it, by a carriage return or by moving the cursor up, as `tqdm` does
 with nested bars and `rich` with its live displays. Every other row is final.
@@ -25,7 +25,7 @@ _REMEMBERED = 64  # final rows to which the cursor may still move up
 class _Row:
     def __init__(self, text: bytes = b"") -> None:
         self.text = text
-        self.told = b""  # what `final` or `changed` reported last
+        self.reported = b""  # what `final` or `changed` reported last
 
 
 class Rows:
@@ -91,7 +91,7 @@ class Rows:
         return b"".join(shown)
 
     def final(self) -> list[bytes]:
-        """Takes out the rows that will not change any more; the texts that were not reported in this form."""
+        """Removes the rows that will not change any more; returns the texts that were not reported in this form."""
         count = min(len(self._rows) - 1 - self._live, self._at)
         ended, self._rows = self._rows[:count], self._rows[count:]
         self._at -= count
@@ -99,25 +99,25 @@ class Rows:
         return _news(ended)
 
     def changed(self) -> list[bytes]:
-        """The texts of the rows that may still change and were not reported in this form."""
+        """Returns the texts of the rows that may still change and were not reported in this form."""
         return _news(self._rows)
 
     def end(self) -> list[bytes]:
-        """Begins on a new row, with none that may change; the texts that were not reported in this form."""
+        """Starts on a new row, with none that may change; returns the texts that were not reported in this form."""
         self._rows[self._at].text += self._rest
         ended = self._rows
         self._begin()
         return _news(ended)
 
     def erase(self, columns: int) -> bytes:
-        """What leads from the cursor to the first row that may change, and clears the terminal from there on."""
+        """Returns what moves the cursor to the first row that may change, and clears the terminal from there on."""
         above = sum(self._height(row, columns) for row in self._rows[self._first : self._at])
         if not self._is_at_start:
             above += self._height(self._rows[self._at], columns) - 1
         return b"\r" + _upwards(above) + b"\x1b[J"
 
     def redraw(self, columns: int) -> bytes:
-        """What draws all that may change once more, and leads back to the cursor's row."""
+        """Returns what redraws all rows that may change, and moves back to the cursor's row."""
         drawn = b"\n".join(self._prefix + row.text if row.text else b"" for row in self._rows[self._first :])
         below = self._rows[self._at + 1 :]
         if below:
@@ -126,7 +126,7 @@ class Rows:
         return drawn + b"\r" if self._is_at_start else drawn
 
     def leave(self) -> bytes:
-        """What leads to the row below all that is drawn, with a visible cursor."""
+        """Returns what moves to the row below everything drawn, with a visible cursor."""
         down = len(self._rows) - 1 - self._at + bool(self._rows[-1].text)
         return b"\n" * down + (b"\x1b[?25h" if self.hides_cursor else b"")
 
@@ -142,7 +142,7 @@ class Rows:
         return not self._live and len(self._rows) == 1 and not (self._is_at_start and self._rows[0].text)
 
     def _feed_plain(self, data: bytes) -> bytes:
-        """As `feed`, many times as fast, for text without control characters."""
+        """Does what `feed` does, many times faster, for text without control characters."""
         first, *more = data.split(b"\n")
         self._rows[0].text += first
         self._rows += map(_Row, more)
@@ -205,7 +205,7 @@ def _upwards(rows: int) -> bytes:
 def _news(rows: list[_Row]) -> list[bytes]:
     texts = []
     for row in rows:
-        if row.text != row.told:
-            row.told = row.text
+        if row.text != row.reported:
+            row.reported = row.text
             texts.append(row.text)
     return texts

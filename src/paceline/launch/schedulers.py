@@ -1,4 +1,4 @@
-"""Which scheduler started this process, and what its environment says about the job's machines.
+"""Detects which scheduler started this process, and what its environment says about the job's machines.
 
 A scheduler starts one launcher a machine, or, as `mpirun -np 8` does, one a rank: then each launcher has one worker,
 and its `slot` says which of the machine's it is. The variables are those of the schedulers' manuals:
@@ -24,7 +24,7 @@ _PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting s
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What a scheduler says; None where it does not."""
+    """What a scheduler's variables say; a field is None if they do not say it."""
 
     name: str
     node_rank: int  # of this launcher
@@ -48,7 +48,7 @@ class Scheduler:
 
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
-    """The scheduler whose variables are complete; None where there is none, or only one process of it."""
+    """Returns the scheduler whose variables are complete; None without one, or if it started only one process."""
     for look in (_slurm, _open_mpi, _pmi, _kubernetes, _ray):
         found = look(environment, host_name)
         if found is not None and found.nodes != 1:
@@ -57,7 +57,7 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Only under srun: in the batch script itself, which runs once, SLURM_STEP_NODELIST is not set."""
+    """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once."""
     hosts = env.get("SLURM_STEP_NODELIST")
     if hosts is None or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
         return None
@@ -78,7 +78,7 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
-    """This node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
+    """Returns this node's part of SLURM_STEP_TASKS_PER_NODE, such as 4(x2),3."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -89,7 +89,7 @@ def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Slurm's short form of host names.
+    """Expands Slurm's short form of host names.
 
     >>> expand_hostlist("gpu[01-03,7],login")
     ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
@@ -123,7 +123,7 @@ def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
-    """The machine of mpirun itself, on which rank 0 runs unless it was told otherwise."""
+    """Returns the machine of mpirun itself, on which rank 0 runs by default."""
     uri = re.search(r"tcp://([^,:;]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # Open MPI 4
     if uri is not None:
         return uri[1]
@@ -142,7 +142,7 @@ def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
 
 
 def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Scheduler | None:
-    """A pod of an indexed Job is called JOB-INDEX, that of a JobSet SET-NAME-JOB-INDEX; the first one's ends in 0."""
+    """Detects an indexed Job, whose pods are called JOB-INDEX, or a JobSet, with SET-NAME-JOB-INDEX; the first is 0."""
     if "JOB_COMPLETION_INDEX" not in env or "KUBERNETES_SERVICE_HOST" not in env:
         return None
     index = int(env["JOB_COMPLETION_INDEX"])
@@ -170,5 +170,5 @@ def _given_port(env: Mapping[str, str]) -> int | None:
 
 
 def port_of(job: str) -> int:
-    """A port for a job, the same on all its machines, without asking anybody."""
+    """Derives a port from the job's name, so that all its machines choose the same one."""
     return _PORTS[crc32(job.encode()) % len(_PORTS)]

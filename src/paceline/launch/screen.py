@@ -1,4 +1,4 @@
-"""The terminal on which one worker draws as it likes, while the lines of all others appear above what it has drawn."""
+"""Shares a terminal: one worker draws on it, and the lines of all others appear above what it has drawn."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from paceline.launch.rows import Rows
 
-_COLUMNS = 80  # of a terminal that does not know its size
+_COLUMNS = 80  # assumed for a terminal that does not know its size
 
 
 class Screen:
-    """A terminal; `write` writes to it, `fd` is for asking its size."""
+    """A terminal; `write` writes to it, and `fd` gives its size."""
 
     def __init__(self, write: Callable[[bytes], None], fd: int) -> None:
         self._write = write
@@ -20,20 +20,20 @@ class Screen:
         self._rows = Rows()
 
     def size(self) -> tuple[int, int]:
-        """Its columns and rows; zeros where it does not know."""
+        """Returns its columns and rows; zeros if it does not know them."""
         try:
             return os.get_terminal_size(self._fd)
         except OSError:
             return 0, 0
 
     def claim(self, stream: object, prefix: bytes) -> bool:
-        """Whether `stream` may draw: it did last, or nothing is drawn. Its rows begin with `prefix`."""
+        """Returns whether `stream` may draw: it did last, or nothing is drawn. Its rows begin with `prefix`."""
         if self._owner is not stream and self._rows.is_blank:
             self._owner, self._rows = stream, Rows(prefix)
         return self._owner is stream
 
     def draw(self, data: bytes) -> None:
-        """Shows what the stream that has the claim wrote, cut anywhere."""
+        """Shows the output, cut anywhere, of the stream that holds the claim."""
         self._write(self._rows.feed(data))
         self._rows.final()
 
@@ -46,7 +46,7 @@ class Screen:
             self._write(self._rows.erase(columns) + lines + self._rows.redraw(columns))
 
     def redraw(self) -> None:
-        """Shows what is drawn once more, from the row of the cursor on."""
+        """Redraws what is drawn, from the row of the cursor on."""
         self._write(b"\r" + self._rows.redraw(self.size()[0] or _COLUMNS))
 
     def leave(self, stream: object) -> None:

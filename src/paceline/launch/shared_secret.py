@@ -1,4 +1,4 @@
-"""The secret of a job that Slurm started: launcher 0 makes it and leaves it to the others in a file.
+"""Shares the secret of a job that Slurm started: launcher 0 makes it and leaves it to the others in a file.
 
 Slurm has no secret that it shares with the tasks of a step, but the user's files are shared: the directory in which the
 job was submitted, and the home directory. Launcher 0 writes to both, since it cannot know which of them the others see.
@@ -43,7 +43,7 @@ class SharedSecret:
         self._written: list[str] = []
 
     def make(self) -> bytes:
-        """A new secret, left to the others in place of what an earlier step with this name may have left.
+        """Makes a new secret and writes it for the others, replacing what an earlier step with this name may have left.
 
         Raises:
             OSError: no directory can be written to.
@@ -61,11 +61,11 @@ class SharedSecret:
         return secret
 
     def await_from(self, host: str, timeout_s: float, say: Callable[[str], None]) -> bytes:
-        """The secret that launcher 0, on `host`, makes; waits for it.
+        """Waits for the secret that launcher 0, on `host`, makes; returns it.
 
         Raises:
-            RendezvousTimeoutError: there is none after `timeout_s`.
-            ValueError: there is a file of its name that is another user's, or that others can read.
+            RendezvousTimeoutError: there is none after `timeout_s` seconds.
+            ValueError: a file with its name belongs to another user, or others can read it.
         """
         begun_s = time.monotonic()
         places = " or ".join(self._directories) or "no directory"
@@ -134,7 +134,7 @@ class SharedSecret:
 
 
 def secret_of(job: Job, shared: SharedSecret, say: Callable[[str], None]) -> bytes | None:
-    """The secret with which the machines of `job` meet; None where there is none.
+    """Returns the secret with which the machines of `job` meet; None if there is none.
 
     Raises:
         RendezvousTimeoutError, ValueError, OSError: see `SharedSecret` and `job_secret`.

@@ -1,4 +1,4 @@
-"""Signals to the launcher, as bytes on a pipe that its loop reads."""
+"""Turns signals to the launcher into bytes on a pipe that its loop reads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 
 class Signals:
-    """Catches `numbers` until closed; one that is ignored already, as SIGHUP under nohup, stays so.
+    """Catches `numbers` until closed; a signal that is already ignored, as SIGHUP under nohup, stays ignored.
 
     Args:
         numbers: signals that end the job.
-        others: signals that the loop is to hear of beside them.
+        others: further signals that the loop needs to know of.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], others: Sequence[signal.Signals] = ()) -> None:
@@ -21,7 +21,7 @@ class Signals:
         os.set_blocking(self._writing, False)
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._caught = {number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-        self.has_come = False  # known at once, also while the loop is held up
+        self.has_come = False  # set at once, even while the loop is busy
         self._before = {number: signal.signal(number, self._come) for number in self._caught}
         for number in others:
             if number not in self._before and signal.getsignal(number) is not signal.SIG_IGN:
@@ -32,11 +32,11 @@ class Signals:
         self.has_come = True
 
     def fileno(self) -> int:
-        """Readable when a signal has come."""
+        """Returns a descriptor that is readable when a signal has come."""
         return self._reading
 
     def read(self) -> tuple[list[signal.Signals], set[signal.Signals]]:
-        """The signals that have come: those that end the job in their order, and which others."""
+        """Returns the signals that have come: those that end the job, in order, and the set of the others."""
         try:
             numbers = os.read(self._reading, 256)
         except BlockingIOError:
@@ -45,13 +45,13 @@ class Signals:
         return [number for number in come if number in self._caught], {*come} - self._caught
 
     def stop_here(self, number: signal.Signals) -> None:
-        """Does what `number` (SIGTSTP, SIGTTIN) does by default: returns when the process was continued."""
+        """Stops this process as `number` (SIGTSTP, SIGTTIN) does by default; returns when it is continued."""
         caught = signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         signal.signal(number, caught)
 
     def close(self) -> None:
-        """Restores what was before."""
+        """Restores the previous handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -35,14 +35,14 @@ class Spawned:
         self._release = weakref.finalize(self, _release, store, directory)
 
     def pids(self) -> list[int]:
-        """Their process ids, by rank."""
+        """Returns their process ids, by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for all to end; False if some still run after `timeout` seconds.
+        """Waits for all processes to end; returns False if some still run after `timeout` seconds.
 
         Raises:
-            WorkerError: one failed; it has the first one's traceback, and the others were ended.
+            WorkerError: a process failed; the message has the first failure's traceback, and the others were ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

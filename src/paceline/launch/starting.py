@@ -1,4 +1,4 @@
-"""Two ways to start a worker: a new interpreter each, or forks of a template that has its imports behind it."""
+"""Starts workers in one of two ways: a new interpreter each, or forks of a template that has finished its imports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ANSWER_S = 60.0
 
 
 class Starter(Protocol):
-    """Starts workers of one generation; left as a context, it holds nothing any more."""
+    """Starts workers of one generation; the end of its `with` block releases all that it holds."""
 
     def start(
         self, argv: Sequence[str], variables: Mapping[str, str], streams: tuple[int, int, int], cores: Cores | None
     ) -> int:
-        """Starts a worker in a session of its own, a child of this process, on its cores; its process id.
+        """Starts a worker in a session of its own, as a child of this process, on its cores; returns its process id.
 
         `streams` are the descriptors that become its stdin, stdout and stderr.
         """
@@ -41,7 +41,7 @@ def _python() -> str:
 
 
 class Interpreters:
-    """A new interpreter for each worker."""
+    """Starts a new interpreter for each worker."""
 
     def __init__(
         self, environment: Mapping[str, str], pass_fds: Sequence[int], descriptors: tuple[int, int] | None
@@ -63,7 +63,7 @@ class Interpreters:
             pass_fds=self._pass_fds,
             start_new_session=True,
         )
-        process.returncode = 0  # it is waited for by its number
+        process.returncode = 0  # the launcher waits for it by its pid
         place(process.pid, cores, self._descriptors)
         return process.pid
 
@@ -75,7 +75,7 @@ class Interpreters:
 
 
 class Template:
-    """Forks of one process; the launcher must adopt orphans."""
+    """Forks each worker from one template process; the launcher must adopt orphans."""
 
     def __init__(
         self, environment: Mapping[str, str], pass_fds: Sequence[int], descriptors: tuple[int, int] | None
@@ -100,7 +100,7 @@ class Template:
         Raises:
             OSError: the template ended or does not answer.
         """
-        place(self._process.pid, cores, self._descriptors)  # a fork has it from its first moment
+        place(self._process.pid, cores, self._descriptors)  # a fork inherits both from its start
         request = json.dumps({"argv": argv, "variables": dict(variables)}).encode()
         socket.send_fds(self._connection, [request], list(streams))
         answer = self._connection.recv(4)

@@ -1,11 +1,11 @@
-"""A process that has the slow imports behind it and becomes workers by forking.
+"""A process that has finished the slow imports and becomes workers by forking.
 
 It is used with `--start-method forkserver`, and by default where there are many workers a core.
 
     python template.py LAUNCHER_PID DESCRIPTOR
 
-A worker is forked twice: when the process in between has ended, the launcher, which adopts orphans, is its parent, and
-all is as if the launcher had started it. The template ends when the workers are there. It imports no torch, whose
+A worker is forked twice: when the process in between has ended, the launcher, which adopts orphans, becomes its parent,
+as if the launcher had started it. The template ends when all workers have been started. It imports no torch, whose
 threads would not survive a fork.
 """
 
@@ -31,8 +31,10 @@ def main() -> None:
     from paceline.launch import bootstrap
 
     bootstrap.die_with_parent(launcher)
-    with suppress(ImportError):  # of a core for another Python; workers that need it will say so
-        import_module("paceline.rendezvous.rendezvous")  # what makes a worker slow to start, and what it needs to meet
+    with suppress(ImportError):  # the core was built for another Python; workers that need it report that
+        import_module(
+            "paceline.rendezvous.rendezvous"
+        )  # it makes a worker slow to start, and every worker needs it to meet the others
 
     gc.freeze()
     while True:
@@ -54,8 +56,8 @@ def main() -> None:
     for fd, own in zip(streams, (0, 1, 2), strict=True):
         os.dup2(fd, own)
         os.close(fd)
-    told = json.loads(request)
-    os.environ.update(told["variables"])
+    command = json.loads(request)
+    os.environ.update(command["variables"])
     while os.getppid() != launcher:  # until the process in between has ended
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
@@ -63,7 +65,7 @@ def main() -> None:
     sys.path.pop(0)
     sys.path.insert(0, "")
     sys.modules["__main__"] = ModuleType("__main__")
-    bootstrap.run([str(launcher), *told["argv"]])
+    bootstrap.run([str(launcher), *command["argv"]])
 
 
 if __name__ == "__main__":

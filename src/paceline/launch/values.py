@@ -1,4 +1,4 @@
-"""From the text of a flag or a PET_* variable to its value; what is wrong with it is said in one sentence."""
+"""Parses the text of a flag or a PET_* variable; errors say in one sentence what is wrong with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SERVED_BY_US = ("c10d", "paceline")
 
 
 def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
-    """What was chosen for a rank."""
+    """Returns what was chosen for a rank."""
     return chosen.get(local_rank, chosen.get(None, Streams.NONE))
 
 

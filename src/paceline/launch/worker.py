@@ -1,4 +1,4 @@
-"""One worker process: how it is started, and what is known of it when it has ended."""
+"""One worker process: its arguments, and its exit code and memory once it has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FLAG = {Kind.SCRIPT: [], Kind.MODULE: ["-m"], Kind.PATH: ["--path"], Kind.PROGR
 
 
 def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
-    """What the bootstrap is told to run."""
+    """Returns the arguments with which the bootstrap runs the command."""
     program, *arguments = command.argv
     if command.passes_local_rank:
         arguments = [f"--local_rank={local_rank}", *arguments]
@@ -24,7 +24,7 @@ def bootstrap_argv(command: Command, local_rank: int) -> list[str]:
 
 @dataclass
 class Worker:
-    """A running worker; `exit_code` as of subprocess once it has ended."""
+    """A running worker; `exit_code` is as in subprocess once it has ended."""
 
     rank: int
     local_rank: int
@@ -32,7 +32,7 @@ class Worker:
     error_file: str
     pidfd: int
     log: str | None = None
-    reads: bool = False  # the launcher's stdin
+    reads: bool = False  # whether it reads the launcher's stdin
     exit_code: int | None = None
     peak_bytes: int | None = None
     pipes: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Worker:
         return f"{self.error_file}.debugger"
 
     def collect(self) -> int:
-        """Takes the exit code of the ended worker, and the memory it had used at most."""
+        """Reaps the ended worker: stores its exit code, which it returns, and its peak memory."""
         os.close(self.pidfd)
         try:
             _, status, usage = os.wait4(self.pid, 0)
@@ -54,12 +54,12 @@ class Worker:
         return self.exit_code
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the worker and what it started in its process group."""
+        """Sends a signal to the worker and to what it started in its process group."""
         kill_group(self.pid, number)
 
 
 def allow_descriptors(workers: int) -> tuple[int, int] | None:
-    """Lets the launcher open what so many workers need; the limit before, if that was too low."""
+    """Raises the launcher's descriptor limit to what so many workers need; returns the old limit if it was too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 8 * workers + 256
     if soft >= needed or soft == resource.RLIM_INFINITY:

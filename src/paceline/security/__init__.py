@@ -1,4 +1,4 @@
-"""The job's secret: where it comes from and the keys derived from it.
+"""The job's secret: where it comes from, the keys derived from it, and how connections prove that they hold it.
 
-May use: `paceline._core` (the handshake itself is native/auth). Start reading at `secret.py`.
+May use: `errors` only. Start reading at `secret.py`, then `handshake.py`; `doorkeeper.py` accepts connections.
 """

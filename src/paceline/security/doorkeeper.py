@@ -1,4 +1,4 @@
-"""Accepts connections and lets those in that hold the job's secret."""
+"""Accepts connections, and admits those whose other end holds the job's secret."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from paceline.security.handshake import Hello, verify
 from paceline.security.refusals import Refusals
 
 MAX_HANDSHAKES = 128
-_PAUSE_S = 0.05  # when the system cannot give a connection, e.g. for want of descriptors
+_PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
 
 
 class Doorkeeper:
     """Accepts on `listener`, a listening socket, which it takes over.
 
-    Connections that have not proved the secret are few and short-lived: one more than the limit ends the oldest, so
-    that those who hold connections open without a word keep nobody out.
+    At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest, so that silent
+    connections cannot keep others out.
 
     Args:
         listener: the listening socket.
         key: what the connecting side must hold.
         channel: what it must ask for, in at most eight letters.
-        admit: takes over each connection that was let in; called on a thread of its own.
-        generation: what it must be of.
+        admit: takes over each admitted connection; it is called in a thread of its own.
+        generation: the generation that it must belong to.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Doorkeeper:
         self._admit = admit
         self._generation = generation
         self._refusals = Refusals(channel)
-        self._handshakes: dict[int, socket.socket] = {}  # by the order of their coming
+        self._handshakes: dict[int, socket.socket] = {}  # in the order of arrival
         self._changing = threading.Lock()
         self._owner = os.getpid()
         self._closed = False
@@ -67,7 +67,7 @@ class Doorkeeper:
             raise self._shortage
 
     def close(self) -> None:
-        """Closes the listener and all that are not in yet; idempotent, and without effect in a forked child."""
+        """Closes the listener and all connections not yet admitted; idempotent, without effect in a forked child."""
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -108,7 +108,7 @@ class Doorkeeper:
                 self._admit(connection, hello)
                 return
         except (AuthenticationError, OSError) as error:
-            if not self._closed:  # else it was not refused, but came too late
+            if not self._closed:  # otherwise it was not refused, but came too late
                 self._refusals.add(host, error)
         finally:
             self._leave(number)
@@ -125,5 +125,5 @@ def _end(connection: socket.socket) -> None:
 
 
 def _host(address: object) -> str:
-    """The part of an accepted connection's address that its next one has too; empty for Unix sockets."""
+    """Returns the host of an accepted connection's address, without its port; empty for Unix sockets."""
     return str(address[0]) if isinstance(address, tuple) else ""

@@ -1,11 +1,11 @@
-"""Mutual proof of the job's secret, the first thing on every connection.
+"""Proves the job's secret in both directions, first thing on every connection.
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
     connecting -> accepting   HMAC-SHA256(key, "C" | all so far)
 
-The letters stop reflection, the nonces stop replay, the channel's name stops splicing one service's connection into
-another. 140 bytes in all; nothing that a peer sent is used before its proof is checked.
+The letters prevent reflection, the nonces prevent replay, and the channel's name prevents splicing one service's
+connection into another. A handshake takes 140 bytes; nothing that a peer sends is used before its proof is checked.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _PROOF_BYTES = 32
 
 
 class HandshakeUnfinishedError(AuthenticationError):
-    """The other end fell silent or closed the connection: no verdict on the secret, and worth another attempt."""
+    """The peer fell silent or closed the connection: no verdict on the secret, and another attempt may work."""
 
 
 class Hello:
-    """Who connects, to what; `lane` is which of the connections between two ranks."""
+    """Who connects to which channel; `lane` is the number of the connection between two ranks."""
 
     def __init__(self, channel: str, rank: int = 0, generation: int = 0, lane: int = 0) -> None:
         self.channel = channel
@@ -41,10 +41,10 @@ class Hello:
 
 
 def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float = TIMEOUT_S) -> None:
-    """The connecting side.
+    """Proves the secret from the connecting side, and checks the peer's proof.
 
     Raises:
-        AuthenticationError: the other end does not hold the key.
+        AuthenticationError: the peer does not hold the key.
         HandshakeUnfinishedError: it did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout_s
@@ -64,10 +64,10 @@ def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float 
 def verify(
     connection: socket.socket, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
 ) -> Hello:
-    """The accepting side: who connected.
+    """Checks the peer's proof on the accepting side, and proves the secret; returns who connected.
 
     Raises:
-        AuthenticationError: the other end does not hold the key, or speaks another protocol.
+        AuthenticationError: the peer does not hold the key, or speaks another protocol.
         HandshakeUnfinishedError: it did not answer in time, or closed the connection.
     """
     deadline = time.monotonic() + timeout_s

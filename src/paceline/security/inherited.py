@@ -20,7 +20,7 @@ _LONGEST = 1024
 
 
 class SecretFile:  # no dataclass: every worker imports this, and would pay for the import of dataclasses
-    """Where a secret is: the maker's descriptor, the file's inode, the maker's process id."""
+    """The place of a secret: its maker's descriptor, the file's inode, its maker's process id."""
 
     def __init__(self, fd: int, inode: int, maker: int) -> None:
         self.fd = fd
@@ -29,7 +29,7 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     @classmethod
     def create(cls, secret: bytes) -> SecretFile:
-        """Writes `secret` into a new memory file that nobody can change any more; the caller closes `fd`."""
+        """Writes `secret` into a new memory file and seals it against changes; the caller closes `fd`."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.write(fd, secret)
@@ -41,10 +41,10 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
 
     @classmethod
     def parse(cls, text: str) -> SecretFile:
-        """Reads what `str` made.
+        """Parses what `str` returned for a secret file.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: `text` is something else.
         """
         try:
             fd, inode, maker = map(int, text.split(":"))
@@ -59,11 +59,11 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
         return f"{self.fd}:{self.inode}:{self.maker}"
 
     def read_own(self) -> bytes | None:
-        """The secret, if this process still has the descriptor; else None."""
+        """Returns the secret if this process still has the descriptor, otherwise None."""
         return self._read(self.fd)
 
     def read_makers(self) -> bytes:
-        """The secret, from the process that made the file.
+        """Returns the secret from the process that made the file.
 
         Raises:
             ValueError: neither that process nor this one has the file; the message says what was seen and what to do.
@@ -88,8 +88,8 @@ class SecretFile:  # no dataclass: every worker imports this, and would pay for 
         )
 
     def _read(self, fd: int) -> bytes | None:
-        """What descriptor `fd` holds, if it is this file."""
-        with contextlib.suppress(OSError):  # closed, or of a kind that has no seals
+        """Returns the content of descriptor `fd` if it is this file, otherwise None."""
+        with contextlib.suppress(OSError):  # it is closed, or a kind of file that has no seals
             is_ours = (
                 os.fstat(fd).st_ino == self.inode
                 and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")

@@ -1,4 +1,4 @@
-"""What is logged of the connections that a listener refuses: a few in full, the rest as a count."""
+"""Logs the connections that a listener refuses: a few in full, the rest as a count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 SHOWN = 3
 PERIOD_S = 10.0
-MAX_COUNTED_ADDRESSES = 1000  # more are not told apart, so that a flood does not take memory
+MAX_COUNTED_ADDRESSES = 1000  # further addresses are not counted, so that a flood does not fill memory
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Refusals:
         self._timer.daemon = True
         try:
             self._timer.start()
-        except RuntimeError:  # the system gives no more threads: the next one counted tries again
+        except RuntimeError:  # no more threads can be started: the next refusal tries again
             self._timer = None
 
     def _sum_up(self) -> None:

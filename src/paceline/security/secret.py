@@ -1,4 +1,4 @@
-"""The job's secret: 32 bytes or more that every process of a job holds and nobody else."""
+"""The job's secret: random bytes (32 by default, 16 at least) that the processes of a job hold and nobody else."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MIN_SECRET_BYTES = 16
 
 
 def job_secret() -> bytes | None:
-    """The secret this process was given, or None.
+    """Returns the secret that this process was given, or None.
 
-    Looked for in the descriptor that `paceline run` lets its workers inherit (PACELINE_SECRET_FD), in PACELINE_SECRET,
-    in the file that PACELINE_SECRET_FILE names, and, in a child of a worker that has not got the descriptor, in the
-    launcher's own, in this order.
+    Its sources are, in this order, the descriptor that workers inherit from `paceline run` (PACELINE_SECRET_FD),
+    PACELINE_SECRET, the file that PACELINE_SECRET_FILE names, and, in a child of a worker that lacks the descriptor,
+    the launcher's own descriptor.
 
     Raises:
-        ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be had.
+        ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be read.
     """
     text = os.environ.get(inherited.VARIABLE)
     file = inherited.SecretFile.parse(text) if text else None
@@ -53,17 +53,17 @@ def _checked(secret: bytes, source: str) -> bytes:
 
 
 def derive_key(secret: bytes | None, context: str) -> bytes:
-    """HKDF-SHA256 (RFC 5869, one block) of the secret, bound to what it is used for.
+    """Returns HKDF-SHA256 (RFC 5869, one block) of the secret, bound to the purpose `context`.
 
-    Without a secret the key is a public constant: it keeps jobs apart by accident, not by intent, and is accepted on
-    loopback only (see `require_secret`).
+    Without a secret the key is a public constant, which protects against nobody; it is accepted on loopback only (see
+    `require_secret`).
     """
     extracted = hmac.digest(b"paceline/1", secret if secret is not None else b"no secret", "sha256")
     return hmac.digest(extracted, context.encode() + b"\x01", "sha256")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address can be reached from this machine only."""
+    """Returns whether a numeric address can be reached from this machine only."""
     from ipaddress import ip_address
 
     return ip_address(address.split("%")[0]).is_loopback
@@ -73,7 +73,7 @@ def require_secret(address: str, secret: bytes | None) -> None:
     """Refuses to use `address` without a secret unless it is loopback.
 
     Raises:
-        ValueError: with the way to set one.
+        ValueError: there is no secret; the message says how to set one.
     """
     if secret is None and not is_loopback(address):
         raise ValueError(

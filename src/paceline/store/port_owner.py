@@ -8,7 +8,7 @@ from pathlib import Path
 _LISTENING = "0A"
 
 
-def port_holder(port: int) -> str | None:
+def port_owner(port: int) -> str | None:
     """Process and command, e.g. "process 4711 (python train.py)"; None when it belongs to another user or is gone."""
     sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
     if not sockets:

@@ -11,7 +11,7 @@ from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
-from paceline.store.port_owner import port_holder
+from paceline.store.port_owner import port_owner
 from paceline.store.remote import RemoteStore, connect
 from paceline.store.server import StoreServer
 
@@ -147,7 +147,7 @@ def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            holder = port_holder(port)
+            holder = port_owner(port)
             held = f" by {holder}" if holder is not None else ""
             raise PortInUseError(
                 f"port {port} of {host_name} is in use{held}; end that process or choose another port "

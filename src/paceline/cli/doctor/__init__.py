@@ -1,4 +1,4 @@
-"""`paceline doctor`: what on this machine, between two machines, or in a script will make trouble.
+"""`paceline doctor`: finds what will cause trouble on this machine, between two machines, or in a script.
 
-May use: `launch`, `security`. Start reading at `report.py`; each check is a function that gives findings.
+May use: `launch`, `store`, `security`. Start reading at `report.py`; each check is a function that returns findings.
 """

@@ -1,4 +1,4 @@
-"""`paceline doctor` on the command line."""
+"""Runs `paceline doctor` from the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.cli.doctor.report import Finding, Level, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The grammar."""
+    """Adds the command's arguments."""
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="look for mistakes in this script, do not run it")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     pair = parser.add_mutually_exclusive_group()
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examines and prints; 1 if anything is bad."""
+    """Examines what the options name and prints the findings; returns 1 if any is bad, otherwise 0."""
     if options.script is not None:
         return _script(options.script, options.json)
     from paceline.cli.doctor.machine import check_machine

@@ -1,4 +1,4 @@
-"""Checks of this machine; each reads files or asks the kernel, none needs torch or another machine."""
+"""Checks this machine. Each check reads files or asks the kernel; none needs torch or another machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _good(about: str, seen: str) -> Finding:
 
 
 def versions() -> list[Finding]:
-    """Python, torch and Paceline, which should be the same on all machines."""
+    """Reports the versions of Python, torch and Paceline, which should be the same on all machines."""
     found = [f"Python {platform.python_version()}"]
     for package in ("torch", "paceline"):
         try:
@@ -43,7 +43,7 @@ def versions() -> list[Finding]:
 
 
 def cores() -> list[Finding]:
-    """Cores by affinity and quota, and the NUMA nodes they are on."""
+    """Reports the cores by affinity and quota, and their NUMA nodes."""
     mine = sorted(os.sched_getaffinity(0))
     quota = cpu_quota()
     nodes = " | ".join(map(format_cpulist, domains_of("node", mine)))
@@ -63,7 +63,7 @@ def cores() -> list[Finding]:
 
 
 def memory(root: Path = Path("/")) -> list[Finding]:
-    """Memory of the machine and the cgroup's limit; shared memory for DataLoader workers and ranks."""
+    """Reports the machine's memory, the cgroup's limit, and the shared memory for DataLoader workers and ranks."""
     info = {line.split(":")[0]: int(line.split()[1]) << 10 for line in (root / "proc/meminfo").read_text().splitlines()}
     limit = MemoryCgroup.mine(root).limit()
     seen = f"{info['MemAvailable'] / _GIB:.1f} of {info['MemTotal'] / _GIB:.1f} GiB free"
@@ -86,7 +86,7 @@ def memory(root: Path = Path("/")) -> list[Finding]:
 
 
 def limits() -> list[Finding]:
-    """File descriptors, processes, locked memory."""
+    """Reports the limits on file descriptors, processes and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     findings = [_good("file descriptors", f"{soft} (up to {hard})")]
     if soft < _FEW_FILES:
@@ -112,7 +112,7 @@ def limits() -> list[Finding]:
 
 
 def network(root: Path = Path("/")) -> list[Finding]:
-    """Interfaces that are up with their MTU, the default route, and what the host's own name leads to."""
+    """Reports the interfaces that are up with their MTU, the default route, and the address of the host's own name."""
     findings = []
     routes = [line.split() for line in (root / "proc/net/route").read_text().splitlines()[1:]]
     default = [fields[0] for fields in routes if fields[1] == "00000000"]
@@ -146,12 +146,12 @@ def network(root: Path = Path("/")) -> list[Finding]:
 
 
 def ports() -> list[Finding]:
-    """Whether the usual port is free, and which ports the kernel gives out."""
-    from paceline.store.port_owner import port_holder
+    """Reports whether the usual port is free, and which ports the kernel assigns."""
+    from paceline.store.port_owner import port_owner
 
     given = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
     span = f"connections get ports {'-'.join(given)}" if given else ""
-    holder = port_holder(29500)
+    holder = port_owner(29500)
     if holder is None:
         return [_good("ports", f"29500 is free; {span}")]
     fix = "end it if it is a job of yours that was left over, or give --master-port"
@@ -159,7 +159,7 @@ def ports() -> list[Finding]:
 
 
 def clock() -> list[Finding]:
-    """Whether the kernel holds the clock to be synchronised."""
+    """Reports whether the kernel considers the clock synchronised."""
     buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which asks only
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
@@ -169,7 +169,7 @@ def clock() -> list[Finding]:
 
 
 def accelerators(root: Path = Path("/")) -> list[Finding]:
-    """GPUs, their driver, NCCL, MPI."""
+    """Reports the GPUs and their driver, NCCL and MPI."""
     gpus = count_gpus(root=root)
     driver = _read(root / "proc/driver/nvidia/version").partition("\n")[0]
     nccl = find_spec("nvidia") is not None and find_spec("nvidia.nccl") is not None
@@ -186,7 +186,7 @@ def accelerators(root: Path = Path("/")) -> list[Finding]:
 
 
 def leftovers() -> list[Finding]:
-    """Processes of Paceline jobs, of this user."""
+    """Reports this user's processes that belong to Paceline jobs."""
     pids = marked("")
     inside = [pid for pid in pids if os.environ.get(MARK) is None]
     if not inside:
@@ -216,7 +216,7 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
 
 
 def check_machine() -> list[Finding]:
-    """All findings; a check that cannot look says so."""
+    """Returns the findings of all checks; a check that fails reports that."""
     findings: list[Finding] = []
     for check in CHECKS:
         try:

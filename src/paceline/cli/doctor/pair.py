@@ -1,4 +1,4 @@
-"""Checks between two machines: one listens, the other comes; both directions, large packets, clocks, versions."""
+"""Checks the network between two machines in both directions, large packets, clocks and versions; one listens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_LINE = 4096
 
 
 def serve(listener: socket.socket, secret: bytes) -> list[Finding]:
-    """The listening side, for one visit."""
+    """Serves one visit on the listening side; returns its findings."""
     connection, (host, *_) = listener.accept()
     with closing(connection):
         verify(connection, derive_key(secret, CHANNEL), CHANNEL)
@@ -38,7 +38,7 @@ def serve(listener: socket.socket, secret: bytes) -> list[Finding]:
 
 
 def visit(address: tuple[str, int], secret: bytes) -> list[Finding]:
-    """The visiting side."""
+    """Visits the machine that listens at `address`; returns the findings."""
     place = f"{address[0]}:{address[1]}"
     try:
         connection = socket.create_connection(address, _TIMEOUT_S)
@@ -130,7 +130,7 @@ def _receive_line(connection: socket.socket) -> dict[str, object]:
         line += more
     content = json.loads(line)
     if not isinstance(content, dict):
-        raise ConnectionError("the other end is no doctor")
+        raise ConnectionError("the peer is not running `paceline doctor --listen`")
     return content
 
 

@@ -1,4 +1,4 @@
-"""What a check has found, and how it is shown."""
+"""A check's finding, and how findings are printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Level(Enum):
-    """How bad it is."""
+    """How serious a finding is."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -18,7 +18,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing seen: about what, the facts, and for what is not good why and what to do. `line` is of a script."""
+    """One observation: its subject, the facts, and unless all is well the reason and the fix. `line` is a script's."""
 
     level: Level
     about: str
@@ -29,7 +29,7 @@ class Finding:
 
 
 def show(findings: Sequence[Finding], as_json: bool, path: str | None = None) -> int:
-    """Prints the findings; 1 if any is bad."""
+    """Prints the findings; returns 1 if any is bad, otherwise 0."""
     if as_json:
         print(json.dumps([{**asdict(each), "level": each.level.value} for each in findings], indent=2))
     else:

@@ -1,4 +1,4 @@
-"""Known mistakes in training scripts, found by reading them; nothing is run."""
+"""Finds known mistakes in training scripts by reading them; runs nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAVES = {"torch.save", "save_pretrained", "save_model", "save_file"}
 
 @dataclass
 class _Script:
-    """What the rules look at."""
+    """The script's syntax tree, prepared for the rules."""
 
     tree: ast.Module
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class _Script:
                 self.main_names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
 
     def calls(self) -> Iterator[tuple[str, ast.Call]]:
-        """Every call with its dotted name."""
+        """Yields every call with its dotted name."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
                 yield _name(node.func), node
 
     def rank_guard(self, node: ast.AST) -> tuple[ast.If, bool] | None:
-        """The innermost `if` on the rank around `node`, and whether only rank 0 comes to `node`."""
+        """Returns the innermost `if` on the rank around `node`, and whether only rank 0 reaches `node`."""
         child, parent = node, self.parents.get(node)
         while parent is not None and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if isinstance(parent, ast.If) and child is not parent.test:
@@ -55,7 +55,7 @@ class _Script:
         return None
 
     def follows_an_early_return(self, node: ast.AST) -> bool:
-        """Whether all but rank 0 have returned before `node`."""
+        """Returns whether all ranks but 0 have returned before `node`."""
         child, parent = node, self.parents.get(node)
         while parent is not None:
             for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
@@ -80,7 +80,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _sides(test: ast.expr, main_names: set[str]) -> tuple[bool, bool]:
-    """Whether the body, and whether the else branch, of `if test` is rank 0's alone."""
+    """Returns whether only rank 0 runs the body of `if test`, and whether only rank 0 runs the else branch."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return any(_sides(each, main_names)[0] for each in test.values), False
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -138,7 +138,7 @@ def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Lev
 
 
 def first_gpu(script: _Script) -> Iterator[Finding]:
-    """Every rank on the same GPU."""
+    """Finds scripts that put every rank on the same GPU."""
     sets_device = any(name.endswith("set_device") for name, _ in script.calls())
     why = "every rank of the machine then computes on the first GPU"
     fix = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and the device "cuda"'
@@ -158,7 +158,7 @@ def first_gpu(script: _Script) -> Iterator[Finding]:
 
 
 def samplers(script: _Script) -> Iterator[Finding]:
-    """Data that every rank reads whole, or in the same order each epoch."""
+    """Finds data that every rank reads whole, or in the same order each epoch."""
     makes_sampler = None
     for name, call in script.calls():
         last = name.rpartition(".")[2]
@@ -183,7 +183,7 @@ def samplers(script: _Script) -> Iterator[Finding]:
 
 
 def collectives(script: _Script) -> Iterator[Finding]:
-    """Calls that all ranks must make, in a branch that only some take."""
+    """Finds calls that all ranks must make, in a branch that only some take."""
     for name, call in script.calls():
         module, _, last = name.rpartition(".")
         if last not in _COLLECTIVES or (module and module not in _COMMUNICATORS):
@@ -206,7 +206,7 @@ def collectives(script: _Script) -> Iterator[Finding]:
 
 
 def saves(script: _Script) -> Iterator[Finding]:
-    """Files that every rank writes."""
+    """Finds files that every rank writes."""
     for name, call in script.calls():
         last = name.rpartition(".")[2]
         if name not in _SAVES and last not in _SAVES - {"torch.save"}:
@@ -222,7 +222,7 @@ def saves(script: _Script) -> Iterator[Finding]:
 
 
 def loads(script: _Script) -> Iterator[Finding]:
-    """Checkpoints that come back on the GPU they were saved from."""
+    """Finds checkpoints that are loaded onto the GPU they were saved from."""
     for name, call in script.calls():
         if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
             why = "tensors go back to the GPU they were saved from: of all ranks to the first one, which may run out"
@@ -233,7 +233,7 @@ RULES: tuple[Callable[[_Script], Iterator[Finding]], ...] = (first_gpu, samplers
 
 
 def check_script(text: str) -> list[Finding]:
-    """The findings in a script, in the order of its lines.
+    """Returns the findings in a script, in the order of its lines.
 
     Raises:
         SyntaxError: it is no Python.

@@ -18,7 +18,7 @@ class MeetingClient(Protocol):
         """When (monotonic) to call `receive` even if nothing is readable; None for never."""
 
     def fileno(self) -> int:
-        """Readable while there are orders."""
+        """Returns a descriptor that is readable while there are orders."""
 
     def send(self, report: Report) -> None:
         """Sends a report; never waits for long, and does not fail when the meeting is lost: then an End comes."""
@@ -31,7 +31,7 @@ class MeetingClient(Protocol):
 
 
 class LocalClient:
-    """The meeting of a single machine, which decides at once."""
+    """The meeting of a single machine, which decides everything at once."""
 
     def __init__(self, policy: Policy) -> None:
         self._membership = Membership(policy, time.monotonic())
@@ -45,7 +45,7 @@ class LocalClient:
         return self._membership.deadline_s
 
     def fileno(self) -> int:
-        """Readable while there are orders."""
+        """Returns a descriptor that is readable while there are orders."""
         return self._waiting
 
     def send(self, report: Report) -> None:

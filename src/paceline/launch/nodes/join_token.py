@@ -19,7 +19,7 @@ _CHECK = struct.Struct(">I")
 
 
 class TokenError(ValueError):
-    """Not a token, or not all of one."""
+    """The word is not a token, or not all of one."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Token:
     secret: bytes = field(repr=False)
 
     def encode(self) -> str:
-        """The token as one word.
+        """Returns the token as one word.
 
         >>> Token.decode(Token("10.0.0.1", 29400, b"s" * 32).encode()).port
         29400
@@ -45,7 +45,7 @@ class Token:
         """Reads a token.
 
         Raises:
-            TokenError: it is none, or was cut or mistyped.
+            TokenError: it is no token, or was cut or mistyped.
         """
         word = word.strip()
         if not word.startswith(_PREFIX):

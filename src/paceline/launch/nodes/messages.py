@@ -1,4 +1,4 @@
-"""What nodes report and what they are told, and how that travels: a length, then JSON, nothing that is executed."""
+"""The reports of nodes and the orders to them. On the wire each is a length, then JSON; nothing is executed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Join:
     role: str = "default"
     node_rank: int | None = None
     serves: bool = False
-    version: str = ""  # of Paceline; a version before 0.1.0 does not say it
+    version: str = ""  # Paceline's version; versions before 0.1.0 do not send it
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Finished:
-    """All workers of the node have ended well."""
+    """All workers of the node have ended without a failure."""
 
     generation: int
 
@@ -62,7 +62,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Alive:
-    """Nothing new, in either direction."""
+    """A sign of life in either direction, with no news."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Stop:
 
     generation: int
     reason: str
-    is_failure: bool = False  # then the workers have a moment to say what that meant for them
+    is_failure: bool = False  # then the workers get a moment to report what the failure meant for them
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do yet; the reason is for the user."""
+    """There is nothing to do yet; the reason is for the user."""
 
     reason: str
 
@@ -126,11 +126,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 class MessageError(ValueError):
-    """The other end sent something that is not a message."""
+    """The peer sent something that is not a message."""
 
 
 def encode(message: Message) -> bytes:
-    """The message with its length in front."""
+    """Returns the message after its length."""
     body = json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
     if len(body) > LARGEST:
         raise MessageError(f"a message of {len(body)} bytes is larger than {LARGEST}")
@@ -138,10 +138,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message in `body`.
+    """Returns the message in `body`.
 
     Raises:
-        MessageError: it is none, or a field has another type.
+        MessageError: `body` is no message, or a field has another type.
     """
     try:
         content = json.loads(body)
@@ -188,15 +188,15 @@ def _failure(value: object) -> Failure:
 
 @dataclass
 class Inbox:
-    """Cuts what arrives into messages."""
+    """Splits the received bytes into messages."""
 
     received: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Takes more bytes; the messages that are complete.
+        """Takes more bytes; returns the messages that are complete.
 
         Raises:
-            MessageError: what came is none.
+            MessageError: the bytes are no message.
         """
         self.received += data
         messages = []

@@ -1,4 +1,4 @@
-"""A node's connection to the meeting on another machine, or on its own."""
+"""A client of a meeting that another machine serves, or this one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOON_S = 1.0
 
 
 class RemoteClient:
-    """A connection that keeps itself alive on threads of its own, whatever the launcher is busy with."""
+    """A connection that threads of its own keep alive, whatever the launcher is busy with."""
 
     deadline_s: float | None = None
 
@@ -44,16 +44,16 @@ class RemoteClient:
             thread.start()
 
     def fileno(self) -> int:
-        """Readable while there are orders."""
+        """Returns a descriptor that is readable while there are orders."""
         return self._waiting
 
     def send(self, report: Report) -> None:
         """Sends a report."""
-        with self._sending, contextlib.suppress(OSError):  # the reading thread notices too, and tells
+        with self._sending, contextlib.suppress(OSError):  # the reading thread notices this too, and reports it
             self._connection.sendall(encode(report))
 
     def receive(self) -> list[Order]:
-        """The orders that have come."""
+        """Returns the orders that have come."""
         with self._changing:
             if self._orders:
                 os.read(self._waiting, 4096)
@@ -61,7 +61,7 @@ class RemoteClient:
         return orders
 
     def close(self) -> None:
-        """Hangs up; idempotent."""
+        """Disconnects; idempotent."""
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(OSError):
@@ -108,11 +108,11 @@ class RemoteClient:
 def dial(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
 ) -> RemoteClient:
-    """Connects as soon as the meeting is served; if that is not soon, tells the user by `say` what is waited for.
+    """Connects as soon as the meeting is served; if that takes long, `say` tells the user what the launcher waits for.
 
     Raises:
         RendezvousTimeoutError: nobody served it in time.
-        AuthenticationError: whoever serves there does not hold the job's secret.
+        AuthenticationError: the server does not hold the job's secret.
         ValueError: the address is not loopback and there is no secret.
     """
     started_s = time.monotonic()

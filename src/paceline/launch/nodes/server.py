@@ -19,7 +19,7 @@ from paceline.security.secret import derive_key
 CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
-_STALL_S = 1.0  # a pause of our own so long says nothing about the others
+_STALL_S = 1.0  # after a pause of this process as long as this, silence says nothing about the others
 _LARGEST_READ = 1 << 16
 
 
@@ -32,7 +32,7 @@ class _Node:
 
 
 class MeetingServer:
-    """Serves on `listener`, a listening socket, which it takes over; on a thread of its own, until `close`."""
+    """Serves on `listener`, a listening socket, which it takes over, in a thread of its own until `close`."""
 
     def __init__(self, listener: socket.socket, secret: bytes | None, policy: Policy, silence_s: float) -> None:
         self._membership = Membership(policy, time.monotonic())
@@ -50,7 +50,7 @@ class MeetingServer:
         self._thread.start()
 
     def close(self, linger_s: float = 2.0) -> None:
-        """Waits for the nodes to hang up, `linger_s` at most; idempotent."""
+        """Waits for the nodes to disconnect, `linger_s` seconds at most; idempotent."""
         if self._closing_by_s is None:
             self._closing_by_s = time.monotonic() + linger_s
             os.write(self._waking, b".")
