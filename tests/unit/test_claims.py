@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import HashStore, RendezvousError, RendezvousTimeoutError
-from paceline.rendezvous.check_in import Claim, agree, decode_claims, describe_absence, judge
+from paceline.rendezvous.check_in import Claim, agree, decode_claims, describe_absence, verdict_on
 
 
 def _claims(*ranks: int, world_size: int = 4) -> list[Claim]:
@@ -19,12 +19,12 @@ def _claims(*ranks: int, world_size: int = 4) -> list[Claim]:
 
 @given(st.permutations(range(5)), st.integers(1, 5))
 def test_the_meeting_is_complete_when_every_rank_is_there_and_not_before(order: list[int], arrived: int) -> None:
-    verdict = judge(_claims(*order[:arrived], world_size=5))
+    verdict = verdict_on(_claims(*order[:arrived], world_size=5))
     assert verdict == ("complete" if arrived == 5 else None)
 
 
 def test_a_rank_claimed_twice_is_told_with_both_processes() -> None:
-    verdict = judge(_claims(0, 1, 1))
+    verdict = verdict_on(_claims(0, 1, 1))
     assert verdict is not None
     assert "rank 1 was claimed twice" in verdict
     assert "process 101 on host1" in verdict
@@ -32,7 +32,7 @@ def test_a_rank_claimed_twice_is_told_with_both_processes() -> None:
 
 
 def test_different_world_sizes_are_told_with_both_processes() -> None:
-    verdict = judge([Claim(0, 2, "a", 1), Claim(1, 3, "b", 2)])
+    verdict = verdict_on([Claim(0, 2, "a", 1), Claim(1, 3, "b", 2)])
     assert verdict is not None
     for part in ("world sizes", "process 1 on a", "has 2", "process 2 on b", "has 3"):
         assert part in verdict

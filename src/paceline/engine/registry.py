@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import torch
 
 from paceline.engine.api import Engine, EngineModule, Meeting
-from paceline.rendezvous.rendezvous import Joined
+from paceline.rendezvous.rendezvous import RendezvousResult
 
 
 class _Entry(NamedTuple):
@@ -96,7 +96,7 @@ def start(name: str, meeting: Meeting) -> Engine:
     return _module(name).start(meeting)
 
 
-def meeting(backend: Backend, rank: int) -> Callable[[float], Joined] | None:
+def meeting(backend: Backend, rank: int) -> Callable[[float], RendezvousResult] | None:
     """What lets the ranks meet, where the launcher of an engine has made them known to each other; takes a time-out.
 
     Raises:
@@ -105,7 +105,7 @@ def meeting(backend: Backend, rank: int) -> Callable[[float], Joined] | None:
     for name in backend.engines.values():
         if _ENGINES[name].meeting:
             require(name, rank)
-            return cast("Callable[[float], Joined]", importlib.import_module(_ENGINES[name].meeting).meet)
+            return cast("Callable[[float], RendezvousResult]", importlib.import_module(_ENGINES[name].meeting).meet)
     return None
 
 

@@ -21,7 +21,7 @@ from paceline.group import torch_backend
 from paceline.group.arguments import group_rank_of
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
-from paceline.rendezvous.rendezvous import Joined, rendezvous
+from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.store.base import Store
 
 DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
@@ -307,7 +307,7 @@ def _open(
 
 def _meet(
     backend: Backend, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
-) -> Joined:
+) -> RendezvousResult:
     """Ranks that are told nothing are asked of the engine's launcher, if it has one."""
     told = init_method is not None or store is not None or "RANK" in os.environ
     meet = None if told else meeting(backend, rank)

@@ -69,7 +69,7 @@ def decode_claims(lines: bytes) -> list[Claim]:
     return claims
 
 
-def judge(claims: list[Claim]) -> str | None:
+def verdict_on(claims: list[Claim]) -> str | None:
     """The verdict on the claims so far: None while ranks are missing, "complete", or what is wrong."""
     first = claims[0]
     by_rank: dict[int, Claim] = {}
@@ -138,9 +138,9 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
         return
     if told == COMPLETE:  # a claim that came after the verdict "complete" is one too many
         raise RendezvousError(f"rank {claim.rank}: {mine}")
-    if judge(decode_claims(store.get("claims"))) == COMPLETE:
+    if verdict_on(decode_claims(store.get("claims"))) == COMPLETE:
         return  # all had come, and one has gone since: if that matters, the ranks hear of it while the group forms
-    _linger(store)
+    _let_others_hear(store)
     absence = timeout_in(told)
     if absence is not None:
         raise RendezvousTimeoutError(f"rank {claim.rank}: {absence}")
@@ -149,7 +149,7 @@ def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
 
 def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
     """The verdict that counts, and what this rank made of the claims when it came."""
-    mine = judge(decode_claims(store.get("claims")))
+    mine = verdict_on(decode_claims(store.get("claims")))
     if mine is not None:
         settle(store, mine)
     try:
@@ -160,7 +160,7 @@ def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, s
     return store.get(KEY).decode(), mine
 
 
-def _linger(store: Store) -> None:
+def _let_others_hear(store: Store) -> None:
     """Waits until the other ranks have heard the verdict that ended the meeting.
 
     The store may end with this process. Those whose claims contradict each other were started together, so the wait is
@@ -169,7 +169,7 @@ def _linger(store: Store) -> None:
     deadline = time.monotonic() + _LINGER_S
     with contextlib.suppress(StoreConnectionError):  # it ended with another process, which had lingered
         store.add(_HEARD, 1)
-        for_all = judge(decode_claims(store.get("claims"))) not in (None, COMPLETE)
+        for_all = verdict_on(decode_claims(store.get("claims"))) not in (None, COMPLETE)
         while not have_heard(store, for_all) and time.monotonic() < deadline:
             time.sleep(_LINGER_POLL_S)
 
@@ -178,5 +178,5 @@ def have_heard(store: Store, all_ranks: bool) -> bool:
     """Whether the living that came, or with `all_ranks` all, have heard the verdict that ended the meeting."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
-    died = judge(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
+    died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None
     return store.add(_HEARD, 0) >= expected - died

@@ -23,7 +23,7 @@ from paceline.store.prefix import PrefixStore
 _RETRY_PAUSE_S = 0.05
 
 
-class Joined:
+class RendezvousResult:
     """The result of a rendezvous.
 
     `store` is empty but for the ranks of this meeting; `address` is the host at which they met, if there is one. The
@@ -37,7 +37,9 @@ class Joined:
         self.address = address
 
 
-def rendezvous(init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float) -> Joined:
+def rendezvous(
+    init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
+) -> RendezvousResult:
     """Meets the other ranks.
 
     Args:
@@ -60,7 +62,7 @@ def rendezvous(init_method: str | None, store: Store | None, world_size: int, ra
         _check_place(rank, world_size)
         joined = PrefixStore(f"paceline/{next_at_store(store)}", store)
         agree(joined, Claim.mine(rank, world_size), timeout_s)
-        return Joined(rank, world_size, joined, getattr(store, "host", None))
+        return RendezvousResult(rank, world_size, joined, getattr(store, "host", None))
 
     url = init_method if init_method is not None else "env://"
     scheme = url.partition(":")[0].lower()
@@ -82,7 +84,7 @@ def rendezvous(init_method: str | None, store: Store | None, world_size: int, ra
     return _meet(partial(open_store, rank, world_size), prefix, Claim.mine(rank, world_size), timeout_s)
 
 
-def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, timeout_s: float) -> Joined:
+def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, timeout_s: float) -> RendezvousResult:
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = max(0.1, deadline - time.monotonic())
@@ -91,7 +93,7 @@ def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, t
             opened = open_store(timedelta(seconds=left_s))
             joined = PrefixStore(prefix, opened)
             agree(joined, claim, left_s)
-            return Joined(claim.rank, claim.world_size, joined, getattr(opened, "host", None))
+            return RendezvousResult(claim.rank, claim.world_size, joined, getattr(opened, "host", None))
         except StoreConnectionError as error:
             if opened is not None:
                 opened.close()

@@ -15,7 +15,7 @@ from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.world import initialised
 from paceline.engine.native.addresses import own_address
 from paceline.errors import RendezvousTimeoutError
-from paceline.rendezvous.rendezvous import Joined, rendezvous
+from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.security.secret import job_secret
 from paceline.store.tcp import TCPStore
 
@@ -24,7 +24,7 @@ _LETTER_BYTES = 512
 _LOOPBACK = "127.0.0.1"
 
 
-def meet(timeout_s: float) -> Joined:
+def meet(timeout_s: float) -> RendezvousResult:
     """Meets all ranks of MPI's world. A job without a secret is given one, in PACELINE_SECRET.
 
     Raises:
@@ -62,4 +62,4 @@ def meet(timeout_s: float) -> Joined:
         left_s = max(0.1, deadline - time.monotonic())
         joined = rendezvous(None, store, world.Get_size(), world.Get_rank(), left_s)
         undo.pop_all()
-    return Joined(joined.rank, joined.world_size, joined.store, store.host)
+    return RendezvousResult(joined.rank, joined.world_size, joined.store, store.host)
