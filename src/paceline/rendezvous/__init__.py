@@ -1,4 +1,5 @@
-"""From nothing to "rank r of n, and a store": env://, tcp://, file:// and an explicit store.
+"""Lets ranks meet by env://, tcp://, file:// or an explicit store, and learn their rank, world size and shared store.
 
-May use: `store`, `security`. Start reading at `check_in.py`, the protocol by which ranks meet.
+May use: `store`, `security`, `errors`. Start reading at `rendezvous.py`, then `check_in.py`, the protocol by which
+ranks check in; `verdict.py` says what happens when one dies.
 """

@@ -1,4 +1,4 @@
-"""`tcp://host:port` and `file:///path`: where the ranks meet, and with `?rank=..&world_size=..` who this one is."""
+"""Reads `tcp://host:port` and `file:///path`: where the ranks meet, and this one's `?rank=..&world_size=..`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.store.file import FileStore
 
 
 def place(url: str, rank: int, world_size: int) -> tuple[int, int]:
-    """Rank and world size, from the URL where they are -1.
+    """Returns rank and world size; where an argument is -1, takes it from the URL.
 
     Raises:
-        ValueError: they are not there, or no whole numbers.
+        ValueError: the URL does not have them, or they are no whole numbers.
     """
     split = urlsplit(url)
     query = parse_qs(split.query)
@@ -38,7 +38,7 @@ def _whole(value: str, name: str, split: SplitResult) -> int:
 
 
 def open_store(url: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store at the address.
+    """Opens the store at the address.
 
     Raises:
         ValueError: the address is incomplete.

@@ -1,8 +1,8 @@
-"""How ranks agree that they are complete, each rank is there once, and all mean the same world size.
+"""Lets ranks agree that all are there, that each rank is there once, and that all expect the same world size.
 
-Every rank claims its number in the store; the first to see that the claims are complete, or that they contradict each
-other, settles the verdict, which all wait for. The store does it for a rank that dies (`verdict.py`). So every rank
-learns the same, at once.
+Every rank claims its number in the store. The first to see that the claims are complete, or that they contradict each
+other, sets the verdict, for which all wait; if a rank dies, the store sets it (`verdict.py`). So all ranks learn the
+same outcome at the same time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from paceline.store.base import Store
 from paceline.store.remote import StoreServerLostError
 
 _HEARD = "heard"
-_LINGER_S, _LINGER_POLL_S = 5.0, 0.01
+_HEARING_S, _HEARING_POLL_S = 5.0, 0.01
 
 
 class Claim:
-    """One process's word on who it is."""
+    """The rank and world size that one process was given."""
 
     def __init__(self, rank: int, world_size: int, host: str, pid: int) -> None:
         self.rank = rank
@@ -49,11 +49,11 @@ class Claim:
 
     @classmethod
     def mine(cls, rank: int, world_size: int) -> Claim:
-        """The claim of this process."""
+        """Returns the claim of this process."""
         return cls(rank, world_size, socket.gethostname(), os.getpid())
 
     def encode(self) -> bytes:
-        """One line for the store."""
+        """Returns the claim as one line for the store."""
         return f"{self.rank} {self.world_size} {self.pid} {self.host}\n".encode()
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Claim:
 
 
 def decode_claims(lines: bytes) -> list[Claim]:
-    """The claims in the order in which they were made."""
+    """Returns the claims in the order in which they were made."""
     claims = []
     for line in lines.decode().splitlines():
         rank, world_size, pid, host = line.split(" ", 3)
@@ -70,7 +70,7 @@ def decode_claims(lines: bytes) -> list[Claim]:
 
 
 def verdict_on(claims: list[Claim]) -> str | None:
-    """The verdict on the claims so far: None while ranks are missing, "complete", or what is wrong."""
+    """Returns the verdict on the claims so far: None while ranks are missing, "complete", or what is wrong."""
     first = claims[0]
     by_rank: dict[int, Claim] = {}
     for claim in claims:
@@ -89,7 +89,7 @@ def verdict_on(claims: list[Claim]) -> str | None:
 
 
 def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> str:
-    """Who came and who did not."""
+    """Describes which ranks came and which did not."""
     arrived = sorted({claim.rank for claim in claims})
     missing = [rank for rank in range(world_size) if rank not in set(arrived)]
     return (
@@ -107,11 +107,12 @@ def _list(ranks: list[int], most: int = 20) -> str:
 def agree(store: Store, claim: Claim, timeout_s: float) -> None:
     """Claims a rank and waits for the verdict.
 
-    From here until `take_back_will`, which the caller owes after success, the death of this process is the verdict.
+    From here on the death of this process sets the verdict. After a success the caller must end that with
+    `take_back_will`, once the group has formed.
 
     Raises:
         RendezvousError: the claims contradict each other, or a rank died; every rank gets the same message.
-        RendezvousTimeoutError: some ranks did not come; names them.
+        RendezvousTimeoutError: some ranks did not come; the message names them.
     """
     who = f"rank {claim.rank} ({claim.host}, pid {claim.pid})"
     leave_will(store, f"{who} died while the ranks met")
@@ -128,27 +129,27 @@ def agree(store: Store, claim: Claim, timeout_s: float) -> None:
 def _claim_and_wait(store: Store, claim: Claim, timeout_s: float) -> None:
     store.append("claims", claim.encode())
     try:
-        told, mine = _await_verdict(store, claim, timeout_s)
+        verdict, mine = _await_verdict(store, claim, timeout_s)
     except StoreServerLostError as error:
         raise RendezvousError(
             f"rank {claim.rank}: the process that serves the ranks' store (rank 0, or the launcher) died while the "
             f"ranks met; {ADVICE}. ({error})"
         ) from error
-    if told == COMPLETE and mine in (None, COMPLETE):
+    if verdict == COMPLETE and mine in (None, COMPLETE):
         return
-    if told == COMPLETE:  # a claim that came after the verdict "complete" is one too many
+    if verdict == COMPLETE:  # this claim came after the verdict "complete", so there is one rank too many
         raise RendezvousError(f"rank {claim.rank}: {mine}")
     if verdict_on(decode_claims(store.get("claims"))) == COMPLETE:
-        return  # all had come, and one has gone since: if that matters, the ranks hear of it while the group forms
+        return  # all had come and one has left since; if that matters, the ranks learn it while the group forms
     _let_others_hear(store)
-    absence = timeout_in(told)
+    absence = timeout_in(verdict)
     if absence is not None:
         raise RendezvousTimeoutError(f"rank {claim.rank}: {absence}")
-    raise RendezvousError(f"rank {claim.rank}: {told}")
+    raise RendezvousError(f"rank {claim.rank}: {verdict}")
 
 
 def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, str | None]:
-    """The verdict that counts, and what this rank made of the claims when it came."""
+    """Returns the verdict that counts, and this rank's own verdict on the claims when it arrived."""
     mine = verdict_on(decode_claims(store.get("claims")))
     if mine is not None:
         settle(store, mine)
@@ -163,19 +164,21 @@ def _await_verdict(store: Store, claim: Claim, timeout_s: float) -> tuple[str, s
 def _let_others_hear(store: Store) -> None:
     """Waits until the other ranks have heard the verdict that ended the meeting.
 
-    The store may end with this process. Those whose claims contradict each other were started together, so the wait is
-    also for those that have not come yet; nobody can say when one will that is late.
+    The store may end with this process. If claims contradict each other, all ranks were started together, so this waits
+    for those that have not come yet too; after a time-out it does not, since nobody knows when they will come.
     """
-    deadline = time.monotonic() + _LINGER_S
-    with contextlib.suppress(StoreConnectionError):  # it ended with another process, which had lingered
+    deadline = time.monotonic() + _HEARING_S
+    with contextlib.suppress(
+        StoreConnectionError
+    ):  # the store ended with another process, which had waited here as well
         store.add(_HEARD, 1)
         for_all = verdict_on(decode_claims(store.get("claims"))) not in (None, COMPLETE)
         while not have_heard(store, for_all) and time.monotonic() < deadline:
-            time.sleep(_LINGER_POLL_S)
+            time.sleep(_HEARING_POLL_S)
 
 
 def have_heard(store: Store, all_ranks: bool) -> bool:
-    """Whether the living that came, or with `all_ranks` all, have heard the verdict that ended the meeting."""
+    """Returns whether all living ranks that came, or all ranks with `all_ranks`, have heard the meeting's verdict."""
     claims = decode_claims(store.get("claims"))
     expected = max(min(claim.world_size for claim in claims) if all_ranks else 0, len(claims))
     died = verdict_on(claims) in (None, COMPLETE) and timeout_in(store.get(KEY).decode()) is None

@@ -1,4 +1,4 @@
-"""`env://`: rank, world size and the store from the environment, as `paceline run`, torchrun and others set it."""
+"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.store.remote import connect_unix
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
-    """Rank and world size, from RANK and WORLD_SIZE where they are -1.
+    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE.
 
     Raises:
         ValueError: a variable is missing or no whole number.
@@ -23,10 +23,10 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store of the launcher, or the one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
+    """Opens the launcher's store, or the one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
 
     Raises:
-        ValueError: a variable is missing or broken.
+        ValueError: a variable is missing or malformed.
         StoreConnectionError: nobody serves it.
     """
     served = os.environ.get("PACELINE_STORE")

@@ -1,32 +1,40 @@
-"""`env://`, `tcp://`, `file://` and an explicit store: from an address to a store and this process's place.
+"""Meets the other ranks by `env://`, `tcp://`, `file://` or an explicit store; the result has the ranks' store.
 
-Broken rules are `ValueError`s that name the rule and the fix. Every worker pays for what is imported here, so each kind
-of address is in a module of its own, and nothing here needs dataclasses, urllib or tempfile.
+A broken rule is a `ValueError` that names the rule and the fix. Every worker pays for the imports of this module, so
+each kind of address has a module of its own, and nothing here needs dataclasses, urllib or tempfile.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from paceline.durations import LONGEST_S
 from paceline.errors import RendezvousError, RendezvousTimeoutError, StoreConnectionError
 from paceline.rendezvous import environment
 from paceline.rendezvous.check_in import Claim, agree
-from paceline.rendezvous.meeting_count import next_at_address, next_at_store
 from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
 
 _RETRY_PAUSE_S = 0.05
 
 
+# How often this process has met others at a place. A store that outlives a group keeps the names of the group's ranks,
+# so each meeting gets a prefix of its own: the number is the same on every rank, since every rank makes the same
+# groups.
+_met_at_address: Counter[str] = Counter()
+_met_at_store: WeakKeyDictionary[Store, Counter[str]] = WeakKeyDictionary()
+
+
 class RendezvousResult:
     """The result of a rendezvous.
 
-    `store` is empty but for the ranks of this meeting; `address` is the host at which they met, if there is one. The
+    Only the ranks of this meeting use `store`; `address` is the host at which they met, or None if there is none. The
     ranks hear of this process's death until `verdict.take_back_will(store)`.
     """
 
@@ -45,8 +53,8 @@ def rendezvous(
     Args:
         init_method: "env://" (if neither it nor `store` is given), "tcp://host:port" or "file:///path".
         store: a store that all ranks share, instead of `init_method`.
-        world_size: the number of ranks; -1 to take it from the environment or the URL.
-        rank: this process's rank; -1 likewise.
+        world_size: the number of ranks; -1 takes it from the environment or the URL.
+        rank: this process's rank; -1 takes it from there too.
         timeout_s: how long to wait for the others, in seconds; a hundred years at most.
 
     Raises:
@@ -60,7 +68,7 @@ def rendezvous(
         if world_size < 0 or rank < 0:
             raise ValueError("with store, world_size and rank must be given, since there is nowhere to read them from")
         _check_place(rank, world_size)
-        joined = PrefixStore(f"paceline/{next_at_store(store)}", store)
+        joined = PrefixStore(f"paceline/{_next_at_store(store)}", store)
         agree(joined, Claim.mine(rank, world_size), timeout_s)
         return RendezvousResult(rank, world_size, joined, getattr(store, "host", None))
 
@@ -70,7 +78,7 @@ def rendezvous(
     attempt = "0"
     if scheme == "env":
         rank, world_size = environment.place(rank, world_size)
-        # Workers that the launcher started anew meet in the same store as those before them.
+        # Workers that the launcher has restarted meet in the same store as those before them.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", attempt)
     elif scheme in ("tcp", "file"):
         from paceline.rendezvous import addresses
@@ -80,7 +88,7 @@ def rendezvous(
     else:
         raise ValueError(f"init_method {url!r} is not known; use env://, tcp://host:port or file:///path")
     _check_place(rank, world_size)
-    prefix = f"paceline/{attempt}/{next_at_address(url)}"
+    prefix = f"paceline/{attempt}/{_next_at_address(url)}"
     return _meet(partial(open_store, rank, world_size), prefix, Claim.mine(rank, world_size), timeout_s)
 
 
@@ -104,7 +112,7 @@ def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, t
                     f"rank {claim.rank} waited {timeout_s:.0f} s for {claim.world_size} ranks; rank 0, at whose "
                     f"address they meet, did not arrive: {error}"
                 ) from error
-            # The server was just being closed: it was of an earlier process group at this address.
+            # The server was just closing: it belonged to an earlier process group at this address.
             time.sleep(_RETRY_PAUSE_S)
         except BaseException as error:
             if opened is None:
@@ -124,3 +132,20 @@ def _check_place(rank: int, world_size: int) -> None:
         raise ValueError(f"world_size is {world_size}; it must be at least 1")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; with world_size {world_size} it must be from 0 to {world_size - 1}")
+
+
+def _next_at_address(address: str) -> int:
+    """Returns 1 for the first meeting at `address`, 2 for the second, and so on."""
+    _met_at_address[address] += 1
+    return _met_at_address[address]
+
+
+def _next_at_store(store: Store) -> int:
+    """Returns the same for a store; another view of it with the same prefix is the same place."""
+    prefix = ""
+    while isinstance(store, PrefixStore):
+        prefix = f"{store.prefix}/{prefix}"
+        store = store.underlying_store
+    rounds = _met_at_store.setdefault(store, Counter())
+    rounds[prefix] += 1
+    return rounds[prefix]

@@ -1,4 +1,4 @@
-"""A store that rank 0 serves stays for a while after a meeting that failed, so that ranks that come late hear why."""
+"""Keeps rank 0's store open for a while after a failed meeting, so that ranks that come late hear why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _staying: list[_Stay] = []
 
 
 class _Stay(threading.Thread):
-    """No daemon: the interpreter waits for it at its end, as the late ranks would for a store that has gone."""
+    """Closes a store late. It is no daemon thread: the interpreter must wait for it, as late ranks need the store."""
 
     def __init__(self, opened: Store, meeting: Store) -> None:
         super().__init__(name="paceline-late-ranks")
@@ -41,11 +41,11 @@ class _Stay(threading.Thread):
 
 
 def stay(opened: Store, meeting: Store) -> None:
-    """Closes `opened` when all ranks have heard how the `meeting` in it ended, or after 5 s; does not wait for that."""
+    """Closes `opened` in the background, when all ranks have heard how `meeting` ended in it, or after 5 s."""
     _Stay(opened, meeting).start()
 
 
 def end_staying() -> None:
-    """Closes the stores that stay, since another meeting begins."""
+    """Closes the stores that are still open, since another meeting begins."""
     for each in list(_staying):
         each.end()

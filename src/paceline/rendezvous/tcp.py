@@ -1,4 +1,4 @@
-"""The store that rank 0 serves over TCP and the others dial."""
+"""Opens the store that rank 0 serves over TCP and the other ranks dial."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve_or_connect(host: str, port: int, rank: int, world_size: int, timeout: 
     try:
         return connect(True, timeout)
     except PortInUseError as error:
-        # If another process that was told to be rank 0 serves there, all ranks have to hear of it.
+        # Another process that was also started as rank 0 may serve there; then all ranks have to hear of it.
         try:
             return connect(False, min(timeout, _ANOTHER_RANK_0))
         except (PacelineError, OSError):

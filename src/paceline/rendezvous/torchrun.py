@@ -1,4 +1,4 @@
-"""Under torchrun MASTER_PORT is served by torchrun itself, in a language of its own; one machine has files."""
+"""Rendezvous under torchrun: its own TCPStore holds MASTER_PORT, so the ranks of one machine meet in a file store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.store.file import FileStore
 
 
 def open_file(port: int, world_size: int, timeout: timedelta) -> Store:
-    """The store of the ranks that torchrun started on this machine.
+    """Opens the store of the ranks that torchrun started on this machine.
 
     Raises:
         ValueError: there are several machines.
-        RendezvousError: the directory for such stores is open to others.
+        RendezvousError: other users have access to the directory for such stores.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         raise ValueError(
@@ -32,7 +32,7 @@ def open_file(port: int, world_size: int, timeout: timedelta) -> Store:
 
 
 def _own_directory() -> str:
-    """A directory that no other user can put files into."""
+    """Makes or finds a directory that no other user can put files into."""
     path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
     os.makedirs(path, mode=0o700, exist_ok=True)
     state = os.lstat(path)

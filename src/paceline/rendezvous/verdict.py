@@ -1,7 +1,7 @@
-"""The verdict on a meeting: complete, or why the ranks cannot go on. Every rank waits for it and learns the same.
+"""The verdict on a meeting: "complete", or why the ranks cannot go on. Every rank waits for it and learns the same.
 
-A rank leaves a last will before it claims its number, and takes it back when its group has formed. So the store itself
-overturns the verdict when a rank dies in between, also the verdict "complete" before the group has formed.
+A rank leaves a last will with the store before it claims its number, and takes it back when its group has formed. If
+the rank dies in between, the store itself replaces the verdict with the will, even the verdict "complete".
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _TIMEOUT = "timeout: "
 
 
 def settle(store: Store, verdict: str) -> None:
-    """Settles the verdict, unless there is one."""
+    """Sets the verdict, unless there already is one."""
     store.compare_set(KEY, b"", verdict)
 
 
 def settle_timeout(store: Store, absence: str) -> str:
-    """Settles that the time is over, unless there is a verdict; the verdict."""
+    """Sets the verdict to a time-out, unless there already is one; returns the verdict that counts."""
     return store.compare_set(KEY, b"", _TIMEOUT + absence).decode()
 
 
 def timeout_in(verdict: str) -> str | None:
-    """Who was absent, if the verdict is that the time was over."""
+    """Returns who was absent, if the verdict is a time-out; otherwise None."""
     return verdict.removeprefix(_TIMEOUT) if verdict.startswith(_TIMEOUT) else None
 
 
 def reason_against(store: Store) -> str | None:
-    """Why the ranks cannot go on; None if there is no reason, or no verdict yet."""
+    """Returns why the ranks cannot go on; None if nothing prevents it, or there is no verdict yet."""
     if not store.check([KEY]):
         return None
     verdict = store.get(KEY).decode()
@@ -39,10 +39,10 @@ def reason_against(store: Store) -> str | None:
 
 
 def leave_will(store: Store, end: str) -> None:
-    """From now on the end of this process is the verdict; `end` says whose it is, and when it came."""
+    """Makes the end of this process the verdict from now on; `end` says which process it is, and at what point."""
     store.set_last_will(KEY, f"{end}; {ADVICE}")
 
 
 def take_back_will(store: Store) -> None:
-    """From now on the end of this process is no concern of the meeting."""
+    """Makes the end of this process no longer affect the meeting."""
     store.set_last_will(KEY, None)

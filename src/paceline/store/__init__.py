@@ -1,4 +1,5 @@
 """Key-value stores that ranks share: TCP, Unix socket, file, in-process, and a prefixed view of another.
 
-May use: `security`, `_core`. Start reading at `base.py`, the interface all of them keep.
+May use: `security`, `errors`, `descriptors`, and `paceline._core`, which holds the table of keys and the server.
+Start reading at `base.py`, the interface that all of them implement.
 """

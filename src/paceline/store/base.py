@@ -1,4 +1,4 @@
-"""What every store can do, over one operation: `_apply`."""
+"""The interface of every store. Each call is one operation, which a subclass does in `_apply`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """How a store answered, numbered as on the wire."""
+    """The kinds of answer, numbered as on the wire."""
 
     OK = 0
     TIMED_OUT = 1
@@ -64,11 +64,11 @@ class Store(ABC):
         self._timeout_s = to_seconds(timeout)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Sets `key` to `value`, whatever it was."""
+        """Sets `key` to `value`, whatever its value was."""
         self._ask(Op.SET, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
-        """The value of `key`; waits until it is set."""
+        """Returns the value of `key`; waits until it is set."""
         return self._wait_and_ask(Op.GET, [key.encode()], None)[1][0]
 
     def add(self, key: str, amount: int) -> int:
@@ -91,34 +91,34 @@ class Store(ABC):
         self._wait_and_ask(Op.WAIT, _keys(keys), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` exist now."""
+        """Returns whether all `keys` exist now."""
         return self._ask(Op.CHECK, _keys(keys))[0] == 1
 
     def delete_key(self, key: str) -> bool:
-        """Removes `key`; whether it was there."""
+        """Removes `key`; returns whether it existed."""
         return self._ask(Op.DELETE, [key.encode()])[0] == 1
 
     def num_keys(self) -> int:
-        """The number of keys, queues included; in a shared store those of all its users."""
+        """Returns the number of keys, including queues; a shared store counts those of all its users."""
         return self._ask(Op.COUNT, [])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of `keys`, in their order; waits until all are set."""
+        """Returns the values of `keys`, in their order; waits until all are set."""
         return self._wait_and_ask(Op.MULTI_GET, _keys(keys), None)[1]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Sets each of `keys` to the value at its place, in one step."""
+        """Sets each of `keys` to the value at the same index, in one step."""
         if len(keys) != len(values):
             raise ValueError(f"multi_set got {len(keys)} keys and {len(values)} values; each key needs one value")
         fields = [part for key, value in zip(_keys(keys), values, strict=True) for part in (key, _bytes(value))]
         self._ask(Op.MULTI_SET, fields)
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Appends `value` to that of `key`; sets it if the key is missing."""
+        """Appends `value` to the value of `key`; sets it if the key is missing."""
         self._ask(Op.APPEND, [key.encode(), _bytes(value)])
 
     def has_extended_api(self) -> bool:
-        """Whether append, multi_get, multi_set and the queues work: always."""
+        """Returns whether append, multi_get, multi_set and the queues work: always True."""
         return True
 
     def queue_push(self, key: str, value: bytes | str) -> None:
@@ -126,10 +126,10 @@ class Store(ABC):
         self._ask(Op.QUEUE_PUSH, [key.encode(), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the first value of the queue `key`; waits for one.
+        """Removes and returns the first value of the queue `key`; waits for one.
 
         Raises:
-            StoreQueueEmptyError: there is none, and `block` is False.
+            StoreQueueEmptyError: the queue is empty, and `block` is False.
         """
         if block:
             return self._wait_and_ask(Op.QUEUE_POP, [key.encode()], None)[1][0]
@@ -139,7 +139,7 @@ class Store(ABC):
             raise StoreQueueEmptyError(f"the queue {key!r} of {self} is empty; queue_pop timed out at once") from None
 
     def queue_len(self, key: str) -> int:
-        """The number of values in the queue `key`."""
+        """Returns the number of values in the queue `key`."""
         return self._ask(Op.QUEUE_LENGTH, [key.encode()])[0]
 
     def set_last_will(self, key: str, value: bytes | str | None) -> None:
@@ -151,17 +151,17 @@ class Store(ABC):
         self._ask(Op.LAST_WILL, [key.encode(), _bytes("" if value is None else value)], int(value is None))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until `world_size` callers have called it with this `key`, which they use once."""
+        """Waits until `world_size` callers have called it with this `key`, which must not be used again."""
         if self.add(f"{key}/arrived", 1) == world_size:
             self.set(f"{key}/all", b"")
         self.wait([f"{key}/all"], timeout)
 
     def clone(self) -> Store:
-        """This store: threads can use it at a time, each with a connection of its own."""
+        """Returns this store, which threads can share: each waiting thread uses a connection of its own."""
         return self
 
     def close(self) -> None:
-        """Lets go of what the store holds (a connection, a file, a server); idempotent."""
+        """Releases what the store holds (a connection, a file, a server); idempotent."""
 
     def _ask(self, op: Op, fields: list[bytes], number: int = 0) -> tuple[int, list[bytes]]:
         status, number, values = self._apply(op, number, fields, self._timeout_s)
@@ -184,7 +184,7 @@ class Store(ABC):
 
     @abstractmethod
     def _apply(self, op: Op, number: int, fields: list[bytes], timeout_s: float) -> Answer:
-        """Does `op`. For those that wait `number` is the time in ms, and TIMED_OUT comes with the missing keys."""
+        """Does `op`. For waiting operations `number` is the time in ms, and TIMED_OUT comes with the missing keys."""
 
 
 def _bytes(value: bytes | str) -> bytes:

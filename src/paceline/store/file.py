@@ -1,9 +1,10 @@
 """A store in a file that several processes open, also over NFS.
 
-The file is a log of the operations that changed something, replayed by everyone. Byte 0 of the lock space is held while
-an operation runs; byte 1 is held, shared, by every process that has the store open. Whoever opens the file and finds
-byte 1 free knows that its members are gone, and starts the log anew: a file left by an earlier run does no harm.
-Whoever leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the will.
+The file is a log of the operations that changed something; every process replays it. Byte 0 of the lock space is locked
+while an operation runs; every process that has the store open holds a shared lock on byte 1. A process that opens the
+file and finds byte 1 free knows that its members are gone, and starts the log afresh: the file of an earlier run does
+no harm. Whoever leaves a last will holds a byte of its own; one that waits and finds the byte free carries out the
+will.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LOOK_FOR_THE_DEAD_S = 0.1
 class FileStore(Store):
     """A store in the file `file_name`, for processes that share a directory. `world_size` is for information.
 
-    The file is removed by nobody, and may be: an earlier run's content is discarded by the first process that opens it.
+    The store never removes the file, but you may: the first process of a new run discards an earlier run's content.
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT):
@@ -51,7 +52,7 @@ class FileStore(Store):
 
     def _open(self) -> None:
         self._owner = os.getpid()
-        self._threads = threading.Lock()  # the file's locks keep processes apart, not the threads of one
+        self._threads = threading.Lock()  # the file's locks exclude other processes, not threads of this one
         self._table = _core.StoreTable()
         self._replayed = 0
         self._testator: bytes | None = None  # this process among those that left wills
@@ -59,7 +60,7 @@ class FileStore(Store):
         while self._fd < 0:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with self._locked():
-                if os.fstat(self._fd).st_nlink == 0:  # removed since; others will make a new one
+                if os.fstat(self._fd).st_nlink == 0:  # the file has been removed; others will make a new one
                     self.close()
                     continue
                 if _lock(self._fd, fcntl.F_WRLCK, _MEMBERS, wait=False):
@@ -126,7 +127,7 @@ class FileStore(Store):
         size = state.st_size
         while self._replayed < size:
             record = _read_record(self._fd, self._replayed)
-            if record is None:  # its writer was killed half-way
+            if record is None:  # its writer was killed while it wrote
                 os.ftruncate(self._fd, self._replayed)
                 return
             op, number, fields, nbytes = record
@@ -192,7 +193,7 @@ def _read_record(fd: int, at: int) -> tuple[int, int, list[bytes], int] | None:
 
 
 def _lock(fd: int, kind: int, byte: int, *, wait: bool) -> bool:
-    """An open-file-description lock: unlike a POSIX lock it is the descriptor's, not the process's."""
+    """Sets an open-file-description lock, which unlike a POSIX lock belongs to the descriptor, not to the process."""
     request = _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)

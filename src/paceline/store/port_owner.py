@@ -1,4 +1,4 @@
-"""Which process listens on a port of this machine, where /proc tells."""
+"""Finds which process listens on a port of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LISTENING = "0A"
 
 
 def port_owner(port: int) -> str | None:
-    """Process and command, e.g. "process 4711 (python train.py)"; None when it belongs to another user or is gone."""
+    """Describes the process, e.g. "process 4711 (python train.py)"; None if it is another user's or has ended."""
     sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
     if not sockets:
         return None

@@ -1,4 +1,4 @@
-"""A part of a store with names of its own."""
+"""A view of a store that puts a prefix before every key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EVERY_FIELD_A_KEY = {Op.WAIT, Op.CHECK, Op.MULTI_GET}
 
 
 class PrefixStore(Store):
-    """`store` with `prefix` and a slash put before every key.
+    """A view of `store` with `prefix` and a slash before every key.
 
     >>> from paceline.store.hash import HashStore
     >>> store = HashStore()

@@ -18,7 +18,7 @@ from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 CHANNEL = "store"
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
-_UNFINISHED_FOR_S = 20.0  # a server may be too busy for a handshake, or closing; another program never finishes one
+_UNFINISHED_FOR_S = 20.0  # a busy or closing server may be late with a handshake; another program never finishes one
 _GRACE_S = 10.0  # beyond a request's own waiting time, for the server to answer
 
 _STATUS = tuple(Status)
@@ -30,10 +30,10 @@ class StoreServerLostError(StoreConnectionError):
 
 
 class RemoteStore(Store):
-    """The client's side of a served store.
+    """The client of a served store.
 
-    `open_connection` makes an authenticated connection. A thread that waits for a key keeps its connection to itself,
-    so other threads get more of them; they are never remade when the server has closed them.
+    `open_connection` opens an authenticated connection. A thread that waits for a key occupies a connection, so other
+    threads open more of them. A connection that the server has closed is never reopened.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RemoteStore(Store):
             )
         if self._closed:
             raise StoreConnectionError(f"{self} was closed by this process ({self._owner}) before {op.name.lower()}")
-        if op is Op.LAST_WILL:  # that of a connection, so always of the same one
+        if op is Op.LAST_WILL:  # a will belongs to a connection, so always use the same one
             result, status, answer, values = self._clients[0].ask(op, number, fields, timeout_s + _GRACE_S)
         else:
             result, status, answer, values = self._ask_idle(op, number, fields, timeout_s + _GRACE_S)
@@ -110,11 +110,11 @@ class RemoteStore(Store):
 def connect(
     dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: Timeout
 ) -> socket.socket:
-    """Dials until the server answers or `timeout` is over; the connection, authenticated.
+    """Dials until the server answers or `timeout` is over; returns the authenticated connection.
 
     Raises:
-        StoreConnectionError: names the place, the time, the number of attempts and the last error.
-        AuthenticationError: the server is not of this job, or no Paceline process.
+        StoreConnectionError: nobody answered; the message names the place, the time, the number of attempts and the
+        last error. AuthenticationError: the server belongs to another job, or is no Paceline process.
     """
     started = time.monotonic()
     deadline = started + to_seconds(timeout)
@@ -150,7 +150,7 @@ def connect(
 
 
 def connect_unix(path: str, secret: bytes | None, timeout: Timeout = DEFAULT_TIMEOUT) -> RemoteStore:
-    """The store that a launcher serves at the Unix socket `path`."""
+    """Connects to the store that a launcher serves at the Unix socket `path`."""
 
     def dial(timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Listens for the store's clients and hands those that hold the job's secret to the core's server."""
+"""Listens for the store's clients and hands those that prove the job's secret to the core's server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.store.remote import CHANNEL
 class StoreServer:
     """Serves a store on `listener`, a listening socket, which it takes over.
 
-    The interpreter takes part in a connection's handshake only; requests are served by a thread of the core.
+    Python code runs for a connection's handshake only; a thread of the core serves the requests.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes | None) -> None:

@@ -1,4 +1,4 @@
-"""A store over TCP: one rank serves, all connect."""
+"""A store over TCP: one rank serves it, and all ranks connect."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class TCPStore(RemoteStore):
         host_name: name or address (IPv4 or IPv6) of the serving rank, the same on every rank. The server listens on
             this address only.
         port: its port; 0 on the server lets the system choose, see `port`.
-        world_size: the number of clients, the serving rank among them; None if it is not known.
+        world_size: the number of clients, including the serving rank; None if it is not known.
         is_master: whether this process serves.
         timeout: for connecting and for every waiting call.
         wait_for_workers: on the server, wait here until `world_size` clients have come.
         multi_tenant: use the server that this process already has on `port`, if it has one.
         master_listen_fd: a listening socket for the server to take over.
-        use_libuv: chooses a server in torch; here there is one.
+        use_libuv: ignored; torch chooses between two servers with it, and there is only one here.
 
     Raises:
-        ValueError: the address is not loopback and the job has no secret.
-        StoreConnectionError: the port is in use (names the process that holds it where that can be known), or nobody
+        ValueError: the address is not loopback and the job has no secret. StoreConnectionError: the port is in use (the
+        message names the process that holds it, if that can be found out), or nobody
             answered within `timeout`.
-        AuthenticationError: the server at this address is not of this job.
+        AuthenticationError: the server at this address belongs to another job.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TCPStore(RemoteStore):
 
     @property
     def serves(self) -> bool:
-        """Whether the store ends with this one."""
+        """Whether this process serves the store, so that it ends when this one is closed."""
         return self._owns_server
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
     try:
         require_secret(connection.getpeername()[0], secret)
         if connection.getpeername() == connection.getsockname():
-            # To dial a free port of this machine again and again can succeed, with oneself at the other end.
+            # Dialling a free port of this machine repeatedly can succeed with the caller itself at the other end.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
@@ -136,7 +136,13 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
 
 
 def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """A socket that listens on the first address of `host_name`, never on a wider one."""
+    """Returns a socket that listens on the first address of `host_name`, never on a wildcard address.
+
+    Raises:
+        PortInUseError: another process listens on the port.
+        StoreConnectionError: the address is not this machine's.
+        ValueError: the address is not loopback and there is no secret.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
     require_secret(str(address[0]), secret)
     listener = socket.socket(family, kind, protocol)
