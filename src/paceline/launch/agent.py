@@ -14,7 +14,7 @@ from paceline import __version__
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.environment import free_port
 from paceline.launch.events import Events
-from paceline.launch.failures import Failure, describe, first_failure, report, shortened
+from paceline.launch.failures import Failure, report_parts, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.keyboard import Keyboard
@@ -93,7 +93,7 @@ class _Agent:
         self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
         self._end: End | None = None
-        self._world: tuple[int, ...] = ()
+        self._world = range(0)  # the ranks of the latest generation
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Agent:
@@ -170,7 +170,7 @@ class _Agent:
         self._was_told_to_stop = False
         if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
-        self._world = tuple(range(start.world_size))
+        self._world = range(start.world_size)
         first, count = start.first_rank, self._job.workers
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
         if start.group_world_size > 1:
@@ -286,15 +286,8 @@ class _Agent:
         if self._stopped_by is not None:
             return 1
         self._events.tell("end", code=end.code)
-        if end.failures:
-            *others, _ = report(end.failures).split("\n", len(end.failures) - 1)
-            for line in others:
-                self._say(line)
-            told = {failure.rank for failure in end.failures}
-            ended = [str(rank) for rank in self._world if rank not in told]
-            if ended:
-                self._say(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
-            self._say(describe(first_failure(end.failures)))
+        for part in report_parts(end.failures, self._world) if end.failures else ():
+            self._say(part)
         if end.reason:
             self._say(end.reason)
         return end.code

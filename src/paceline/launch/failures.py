@@ -127,16 +127,25 @@ def describe(failure: Failure) -> str:
 
 def report(failures: Sequence[Failure]) -> str:
     """Returns one line for each secondary failure, then the root cause last, where the reader looks."""
+    return "\n".join(report_parts(failures))
+
+
+def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = ()) -> list[str]:
+    """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail."""
     cause = first_failure(failures)
-    lines = []
+    parts = []
     for failure in sorted(failures, key=lambda each: each.rank):
         if failure is not cause:
             what = failure.how
             if failure.record is not None:
                 what = _last_line(failure.record.text).partition(". ")[0][:200]
             label = "a consequence" if failure.is_consequence else "failed too"
-            lines.append(f"rank {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
-    return "\n".join([*lines, describe(cause)])
+            parts.append(f"rank {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
+    failed = {failure.rank for failure in failures}
+    ended = [str(rank) for rank in ranks if rank not in failed]
+    if ended:
+        parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
+    return [*parts, describe(cause)]
 
 
 def keep(failure: Failure) -> None:

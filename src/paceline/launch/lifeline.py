@@ -165,13 +165,13 @@ def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) 
     os.setsid()  # a Ctrl-C in the terminal is not for the guard
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    told = b""
+    received = b""
     while more := os.read(reading, 1 << 16):
-        told = (told + more).rpartition(b"!")[2] if b"!" in more else told + more
+        received = (received + more).rpartition(b"!")[2] if b"!" in more else received + more
     if cgroup is not None:
         cgroup.kill()
     kill_marked(mark)
-    for pid in in_sessions(map(int, told.split())):
+    for pid in in_sessions(map(int, received.split())):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     shutil.rmtree(directory, ignore_errors=True)

@@ -67,7 +67,7 @@ class Rows:
         return self._rows[self._at].text
 
     def feed(self, data: bytes) -> bytes:
-        """Takes more output, cut anywhere; returns what is to be shown of it, with the prefixes."""
+        """Takes more output, cut anywhere; returns what to show of it, with the prefixes."""
         data = self._rest + data
         part = _PART_OF_TOKEN.search(data)
         self._rest = data[part.start() :] if part else b""

@@ -74,17 +74,17 @@ class Spawned:
     def _fail(self, seen: int) -> None:
         time.sleep(0.1)  # lets the failure that caused this one arrive
         self.end()
-        told: list[tuple[float, int, str]] = []
+        reports: list[tuple[float, int, str]] = []
         for rank, failure in enumerate(self._failures):
             if failure.poll():
                 try:
-                    told.append(_received(failure, rank))
+                    reports.append(_received(failure, rank))
                 except EOFError:
                     continue
         host = socket.gethostname()
-        first = min(told)[1] if told else seen
+        first = min(reports)[1] if reports else seen
         code = self._processes[first].exitcode
-        text = min(told)[2] if told else "it left no traceback, look at its output"
+        text = min(reports)[2] if reports else "it left no traceback, look at its output"
         raise WorkerError(
             f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; "
             f"the other ranks were ended:\n{text}",

@@ -1,4 +1,5 @@
 """The job's secret: where it comes from, the keys derived from it, and how connections prove that they hold it.
 
-May use: `errors` only. Start reading at `secret.py`, then `handshake.py`; `doorkeeper.py` accepts connections.
+May use: `errors`, `descriptors`. Start reading at `secret.py`, then `handshake.py`; `doorkeeper.py` accepts
+connections.
 """

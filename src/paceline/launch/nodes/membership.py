@@ -6,7 +6,7 @@ It is a state machine: events come in as calls with the time at which they happe
     RUNNING     the workers of `members` run, as one generation
     STOPPING    the workers are being ended because one failed, or a node came or went
     PAUSING     a worker failed, and all are restarted after a pause
-    OVER        every node was told to end
+    OVER        every node has been ordered to end
 
 A generation that ends because nodes came or went does not count as a restart; one in which a worker failed does, unless
 a lost node explains the failure.
@@ -97,7 +97,7 @@ class Membership:
         return []
 
     def joined(self, node: str, join: Join, now_s: float) -> Orders:
-        """Takes in a node that has come."""
+        """Adds a node that asks to take part."""
         if self.phase is Phase.OVER:
             return [(node, End(1, "the job is over"))]
         if wrong := _wrong_version(join):
@@ -136,11 +136,10 @@ class Membership:
     def stopped(self, node: str, report: Stopped, now_s: float) -> Orders:
         """Records that none of a node's workers runs any more."""
         if node in self.nodes:
-            join = self.nodes[node]
-            self.nodes[node] = replace(join, port=report.port)
+            self.nodes[node] = replace(self.nodes[node], port=report.port)
         if report.generation == self.generation:
-            told = {(failure.rank, failure.pid) for failure in self._failures}
-            self._failures += [each for each in report.failures if (each.rank, each.pid) not in told]
+            known = {(failure.rank, failure.pid) for failure in self._failures}
+            self._failures += [each for each in report.failures if (each.rank, each.pid) not in known]
         return self._closed(node, report.generation, now_s)
 
     def left(self, node: str, leave: Leave, now_s: float) -> Orders:
