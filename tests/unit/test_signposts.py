@@ -19,6 +19,7 @@ SUFFIXES = "pyi?|cpp|hpp|inl|md|svg|toml"
 FILE = re.compile(rf"(?<![\w./~:*-])[\w./-]*[\w-]\.(?:{SUFFIXES})(?![\w/(-])")
 
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w*{{(-])")
+COMMENT_WITH_FILE = re.compile(rf"#.*(?:\.(?:{SUFFIXES})|(?:{'|'.join(FOLDERS)})/)")
 
 # Files that users have and this repository has not.
 USERS_FILES = {
@@ -84,6 +85,8 @@ def _signs_of_module(module: Path) -> Iterator[Sign]:
                 folder = module.parent if plate else None
                 line = node.body[0].lineno
                 yield from (Sign(module, line + at, name, folder) for at, name in _named_in(docstring))
+    if not COMMENT_WITH_FILE.search(text):
+        return  # tokenizing is slow, and few comments name a file
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield from (Sign(module, token.start[0], name) for _, name in _named_in(token.string))
