@@ -102,7 +102,7 @@ def replicas_in_step() -> Picture:
         picture.box(rank, 6, "θ′, the same bits", SAME)
         for row in (0, 1, 2, 3, 4, 5):
             picture.arrow((rank, row), (rank, row + 1))
-    picture.box(0, 4, "average of gradients 0, 1 and 2, in place, in the order of ranks", SHARED, span=3)
+    picture.box(0, 4, "average of gradients 0, 1 and 2, in place, the same bits on every rank", SHARED, span=3)
     return picture
 
 

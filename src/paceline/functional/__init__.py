@@ -1,7 +1,7 @@
 """Collectives through which gradients flow: `torch.distributed.nn.functional`, with gradients that are right.
 
-May use: `group` and below. `linear.py` has the collectives as functions of autograd; what is not linear (MAX, MIN,
-PRODUCT) is made of them and of torch's own reductions.
+May use: `group` and below. Start reading at `linear.py`, which has the collectives as functions of autograd; what is
+not linear (MAX, MIN, PRODUCT) is made of them and of torch's own reductions.
 
 In the backward every rank calls the adjoint collective. The gradient of a rank's input is that of the sum of all
 ranks' losses with respect to it. This has three consequences:

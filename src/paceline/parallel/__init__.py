@@ -1,4 +1,4 @@
 """Data parallel modules: replicas that stay in step.
 
-May use: `group` and below. Start reading at `ddp.py`.
+May use: `group` and below. Start reading at `ddp/module.py`.
 """

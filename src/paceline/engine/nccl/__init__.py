@@ -1,8 +1,8 @@
 """The nccl engine: CUDA tensors, by the NCCL library that torch brings or the system has.
 
-`engine.py` is the engine. A call becomes a `plan.py` of NCCL calls, which a `line.py` puts into a stream of its own;
-`watch.py` ends those that never would. `loader.py` finds NCCL and `functions.py` has its functions, `communicator.py`
-calls them. `device.py` is all that knows CUDA.
+May use what `engine` may. Start reading at `engine.py`. A call becomes a `plan.py` of NCCL calls, which a `line.py`
+puts into a stream of its own; `watch.py` ends those that never would. `loader.py` finds NCCL and `functions.py` has its
+functions, `communicator.py` calls them. `device.py` is all that knows CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects from one rank to another; what an object is, and what is raised, is in `objects.py`."""
+"""Objects from one rank to another; what an object is, and what is raised, is in `objects/collectives.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Communication hooks for `DistributedDataParallel.register_comm_hook`.
 
 `average.py` sends gradients as they are or in half precision, `int8.py` as 8-bit integers, `power_sgd.py` as factors of
-low rank. All divide by the number of ranks, and all leave the same bits on every rank.
+low rank. May use: `parallel/ddp` and `group`. Start reading at `average.py`. All divide by the number of ranks, and all
+leave the same bits on every rank.
 """
 
 from paceline.parallel.ddp.futures import DeferredFuture, collect_all, future_of

@@ -1,0 +1,232 @@
+"""Draws the layers of Paceline and the way of three calls through them.
+
+python docs/pictures/architecture.py        writes architecture.svg beside this script
+
+The tables below are all that the picture shows. A test checks that each file exists and defines the function that is
+named, so whoever renames or moves one of them changes its line here and runs this script.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A row of the picture: a name, what the layer does, and the folders that belong to it."""
+
+    name: str
+    does: str
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A function that a call passes through; a method is written with its class."""
+
+    file: str
+    function: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one call, from the top down, and what happens after the last hop."""
+
+    title: str
+    colour: str
+    hops: tuple[Hop, ...]
+    after: str
+
+
+LAYERS = (
+    Layer("cli", "parses commands", ("src/paceline/cli",)),
+    Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
+    Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
+    Layer(
+        "parallel, data,\nfunctional",
+        "modules, samplers, and\ncollectives with gradients",
+        ("src/paceline/parallel", "src/paceline/data", "src/paceline/functional"),
+    ),
+    Layer("group", "collectives as users\ncall them", ("src/paceline/group",)),
+    Layer("engine", "connections, and who\nruns a call", ("src/paceline/engine",)),
+    Layer("schedule", "collectives as data,\nfor several hosts", ("src/paceline/schedule",)),
+    Layer("rendezvous", "agreement on who is there", ("src/paceline/rendezvous",)),
+    Layer("store", "key-value stores", ("src/paceline/store",)),
+    Layer("security", "the secret and\nthe handshake", ("src/paceline/security",)),
+    Layer("core", "C++: shared memory,\nTCP, reductions", ("native",)),
+)
+
+CORE_ALL_REDUCE = (
+    Hop("native/call/progress.cpp", "Progress::run"),
+    Hop("native/host/group.cpp", "Group::run"),
+    Hop("native/host/reducing.cpp", "Group::all_reduce"),
+    Hop("native/host/group.cpp", "Group::publish"),
+    Hop("native/host/group.cpp", "Group::await"),
+    Hop("native/reduce/reduce.cpp", "find_reduction"),
+)
+
+ROUTES = (
+    Route(
+        "paceline run train.py",
+        "#b45309",
+        (
+            Hop("src/paceline/cli/main.py", "main"),
+            Hop("src/paceline/launch/command.py", "run"),
+            Hop("src/paceline/launch/job.py", "job_of"),
+            Hop("src/paceline/launch/agent.py", "run"),
+            Hop("src/paceline/launch/nodes/meeting.py", "open_meeting"),
+            Hop("src/paceline/launch/agent.py", "_Agent.run"),
+            Hop("src/paceline/launch/nodes/membership.py", "Membership.joined"),
+            Hop("src/paceline/launch/agent.py", "_Agent._start"),
+            Hop("src/paceline/launch/generation.py", "Generation"),
+            Hop("src/paceline/launch/starting.py", "Interpreters.start"),
+            Hop("src/paceline/launch/bootstrap.py", "run"),
+            Hop("src/paceline/group/default.py", "init_process_group"),
+            Hop("src/paceline/rendezvous/rendezvous.py", "rendezvous"),
+            Hop("src/paceline/rendezvous/check_in.py", "agree"),
+            Hop("src/paceline/store/remote.py", "RemoteStore"),
+        ),
+        "From bootstrap.py on this is the worker.\nThen engine/native connects the ranks.",
+    ),
+    Route(
+        "loss.backward() under DDP",
+        "#1d4ed8",
+        (
+            Hop("src/paceline/parallel/ddp/module.py", "DistributedDataParallel.forward"),
+            Hop("src/paceline/parallel/ddp/reducer.py", "Reducer.expect"),
+            Hop("src/paceline/parallel/ddp/reducer.py", "Reducer._begin"),
+            Hop("src/paceline/parallel/ddp/reducer.py", "Reducer._end"),
+            Hop("src/paceline/parallel/ddp/exchange.py", "Exchange.reduce_rest"),
+            Hop("src/paceline/parallel/ddp/gradients.py", "BucketGradients.collect"),
+            Hop("src/paceline/group/process_group.py", "ProcessGroup.all_reduce_memory"),
+            Hop("src/paceline/group/process_group.py", "ProcessGroup._run"),
+            Hop("src/paceline/group/devices.py", "Devices.of"),
+            Hop("native/bindings/engine.cpp", "HostGroup::run"),
+        ),
+        "Then as all_reduce, and back:\nthe averages replace the gradients.",
+    ),
+    Route(
+        "all_reduce(tensor), one host",
+        "#15803d",
+        (
+            Hop("src/paceline/group/collectives.py", "all_reduce"),
+            Hop("src/paceline/group/default.py", "resolve"),
+            Hop("src/paceline/group/process_group.py", "ProcessGroup.all_reduce"),
+            Hop("native/bindings/engine.cpp", "HostGroup::all_reduce"),
+            *CORE_ALL_REDUCE,
+        ),
+        "The sum is in the tensor.",
+    ),
+)
+
+LEFT, COLUMN, TOP, STOP, PAD = 232, 318, 92, 42, 16
+MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
+STYLE = """
+.paper { fill: #ffffff } .band { fill: #f1f3f7 } .ink { fill: #1f2430 } .quiet { fill: #5b6472 }
+@media (prefers-color-scheme: dark) {
+  .paper { fill: #161b22 } .band { fill: #1e242d } .ink { fill: #e6e9ef } .quiet { fill: #9aa4b2 }
+}
+"""
+
+
+def layer_of(hop: Hop) -> int:
+    """The row that a hop's file belongs to."""
+    return next(
+        at for at, layer in enumerate(LAYERS) if any(hop.file.startswith(f"{folder}/") for folder in layer.folders)
+    )
+
+
+def short(file: str) -> str:
+    """A file without the folders that all Python files have in front."""
+    return file.removeprefix("src/paceline/")
+
+
+def text(x: float, y: float, words: str, size: float, look: str = "ink", more: str = "") -> str:
+    """A line of text."""
+    return f'<text x="{x}" y="{y}" font-size="{size}" class="{look}"{more}>{escape(words)}</text>'
+
+
+def rows() -> list[tuple[int, int]]:
+    """The top and the height of each layer: as high as its longest part of a route."""
+    found, top = [], TOP
+    for at in range(len(LAYERS)):
+        most = max(sum(layer_of(hop) == at for hop in route.hops) for route in ROUTES)
+        height = max(most * STOP + PAD, 68) + (20 if at == len(LAYERS) - 1 else 0)
+        found.append((top, height))
+        top += height
+    return found
+
+
+def draw_layers(width: int) -> list[str]:
+    """Bands with the layers' names and what they do."""
+    shapes = []
+    for at, (layer, (top, height)) in enumerate(zip(LAYERS, rows(), strict=True)):
+        if at % 2 == 0:
+            shapes.append(f'<rect x="12" y="{top}" width="{width - 24}" height="{height}" rx="8" class="band"/>')
+        names, does = layer.name.split("\n"), layer.does.split("\n")
+        y = top + 24
+        for line in names:
+            shapes.append(text(28, y, line, 14, more=' font-weight="600"'))
+            y += 17
+        for line in does:
+            shapes.append(text(28, y, line, 12, "quiet"))
+            y += 15
+    return shapes
+
+
+def draw_route(at: int, route: Route) -> list[str]:
+    """A vertical line with a numbered stop for each hop."""
+    x = LEFT + at * COLUMN + 12
+    stops: list[float] = []
+    taken = [0] * len(LAYERS)
+    for hop in route.hops:
+        row = layer_of(hop)
+        stops.append(rows()[row][0] + PAD / 2 + STOP / 2 + taken[row] * STOP)
+        taken[row] += 1
+    shapes = [
+        text(x - 10, 62, route.title, 14.5, more=f' font-weight="600" font-family="{MONO}"'),
+        f'<line x1="{x}" y1="{stops[0]}" x2="{x}" y2="{stops[-1]}" stroke="{route.colour}" stroke-width="3"/>',
+    ]
+    for number, (hop, y) in enumerate(zip(route.hops, stops, strict=True), start=1):
+        shapes.append(f'<circle cx="{x}" cy="{y}" r="10.5" fill="{route.colour}"/>')
+        shapes.append(f'<text x="{x}" y="{y + 4}" font-size="11" fill="#ffffff" text-anchor="middle">{number}</text>')
+        shapes.append(text(x + 20, y - 2, hop.function, 12.5, more=f' font-weight="600" font-family="{MONO}"'))
+        shapes.append(text(x + 20, y + 13, short(hop.file), 11.5, "quiet", f' font-family="{MONO}"'))
+    for line, words in enumerate(route.after.split("\n")):
+        shapes.append(text(x + 20, stops[-1] + 36 + 16 * line, words, 12, "quiet", ' font-style="italic"'))
+    return shapes
+
+
+def svg() -> str:
+    """The picture."""
+    top, height = rows()[-1]
+    wide, high = LEFT + len(ROUTES) * COLUMN + 8, top + height + 14
+    title = "The layers of Paceline, and three calls on their way through them"
+    shapes = [shape for at, route in enumerate(ROUTES) for shape in draw_route(at, route)]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" '
+            'font-family="Helvetica, Arial, sans-serif" role="img">',
+            f"<title>{title}</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect width="{wide}" height="{high}" rx="10" class="paper"/>',
+            text(28, 32, title, 16),
+            *draw_layers(wide),
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+PICTURES = {"architecture.svg": svg}
+
+
+def main() -> None:
+    """Writes the picture."""
+    Path(__file__).with_name("architecture.svg").write_text(svg())
+
+
+if __name__ == "__main__":
+    main()
