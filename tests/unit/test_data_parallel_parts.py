@@ -14,8 +14,8 @@ from torch import nn
 
 import paceline.parallel
 from paceline.parallel.ddp.gradients import BucketGradients, have_aliases, shares_memory
-from paceline.parallel.ddp.graph import find_tensors, used_parameters
 from paceline.parallel.ddp.structure import ModuleStructure
+from paceline.parallel.graph import find_tensors, used_parameters
 
 MODULES = [each.name for each in pkgutil.walk_packages(paceline.parallel.__path__, "paceline.parallel.")]
 Pair = namedtuple("Pair", "left right")

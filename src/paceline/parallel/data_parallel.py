@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.parallel_apply import parallel_apply
-from paceline.parallel.placement import say_absent, say_elsewhere
+from paceline.parallel.placement import absent_device_text, wrong_device_text
 from paceline.parallel.replicate import replicate
 from paceline.parallel.scatter_gather import Device, gather, scatter_arguments, to_device
 
@@ -51,7 +51,7 @@ class DataParallel(nn.Module):
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
         if output_device is not None:
             self.output_device = to_device(output_device)
-        absent = say_absent(self.device_ids, self.output_device)
+        absent = absent_device_text(self.device_ids, self.output_device)
         if absent is not None:
             raise ValueError(absent)
 
@@ -108,4 +108,4 @@ def require_on(module: nn.Module, device: torch.device) -> None:
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:
-            raise RuntimeError(say_elsewhere(name, tensor, device))
+            raise RuntimeError(wrong_device_text(name, tensor, device))

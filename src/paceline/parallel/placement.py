@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-def say_absent(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
+def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
     """Which of the GPUs that are named this machine does not have, and the fix; None if it has all."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
     for argument, devices in named.items():
@@ -27,7 +27,7 @@ def say_absent(device_ids: Sequence[torch.device], output_device: torch.device |
     return None
 
 
-def say_elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> str:
+def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
     """A parameter or buffer is not on the first of `device_ids`, and the fix."""
     if tensor.is_meta:
         move = f"module.to_empty(device={str(device)!r}) gives it memory, which is then to be filled"

@@ -13,7 +13,9 @@ AFTER_AN_ERROR = (
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
-def say_missing(which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool) -> str:
+def missing_gradient_text(
+    which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool
+) -> str:
     """Parameters got no gradient.
 
     Args:
@@ -38,7 +40,7 @@ def say_missing(which: str, missing: Sequence[str], frozen: Collection[str], tot
     )
 
 
-def say_late(name: str, static_graph: bool) -> str:
+def late_gradient_text(name: str, static_graph: bool) -> str:
     """A parameter got a gradient after its bucket had been handed over."""
     if static_graph:
         return (
@@ -52,7 +54,7 @@ def say_late(name: str, static_graph: bool) -> str:
     )
 
 
-def say_averaging(module: str, reduction: int, forwards: int) -> str:
+def averaging_context(module: str, reduction: int, forwards: int) -> str:
     """Where a call failed that averages gradients."""
     return (
         f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
@@ -62,7 +64,7 @@ def say_averaging(module: str, reduction: int, forwards: int) -> str:
     )
 
 
-def say_sending_buffers(module: str, forward: int, awaits_backward: bool) -> str:
+def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
     """Where a call failed that copies buffers before a forward."""
     skipped = (
         " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
@@ -73,7 +75,7 @@ def say_sending_buffers(module: str, forward: int, awaits_backward: bool) -> str
     return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
 
 
-def add_place(error: Exception, place: str) -> None:
+def add_context(error: Exception, place: str) -> None:
     """Adds to an error's message what the training loop was at."""
     told = str(error.args[0]) if error.args else ""
     error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])

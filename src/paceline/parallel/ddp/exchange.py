@@ -13,9 +13,9 @@ from paceline.parallel.ddp.buckets import bucket_params
 from paceline.parallel.ddp.fused_step import step_params, take_over_steps
 from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.ddp.hook import CommHook, HookedWork
-from paceline.parallel.ddp.members import Members
 from paceline.parallel.ddp.same_batches import SameBatches
 from paceline.parallel.ddp.sparse import average_sparse, empty_gradient
+from paceline.parallel.tracked_tensors import TrackedTensors
 
 
 class Exchange:
@@ -25,16 +25,16 @@ class Exchange:
     is for the reducer to say.
     """
 
-    def __init__(self, members: Members, bucket_cap_bytes: int, group: ProcessGroup) -> None:
-        self.names = list(members.trained)
-        self.params = list(members.trained.values())
-        sparse = [at for at, name in enumerate(self.names) if name in members.sparse]
+    def __init__(self, tracked: TrackedTensors, bucket_cap_bytes: int, group: ProcessGroup) -> None:
+        self.names = list(tracked.trained)
+        self.params = list(tracked.trained.values())
+        sparse = [at for at, name in enumerate(self.names) if name in tracked.sparse]
         self.buckets = bucket_params(self.params, bucket_cap_bytes, sparse)
         self.group = group
         self.comm_hook: CommHook | None = None  # averages instead of the engine
         self.scale = 1.0  # what averages are multiplied by
         self.same_batches = SameBatches(group, on_cpu=all(param.is_cpu for param in self.params))
-        self._stepped = take_over_steps(members.trained)
+        self._stepped = take_over_steps(tracked.trained)
         self._all: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._all_sparse = sparse
         # Without the parameters to which no rank has a gradient:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors
-from paceline.parallel.ddp.members import find_members
+from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.join import Join, JoinHook
+from paceline.parallel.tracked_tensors import collect_tracked
 
 if TYPE_CHECKING:
     from paceline.parallel.ddp.module import DistributedDataParallel
 
 
-class UnevenInputs(JoinHook):
+class DdpJoinHook(JoinHook):
     """Shadows the collectives of a module's forward and backward."""
 
     def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
@@ -34,13 +34,13 @@ class UnevenInputs(JoinHook):
         reducer = self._model._reducer
         if self._own_gradients is None:
             self._own_gradients = reducer.exchange.gradients()
-        reducer.shadow()
+        reducer.join_with_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copies the model of a rank that trained longest to all; puts back this rank's own gradients."""
         group = self._model.process_group
         last, _, _ = _exchange(group, active=is_last_joiner, syncs=False, sends_buffers=False)
-        broadcast_tensors(find_members(self._model.module).tensors(), group, last.index(True))
+        broadcast_tensors(collect_tracked(self._model.module).tensors(), group, last.index(True))
         exchange = self._model._reducer.exchange
         exchange.scale = 1.0
         if self._own_gradients is not None:

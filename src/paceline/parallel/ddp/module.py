@@ -13,20 +13,21 @@ from torch import nn
 from paceline.errors import CollectiveError
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
+from paceline.parallel.agreement import require_same_module
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.conditions import rank_facts, unsupported_reason, warn_of_too_many_threads
 from paceline.parallel.data_parallel import apply_on_devices
-from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
 from paceline.parallel.ddp.buckets import MIB
-from paceline.parallel.ddp.conditions import facts_of, warn_of_too_many_threads, why_not
-from paceline.parallel.ddp.error_text import add_place, say_sending_buffers
-from paceline.parallel.ddp.graph import find_tensors
+from paceline.parallel.ddp.error_text import add_context, sending_buffers_context
 from paceline.parallel.ddp.hook import CommHook, Hook
-from paceline.parallel.ddp.join_hook import UnevenInputs, announce_step
-from paceline.parallel.ddp.members import find_members, ignore_members
+from paceline.parallel.ddp.join_hook import DdpJoinHook, announce_step
 from paceline.parallel.ddp.reducer import Reducer
 from paceline.parallel.ddp.watched import WatchedModule
+from paceline.parallel.graph import find_tensors
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.scatter_gather import Device, to_device
 from paceline.parallel.sharded.replica import ShardedReplica
+from paceline.parallel.tracked_tensors import collect_tracked, ignore_tensors
 
 DEFAULT_BUCKET_CAP_MB = 25
 _OF_THIS_PROCESS = ("process_group", "_reducer", "_replica", "_watched")
@@ -121,11 +122,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
         self.require_backward_grad_sync = True
         self.overlap = bool(overlap)
-        members = find_members(module)
-        problem = why_not(members, self.process_group, self.device_ids, self.output_device)
+        tracked = collect_tracked(module)
+        problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device)
         if init_sync:
             everyones = require_same_module(
-                members,
+                tracked,
                 {
                     "broadcast_buffers": broadcast_buffers,
                     "bucket_cap_mb": self.bucket_cap_mb,
@@ -135,13 +136,15 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "seed": seed,
                     "overlap": overlap,
                 },
-                facts_of(self.process_group, overlap, on_cpu=any(tensor.is_cpu for tensor in members.trained.values())),
+                rank_facts(
+                    self.process_group, overlap, on_cpu=any(tensor.is_cpu for tensor in tracked.trained.values())
+                ),
                 problem,
                 self.process_group,
             )
             self.overlap = all(facts.overlaps for facts in everyones)
             warn_of_too_many_threads(everyones, self.process_group)
-            broadcast_tensors(members.tensors(), self.process_group)
+            broadcast_tensors(tracked.tensors(), self.process_group)
         elif problem is not None:
             raise problem
         self._divide_by_initial_world_size = True
@@ -159,7 +162,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         records = torch.is_grad_enabled()
         if self._replica is not None and records:
-            self._watched.look()
+            self._watched.check_unchanged()
             return self._replica(args, kwargs, self.require_backward_grad_sync)
         if records and self._reducer.is_recomputing():
             output = self._call(args, kwargs)
@@ -169,7 +172,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not (self.require_backward_grad_sync and records):
             return self._call(args, kwargs)
         self._reducer.require_complete()
-        self._watched.look()
+        self._watched.check_unchanged()
         if self.broadcast_buffers and self.training:
             self._send_buffers(root)
         if not self._reducer.exchange.same_batches.is_over:
@@ -184,7 +187,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         except CollectiveError as error:
             reducer = self._reducer
             name = type(self.module).__name__
-            add_place(error, say_sending_buffers(name, reducer.forwards + 1, reducer.awaits_backward()))
+            add_context(error, sending_buffers_context(name, reducer.forwards + 1, reducer.awaits_backward()))
             raise
 
     def _call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
@@ -239,12 +242,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             ValueError: with `deterministic`, which deals every step out to all ranks evenly.
         """
         self._require_not_deterministic("Join")
-        return UnevenInputs(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        return DdpJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
         """Where the parameters are."""
-        return next(iter(self._watched.members.trained.values())).device
+        return next(iter(self._watched.tracked.trained.values())).device
 
     @property
     def join_process_group(self) -> ProcessGroup:
@@ -305,7 +308,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
         """Has wrappers made afterwards neither copy nor average these, by name; as torch's."""
-        ignore_members(module, params_and_buffers_to_ignore)
+        ignore_tensors(module, params_and_buffers_to_ignore)
 
     def communication_wait_s(self) -> float:
         """The seconds that backwards have spent, at their ends, reducing gradients and waiting for reductions."""
@@ -334,12 +337,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.logical_shards is not None:
             torch.set_num_threads(1)  # kernels split sums by it
             self._replica = ShardedReplica(
-                self.module, self._watched.members, self.logical_shards, self.seed, self.dim, self.process_group
+                self.module, self._watched.tracked, self.logical_shards, self.seed, self.dim, self.process_group
             )
 
     def _start_reducer(self) -> None:
         self._reducer = Reducer(
-            self._watched.members,
+            self._watched.tracked,
             int(self.bucket_cap_mb * MIB),
             self.process_group,
             name=type(self.module).__name__,

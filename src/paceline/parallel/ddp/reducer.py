@@ -20,17 +20,23 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.error_text import AFTER_AN_ERROR, add_place, say_averaging, say_late, say_missing
+from paceline.parallel.ddp.error_text import (
+    AFTER_AN_ERROR,
+    add_context,
+    averaging_context,
+    late_gradient_text,
+    missing_gradient_text,
+)
 from paceline.parallel.ddp.exchange import Exchange
-from paceline.parallel.ddp.graph import NO_BACKWARD, find_tensors, in_backward, running_backward, used_parameters
-from paceline.parallel.ddp.members import Members
+from paceline.parallel.graph import NO_BACKWARD, find_tensors, in_backward, running_backward, used_parameters
+from paceline.parallel.tracked_tensors import TrackedTensors
 
 
 class Reducer:
     """Averages the gradients of a module over the ranks of `group`.
 
     Args:
-        members: of the module.
+        tracked: of the module.
         bucket_cap_bytes: how many bytes of gradients are reduced together.
         group: the ranks.
         name: of the module's class, for messages.
@@ -42,7 +48,7 @@ class Reducer:
 
     def __init__(
         self,
-        members: Members,
+        tracked: TrackedTensors,
         bucket_cap_bytes: int,
         group: ProcessGroup,
         *,
@@ -55,7 +61,7 @@ class Reducer:
         self.forwards = 0  # whose backward reduces
         self._reductions = 0
         self._module_name = name
-        self.exchange = Exchange(members, bucket_cap_bytes, group)
+        self.exchange = Exchange(tracked, bucket_cap_bytes, group)
         self._params = self.exchange.params
         self._names = self.exchange.names
         self._buckets = buckets = self.exchange.buckets
@@ -164,7 +170,7 @@ class Reducer:
     def _raise_missing(self, which: str) -> None:
         missing = self.exchange.missing()
         frozen = {n for n, p in zip(self._names, self._params, strict=True) if n in missing and not p.requires_grad}
-        told = say_missing(which, missing, frozen, len(self._names), self._static_graph)
+        told = missing_gradient_text(which, missing, frozen, len(self._names), self._static_graph)
         raise RuntimeError(f"{self._me()}: {told}")
 
     def _me(self) -> str:
@@ -215,7 +221,7 @@ class Reducer:
         return count
 
     def _raise_late(self, index: int) -> None:
-        raise RuntimeError(f"{self._me()}: {say_late(self._names[index], self._static_graph)}")
+        raise RuntimeError(f"{self._me()}: {late_gradient_text(self._names[index], self._static_graph)}")
 
     def _hand_over(self) -> None:
         """Starts the reduction of the full buckets that may go early, in order."""
@@ -238,7 +244,7 @@ class Reducer:
             self._armed = False  # the error is told once, here
             self.exchange.forget()
             if isinstance(error, CollectiveError):
-                add_place(error, say_averaging(self._module_name, self._reductions + 1, self.forwards))
+                add_context(error, averaging_context(self._module_name, self._reductions + 1, self.forwards))
             raise
         finally:
             self.wait_s += time.perf_counter() - started
@@ -269,7 +275,7 @@ class Reducer:
         for at, bucket in enumerate(self._buckets):
             self._full[at] = sum(self._expected[index] > 0 for index in bucket.params if everybodys[index])
 
-    def shadow(self) -> None:
+    def join_with_zeros(self) -> None:
         """Takes part, with zeros, in the reduction of a backward that other ranks make; leaves their average."""
         self._armed = False
         self._counts = [1] * len(self._params)

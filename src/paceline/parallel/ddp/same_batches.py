@@ -14,7 +14,7 @@ import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.gradients import Memory
-from paceline.parallel.ddp.graph import find_tensors
+from paceline.parallel.graph import find_tensors
 
 _LOOKS = 3  # steps that must agree before it is told
 _DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks

@@ -46,7 +46,7 @@ class ModuleStructure:
         """Whether every parameter and submodule is still the object it was, and none was added."""
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
-    def say_change(self) -> str:
+    def change_text(self) -> str:
         """Which parameters are others, for a message."""
         now = {id(param): name for name, param in self._module.named_parameters(remove_duplicate=False)}
         new = [name for key, name in now.items() if key not in self._names]

@@ -6,25 +6,25 @@ import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors, by_device, byte_views
-from paceline.parallel.ddp.members import find_members
+from paceline.parallel.broadcast import broadcast_tensors, by_device, byte_views
 from paceline.parallel.ddp.structure import ModuleStructure
+from paceline.parallel.tracked_tensors import collect_tracked
 
 _LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
 
 
 class WatchedModule:
-    """The members of `module` as they were when this was made."""
+    """The tracked of `module` as they were when this was made."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
-        self.members = find_members(module)
+        self.tracked = collect_tracked(module)
         self._group = group
-        self._structure = ModuleStructure(module, self.members.ignored)
+        self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
         self._buffers_sent: list[int] = []
         self._buffer_bytes: list[list[torch.Tensor]] = []  # of each device
 
-    def look(self) -> None:
+    def check_unchanged(self) -> None:
         """Raises, every few calls, if the module was changed.
 
         Raises:
@@ -36,10 +36,10 @@ class WatchedModule:
         if not self._structure.is_unchanged():
             raise RuntimeError(
                 f"{self._me()}: the module changed after wrapping: parameters or submodules were added, removed or "
-                f"replaced{self._structure.say_change()}, and the new ones would not be averaged over the ranks. "
+                f"replaced{self._structure.change_text()}, and the new ones would not be averaged over the ranks. "
                 "Change the module first, then wrap it (again, if need be)"
             )
-        for name, param in self.members.frozen.items():
+        for name, param in self.tracked.frozen.items():
             if param.requires_grad:
                 raise RuntimeError(
                     f"{self._me()}: parameter {name!r} did not require a gradient when the module was wrapped and does "

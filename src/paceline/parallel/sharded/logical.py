@@ -10,14 +10,15 @@ from torch import nn
 
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
-from paceline.parallel.ddp.conditions import facts_of
-from paceline.parallel.ddp.members import find_members
+from paceline.parallel.agreement import require_same_module
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.sharded.exchange import add_over_ranks
 from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
+from paceline.parallel.tracked_tensors import collect_tracked
 
 _TRAINING = 2  # what a random stream is for; `loader` has the others
 
@@ -97,7 +98,7 @@ class LogicalShards:
         self._module = module
         self._whole: list[torch.Tensor] = []
         options: dict[str, object] = {"count": count, "seed": seed, "threads": threads}
-        require_same_module(find_members(module), options, facts_of(self._group, False), None, self._group)
+        require_same_module(collect_tracked(module), options, rank_facts(self._group, False), None, self._group)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
         torch.set_num_threads(threads)
 

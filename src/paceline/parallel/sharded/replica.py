@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors
-from paceline.parallel.ddp.graph import NO_BACKWARD, in_backward, running_backward
-from paceline.parallel.ddp.members import Members
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
 from paceline.parallel.scatter_gather import gather, map_tensors
 from paceline.parallel.sharded.exchange import add_over_ranks
 from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.tree import Node, add_up
+from paceline.parallel.tracked_tensors import TrackedTensors
 
 _FORWARD = 3  # what a random stream is for; `loader` and `logical` have the others
 
@@ -44,7 +44,7 @@ class ShardedReplica:
 
     Args:
         module: a module on CPU, the same on every rank.
-        members: of the module.
+        tracked: of the module.
         count: the number of shards; like that of ranks a power of two, and no less.
         seed: of the shards' random streams.
         dim: of tensors that go in and out, along which samples lie.
@@ -55,19 +55,21 @@ class ShardedReplica:
         TypeError: a parameter has sparse gradients.
     """
 
-    def __init__(self, module: nn.Module, members: Members, count: int, seed: int, dim: int, group: ProcessGroup):
+    def __init__(
+        self, module: nn.Module, tracked: TrackedTensors, count: int, seed: int, dim: int, group: ProcessGroup
+    ):
         size = group.size()
         if count < size or count & (count - 1) or size & (size - 1):
             raise ValueError(
                 f"rank {group.ranks[group.rank()]}: logical_shards is {count} with {size} ranks; both must be powers "
                 "of two, and no more ranks than shards. LogicalShards takes other numbers"
             )
-        if members.sparse:
+        if tracked.sparse:
             raise TypeError(
-                f"parameter {min(members.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
+                f"parameter {min(tracked.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
                 "its layer with sparse=False, or leave deterministic=True out"
             )
-        self._module, self._members = module, members
+        self._module, self._tracked = module, tracked
         self._count, self._seed, self._dim, self._group = count, seed, dim, group
         self._local = count // size
         self._forwards = 0
@@ -103,15 +105,15 @@ class ShardedReplica:
         kwargs: Mapping[str, object],
         forward: _Forward,
     ) -> object:
-        params = {name: param.detach().requires_grad_() for name, param in self._members.trained.items()}
+        params = {name: param.detach().requires_grad_() for name, param in self._tracked.trained.items()}
         # Every shard begins with the buffers as they were.
-        buffers = {name: buffer.detach().clone() for name, buffer in self._members.buffers.items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self._tracked.buffers.items()}
         forward.params.append(list(params.values()))
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
         number = shard * self._group.size() + self._group.rank()
         with random_stream(self._seed, _FORWARD, self._forwards, number):
             output = torch.func.functional_call(self._module, {**params, **buffers}, *inputs)
-        changed = [(buffers[name], old) for name, old in self._members.buffers.items() if old.is_floating_point()]
+        changed = [(buffers[name], old) for name, old in self._tracked.buffers.items() if old.is_floating_point()]
         forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
         if shard == 0:
             forward.whole = [buffer.clone() for buffer in buffers.values() if not buffer.is_floating_point()]
@@ -178,8 +180,8 @@ class ShardedReplica:
         node = Node(runs[rank].start, runs[rank].stop)
         sums = add_up(node, add, value_of, {})
         total = {dtype: add_over_ranks({node: sums[dtype]}, self._count, self._group, runs) for dtype in sums}
-        params = list(self._members.trained.values())
-        floating = [buffer for buffer in self._members.buffers.values() if buffer.is_floating_point()]
+        params = list(self._tracked.trained.values())
+        floating = [buffer for buffer in self._tracked.buffers.values() if buffer.is_floating_point()]
         found, *rest = unpack(total, [torch.zeros(len(params)), *params, *floating])
         for param, gradient, times in zip(params, rest, found.tolist(), strict=False):
             if times:
@@ -187,7 +189,7 @@ class ShardedReplica:
                 param.grad = new if param.grad is None else param.grad.add_(new)
         for buffer, change in zip(floating, rest[len(params) :], strict=True):
             buffer.add_(change / self._count)
-        whole = [buffer for buffer in self._members.buffers.values() if not buffer.is_floating_point()]
+        whole = [buffer for buffer in self._tracked.buffers.values() if not buffer.is_floating_point()]
         for buffer, value in zip(whole, forwards[-1].whole, strict=True):
             buffer.copy_(value)
         if whole:
@@ -198,7 +200,7 @@ class ShardedReplica:
 
     def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
         """Which parameters one of this rank's shards has gradients to, these, and what it adds to the buffers."""
-        params = list(self._members.trained.values())
+        params = list(self._tracked.trained.values())
         gradients: list[torch.Tensor | None] = [None] * len(params)
         for forward in forwards:
             for at, param in enumerate(forward.params[shard]):

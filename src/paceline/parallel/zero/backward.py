@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.parallel.ddp.graph import NO_BACKWARD, running_backward
+from paceline.parallel.graph import NO_BACKWARD, running_backward
 
 
 class BackwardEnd:

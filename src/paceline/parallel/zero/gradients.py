@@ -169,7 +169,7 @@ class GradientReducer:
         Join.notify_join_context(self._joinable)
         self._finish_with(is_active=True)
 
-    def shadow(self) -> None:
+    def join_with_zeros(self) -> None:
         """Takes part, without gradients, in a backward that other ranks make."""
         self.forget()
         self._finish_with(is_active=False)

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
-from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
+from paceline.parallel.agreement import require_same_module
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.buckets import MIB, make_buckets
-from paceline.parallel.ddp.conditions import facts_of
-from paceline.parallel.ddp.members import Members
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
+from paceline.parallel.tracked_tensors import TrackedTensors
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer
@@ -27,7 +28,7 @@ from paceline.parallel.zero.groups import copy_options, join_parts, part_of_grou
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
-from paceline.parallel.zero.uneven import UnevenSteps
+from paceline.parallel.zero.uneven import ZeroJoinHook
 from paceline.parallel.zero.units import find_units
 from paceline.parallel.zero.updates import copy_from_owners
 
@@ -228,7 +229,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 f"rank {self.process_group.ranks[self._rank]}: Join got a ZeroRedundancyOptimizer with stage=3, whose "
                 "parameters are gathered in forward, which a rank without inputs does not make; use stage=2"
             )
-        return UnevenSteps(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        return ZeroJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
@@ -292,13 +293,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
             for at, param in enumerate(self._params())
         }
-        members = Members(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
+        tracked = TrackedTensors(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
         options: dict[str, object] = {
             "stage": self.stage,
             "optimizer_class": optimizer_class.__name__,
             "groups": [len(group["params"]) for group in self.param_groups],
         }
-        require_same_module(members, options, facts_of(self.process_group, False), None, self.process_group)
+        require_same_module(tracked, options, rank_facts(self.process_group, False), None, self.process_group)
         everything = {id(param): param for param in self._params()}
         if self._module is not None:
             everything.update({id(each): each for each in (*self._module.parameters(), *self._module.buffers())})

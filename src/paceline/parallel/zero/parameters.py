@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
-from paceline.parallel.ddp.graph import find_tensors, in_backward
+from paceline.parallel.graph import find_tensors, in_backward
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.order import Order
 from paceline.parallel.zero.shards import Shard

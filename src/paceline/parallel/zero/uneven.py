@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer
 
 
-class UnevenSteps(JoinHook):
+class ZeroJoinHook(JoinHook):
     """Makes the other ranks' steps with them, so that what this rank owns is updated."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool) -> None:
@@ -23,7 +23,7 @@ class UnevenSteps(JoinHook):
         reducer = self._optimizer._reducer
         if reducer is not None:
             self._optimizer.zero_grad()
-            reducer.shadow()
+            reducer.join_with_zeros()
         self._optimizer._update()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from paceline.group.buffers import is_plain
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import byte_views
+from paceline.parallel.broadcast import byte_views
 from paceline.parallel.zero.shards import Shard
 
 

@@ -12,7 +12,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # as torch's DistributedDataPara
 
 
 @dataclass(frozen=True)
-class Members:
+class TrackedTensors:
     """By name: parameters that are trained, those that are frozen, and buffers; without those to be ignored.
 
     `sparse` are the names of trained parameters whose layers make sparse gradients.
@@ -29,7 +29,7 @@ class Members:
         return [*self.trained.values(), *self.frozen.values(), *self.buffers.values()]
 
 
-def find_members(module: nn.Module) -> Members:
+def collect_tracked(module: nn.Module) -> TrackedTensors:
     """The members of a module, in order of registration; those of several names have their first."""
     ignored = frozenset(getattr(module, _IGNORED, ()))
     all_params = list(module.named_parameters(remove_duplicate=False))
@@ -38,7 +38,7 @@ def find_members(module: nn.Module) -> Members:
     params = {name: param for name, param in module.named_parameters() if id(param) not in left_out}
     embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
     sparse = {id(each.weight) for each in embeddings if each.sparse}
-    return Members(
+    return TrackedTensors(
         trained={name: param for name, param in params.items() if param.requires_grad},
         frozen={name: param for name, param in params.items() if not param.requires_grad},
         buffers={name: buffer for name, buffer in module.named_buffers() if id(buffer) not in left_out},
@@ -47,7 +47,7 @@ def find_members(module: nn.Module) -> Members:
     )
 
 
-def ignore_members(module: nn.Module, names: Iterable[str]) -> None:
+def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
     """Has wrappers leave these parameters and buffers alone.
 
     Raises:

@@ -11,25 +11,25 @@ import torch
 
 from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import Facts
-from paceline.parallel.ddp.members import Members
-from paceline.parallel.placement import say_absent, say_elsewhere
+from paceline.parallel.agreement import RankFacts
+from paceline.parallel.placement import absent_device_text, wrong_device_text
+from paceline.parallel.tracked_tensors import TrackedTensors
 
 _warned = False  # of too many threads, in this process
 
 
-def why_not(
-    members: Members,
+def unsupported_reason(
+    tracked: TrackedTensors,
     group: ProcessGroup,
     device_ids: Sequence[torch.device] = (),
     output_device: torch.device | None = None,
 ) -> Exception | None:
     """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
-    absent = say_absent(device_ids, output_device)
+    absent = absent_device_text(device_ids, output_device)
     if absent is not None:
         return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
     device = device_ids[0] if device_ids else None
-    for name, tensor in (members.trained | members.frozen | members.buffers).items():
+    for name, tensor in (tracked.trained | tracked.frozen | tracked.buffers).items():
         if torch.nn.parameter.is_lazy(tensor):
             return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
         if tensor.device.type not in group.device_types:
@@ -40,21 +40,21 @@ def why_not(
                 f"{fitting}"
             )
         if device is not None and tensor.device != device:
-            return ValueError(say_elsewhere(name, tensor, device))
-    if not members.trained:
+            return ValueError(wrong_device_text(name, tensor, device))
+    if not tracked.trained:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
         )
-    for name, param in members.trained.items():
+    for name, param in tracked.trained.items():
         if param.dtype not in DTYPE_CODES:
             return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
     return None
 
 
-def facts_of(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> Facts:
+def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
     """What this rank tells the others of itself; a GPU needs no core for what goes on beside backward."""
     overlaps = (not on_cpu or _has_core_to_spare(group)) if overlap is None else overlap
-    return Facts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+    return RankFacts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
 
 def _has_core_to_spare(group: ProcessGroup) -> bool:
@@ -64,7 +64,7 @@ def _has_core_to_spare(group: ProcessGroup) -> bool:
     return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
 
 
-def warn_of_too_many_threads(everyones: Sequence[Facts], group: ProcessGroup) -> None:
+def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
     """Warns, once, on one rank of each host whose ranks have more threads than cores."""
     global _warned
     mine = everyones[group.rank()]
