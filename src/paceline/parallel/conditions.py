@@ -23,6 +23,7 @@ def unsupported_reason(
     group: ProcessGroup,
     device_ids: Sequence[torch.device] = (),
     output_device: torch.device | None = None,
+    has_delayed: bool = False,
 ) -> Exception | None:
     """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
     absent = absent_device_text(device_ids, output_device)
@@ -41,7 +42,7 @@ def unsupported_reason(
             )
         if device is not None and tensor.device != device:
             return ValueError(wrong_device_text(name, tensor, device))
-    if not tracked.trained:
+    if not tracked.trained and not has_delayed:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
         )

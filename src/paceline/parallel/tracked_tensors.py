@@ -24,14 +24,19 @@ class TrackedTensors:
     sparse: frozenset[str]
     ignored: frozenset[str]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        return [*self.trained.values(), *self.frozen.values(), *self.buffers.values()]
+    def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
+        """Returns all parameters and, by default, buffers."""
+        return [*self.trained.values(), *self.frozen.values(), *(self.buffers.values() if with_buffers else ())]
 
 
-def collect_tracked(module: nn.Module) -> TrackedTensors:
-    """The members of a module, in order of registration; those of several names have their first."""
-    ignored = frozenset(getattr(module, _IGNORED, ()))
+def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
+    """Returns the tensors of a module in order of registration; those with several names have their first.
+
+    Args:
+        module: its class or a call of `ignore_tensors` may name tensors to be ignored.
+        also_ignored: names of others.
+    """
+    ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))
     all_buffers = list(module.named_buffers(remove_duplicate=False))
     left_out = {id(tensor) for name, tensor in (*all_params, *all_buffers) if name in ignored}

@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 from paceline.engine.codes import DTYPE_CODES
-from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import ReduceOp
-from paceline.group.work import Work
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _is_contiguous = torch.Tensor.is_contiguous
@@ -72,7 +69,7 @@ class BucketGradients:
         self._names = list(names)
         self.dtype = self.params[0].dtype
         self._device = self.params[0].device
-        self._code = DTYPE_CODES[self.dtype]
+        self.dtype_code = DTYPE_CODES[self.dtype]
         self._count = sum(param.numel() for param in self.params)
         self._layouts = [_layout_of(param) for param in self.params]
         self._pieces = [0] * (2 * len(self.params))
@@ -84,11 +81,11 @@ class BucketGradients:
         """The names of the parameters that have no gradient."""
         return [name for name, param in zip(self._names, self.params, strict=True) if param.grad is None]
 
-    def collect(self, wary: bool) -> Memory | None:
+    def collect(self, copy_shared: bool) -> Memory | None:
         """The gradients as they are now; None when a parameter has none.
 
         Args:
-            wary: copy what shares memory with other tensors.
+            copy_shared: copy what shares memory with other tensors.
 
         Raises:
             TypeError: a gradient is sparse, or of another type than its parameter had.
@@ -102,18 +99,18 @@ class BucketGradients:
             and all(map(_is_contiguous, gradients))
             and set(map(_dtype, gradients)) <= {self.dtype}
             and gradients[0].device == self._device  # a module moves as a whole
-            and not (wary and any(map(shares_memory, gradients)))
+            and not (copy_shared and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()
             pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
             return Memory(pieces, gradients, self._count)
-        return self._collect_each(gradients, wary)
+        return self._collect_each(gradients, copy_shared)
 
-    def _collect_each(self, gradients: Sequence[torch.Tensor], wary: bool) -> Memory:
+    def _collect_each(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> Memory:
         memory = Memory([], [], self._count)
         for param, name, layout, gradient in zip(self.params, self._names, self._layouts, gradients, strict=True):
             self._require_reducible(name, param, gradient)
-            shared = wary and shares_memory(gradient)
+            shared = copy_shared and shares_memory(gradient)
             dense = gradient.detach()
             if shared or not _lies_as(gradient, layout):
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
@@ -141,10 +138,6 @@ class BucketGradients:
                 f"the gradient of parameter {name!r} is of {gradient.dtype}; when the module was wrapped, the "
                 f"parameter was of {self.dtype} (now it is of {param.dtype}). Convert the module first, then wrap it"
             )
-
-    def reduce(self, memory: Memory, group: ProcessGroup, async_op: bool) -> Work | None:
-        """Averages `memory` over the ranks."""
-        return group.all_reduce_memory(memory.pieces, memory.tensors, self._code, memory.count, ReduceOp.AVG, async_op)
 
 
 def have_aliases(memories: Sequence[Memory]) -> bool:

@@ -93,6 +93,7 @@ class CommHook:
     """A hook with its state."""
 
     def __init__(self, state: object, hook: Hook) -> None:
+        self.name = str(getattr(hook, "__qualname__", repr(hook)))
         self._state = state
         self._hook = hook
 
@@ -106,9 +107,8 @@ class CommHook:
         future = self._hook(self._state, bucket)
         # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
         if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
-            name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
-                f"the communication hook {name} returned {type(future).__name__}; it must return a "
+                f"the communication hook {self.name} returned {type(future).__name__}; it must return a "
                 "torch.futures.Future of the averaged buffer, or the Work of a call with async_op=True"
             )
         return HookedWork(future, bucket, memory)

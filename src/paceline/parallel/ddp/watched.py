@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -16,8 +18,9 @@ _LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
 class WatchedModule:
     """The tracked of `module` as they were when this was made."""
 
-    def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
-        self.tracked = collect_tracked(module)
+    def __init__(self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str] = ()) -> None:
+        self.tracked = collect_tracked(module, also_ignored)
+        self._module = module
         self._group = group
         self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
@@ -46,6 +49,10 @@ class WatchedModule:
                     "now; it would not be averaged over the ranks. Unfreeze parameters first, then wrap the module "
                     "(again, if need be)"
                 )
+
+    def current_tensors(self, with_buffers: bool) -> list[torch.Tensor]:
+        """Returns the parameters, and perhaps the buffers, that the module has now; buffers may have been replaced."""
+        return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
 
     def has_buffers(self) -> bool:
         """Whether there is anything for `send_buffers` to do."""

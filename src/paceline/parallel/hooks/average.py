@@ -43,15 +43,17 @@ def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[R
 
 def fp16_compress_wrapper(hook: Hook) -> FutureHook:
     """`hook`, on buckets in float16."""
-    return _in_type(torch.float16, hook)
+    return compress_wrapper(torch.float16, hook)
 
 
 def bf16_compress_wrapper(hook: Hook) -> FutureHook:
     """`hook`, on buckets in bfloat16."""
-    return _in_type(torch.bfloat16, hook)
+    return compress_wrapper(torch.bfloat16, hook)
 
 
-def _in_type(dtype: torch.dtype, hook: Hook) -> FutureHook:
+def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
+    """Returns a hook that converts each bucket to `dtype` for `hook`, and its result back."""
+
     def compressed(state: object, bucket: GradBucket) -> AnyFuture[Reduced]:
         original = bucket.buffer()
         if original.is_floating_point():  # complex gradients stay what they are

@@ -17,7 +17,7 @@ from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
-from paceline.parallel.ddp.buckets import MIB, make_buckets
+from paceline.parallel.ddp.buckets import MIB, caps_of, make_buckets
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.tracked_tensors import TrackedTensors
@@ -95,7 +95,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         self.stage = stage
         self.process_group = default_group() if process_group is None else process_group
-        self._overlap, self._cap_bytes = overlap, int(bucket_cap_mb * MIB)
+        self._overlap, self._bucket_caps = overlap, caps_of(int(bucket_cap_mb * MIB))
         self._averages = module is not None
         if isinstance(module, DistributedDataParallel):
             self._averages = stage > 1
@@ -317,7 +317,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             buckets = [[place_of[id(param)] for param in unit.params if id(param) in place_of] for unit in units]
         else:
             sizes = [param.nbytes for param in trained]
-            buckets = [list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._cap_bytes)]
+            buckets = [
+                list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._bucket_caps)
+            ]
         self._reducer = GradientReducer(
             trained_shards,
             buckets,
