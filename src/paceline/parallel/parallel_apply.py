@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
 
 from paceline.parallel.scatter_gather import Device, to_device
-from paceline.parallel.thread_modes import ThreadModes
 
 
 def parallel_apply(
@@ -39,7 +40,7 @@ def parallel_apply(
             f"{len(places)} devices; it needs as many of each"
         )
     results: list[object] = [None] * len(modules)
-    in_mode = ThreadModes()
+    in_mode = _ThreadModes()
 
     def run(at: int) -> None:
         device = to_device(places[at])
@@ -63,3 +64,27 @@ def parallel_apply(
         if isinstance(result, ExceptionWrapper):
             result.reraise()
     return results
+
+
+class _ThreadModes:
+    """Whether the thread that makes this records gradients, and its autocast."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """The same in another thread, which works on `device`."""
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            yield

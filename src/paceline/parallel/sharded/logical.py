@@ -14,9 +14,8 @@ from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
-from paceline.parallel.sharded.exchange import add_over_ranks
-from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.sums import Values, add, add_over_ranks, pack, unpack
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
 from paceline.parallel.tracked_tensors import collect_tracked
 

@@ -19,9 +19,8 @@ from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
 from paceline.parallel.scatter_gather import gather, map_tensors
-from paceline.parallel.sharded.exchange import add_over_ranks
-from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.sums import Values, add, add_over_ranks, pack, unpack
 from paceline.parallel.sharded.tree import Node, add_up
 from paceline.parallel.tracked_tensors import TrackedTensors
 

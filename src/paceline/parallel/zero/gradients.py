@@ -191,3 +191,16 @@ class GradientReducer:
             work.wait()
             self._settle(members)
         self.forget()
+
+
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup) -> torch.Tensor:
+    """Returns the norm of all ranks' gradients together, in float64."""
+    norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
+    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    if norm_type == float("inf"):
+        total = mine.max()
+        group.all_reduce(total, ReduceOp.MAX)
+        return total
+    total = mine.pow(norm_type).sum()
+    group.all_reduce(total)
+    return total.pow(1 / norm_type)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
@@ -23,14 +22,12 @@ from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.tracked_tensors import TrackedTensors
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
-from paceline.parallel.zero.gradients import GradientReducer
+from paceline.parallel.zero.gradients import GradientReducer, total_norm
 from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
-from paceline.parallel.zero.uneven import ZeroJoinHook
 from paceline.parallel.zero.units import find_units
-from paceline.parallel.zero.updates import copy_from_owners
 
 Stage = Literal[1, 2, 3]
 
@@ -161,7 +158,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._inner.step()
         copy_options(self._inner.param_groups, self.param_groups)
         if self._sharded is None:
-            copy_from_owners(self._shards.all(), self.process_group)
+            self._shards.copy_from_owners(self.process_group)
         else:
             self._sharded.refresh()
         if self.stage == 1:
@@ -202,15 +199,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._shards.take_gradients(free=self.stage > 1)
         gradients = self._shards.gradients()
-        norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
-        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        if norm_type == float("inf"):
-            total = mine.max()
-            self.process_group.all_reduce(total, ReduceOp.MAX)
-        else:
-            total = mine.pow(norm_type).sum()
-            self.process_group.all_reduce(total)
-            total = total.pow(1 / norm_type)
+        total = total_norm(gradients, norm_type, self.process_group)
         scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
         if self.stage == 1:
             gradients = [param.grad for param in self._params() if param.grad is not None]
@@ -340,3 +329,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._reducer.close()
         if self._sharded is not None:
             self._sharded.close()
+
+
+class ZeroJoinHook(JoinHook):
+    """Makes the other ranks' steps with them, so that what this rank owns is updated."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool) -> None:
+        self._optimizer = optimizer
+        if optimizer._reducer is not None:
+            optimizer._reducer.divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """A backward without gradients, unless a wrapper averages, and the step."""
+        reducer = self._optimizer._reducer
+        if reducer is not None:
+            self._optimizer.zero_grad()
+            reducer.join_with_zeros()
+        self._optimizer._update()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have the same parameters after every step."""
+        if self._optimizer._reducer is not None:
+            self._optimizer._reducer.divide_by_initial_world_size = True

@@ -8,10 +8,11 @@ gets an error and not freed memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +23,41 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
 from paceline.parallel.graph import find_tensors, in_backward
 from paceline.parallel.zero.backward import BackwardEnd
-from paceline.parallel.zero.order import Order
 from paceline.parallel.zero.shards import Shard
 from paceline.parallel.zero.units import Unit
+
+Layer = TypeVar("Layer", bound=Hashable)
+
+
+class Order(Generic[Layer]):
+    """Predicts which layer follows another one: the one that did so last time.
+
+    >>> order = Order()
+    >>> [order.visit(layer) for layer in (0, 1, 2)]
+    [None, None, None]
+    >>> [order.visit(layer) for layer in (0, 1, 2)]
+    [1, 2, None]
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[Layer, Layer] = {}
+        self._visited: set[Layer] = set()
+        self._latest: Layer | None = None
+
+    def visit(self, layer: Layer) -> Layer | None:
+        """Notes that a layer runs; a pass ends where a layer runs again.
+
+        Returns:
+            The layer that is likely to run next.
+        """
+        if layer in self._visited:
+            self._visited.clear()
+            self._latest = None
+        if self._latest is not None:
+            self._after[self._latest] = layer
+        self._visited.add(layer)
+        self._latest = layer
+        return self._after.get(layer)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from paceline.group.buffers import is_plain
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.broadcast import byte_views
 from paceline.parallel.zero.partition import Part, divide
 
 
@@ -119,6 +122,11 @@ class Shards:
         for shard in self.mine():
             shard.follow()
 
+    def copy_from_owners(self, group: ProcessGroup) -> None:
+        """Copies to all ranks what each owner has updated (stages 1 and 2)."""
+        for owner in range(group.size()):
+            _copy_from_owner([s.run(s.param.data) for s in self.all() if s.owner == owner], owner, group)
+
     def take_gradients(self, free: bool) -> None:
         """Brings the parameters' gradients to the runs of them that this rank updates.
 
@@ -151,6 +159,15 @@ class Shards:
                     shard.updated.grad = None
                 else:
                     shard.updated.grad.zero_()
+
+
+def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
+    """Copies in one call, whatever the types, all tensors that are contiguous; each of the others in its own."""
+    if plain := [tensor for tensor in tensors if is_plain(tensor)]:
+        group.broadcast(byte_views(plain), owner)
+    for tensor in tensors:
+        if not is_plain(tensor):
+            group.broadcast(tensor.detach(), owner, any_order=True)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
