@@ -1,4 +1,4 @@
-"""Sees to it that every rank wraps the same model in the same way before training starts."""
+"""Checks before training starts that every rank wraps the same model in the same way."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Entry = list[object]
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What may differ between ranks, and is told to all.
+    """What a rank reports about itself to all ranks.
 
-    `overlaps`: this rank could, or wants to, overlap reduction with backward.
+    `overlaps`: whether this rank can, or was told to, overlap reduction with backward; `threads`: torch's threads.
     """
 
     overlaps: bool
@@ -28,7 +28,7 @@ class RankFacts:
 
 
 def describe_tensors(tracked: TrackedTensors) -> list[Entry]:
-    """Name, shape, strides, type, kind of device and requires_grad of each parameter and buffer."""
+    """Returns the name, shape, strides, dtype, device type and requires_grad of each parameter and buffer."""
     described: list[Entry] = []
     for kind, named in (("parameter", tracked.trained | tracked.frozen), ("buffer", tracked.buffers)):
         for name, tensor in named.items():
@@ -48,13 +48,13 @@ def require_same_module(
     """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's facts.
 
     Args:
-        tracked: of the module that this rank wraps.
+        tracked: the tensors of the module that this rank wraps.
         options: arguments that must be the same on every rank.
-        facts: of this rank.
-        problem: why this rank cannot wrap it; raised here, after the others were told.
+        facts: what this rank reports about itself.
+        problem: why this rank cannot wrap its module; it is raised here, after the other ranks have received it.
 
     Raises:
-        CollectiveMismatchError: on every rank, naming the first difference and who is on which side of it.
+        CollectiveMismatchError: on every rank, naming the first difference and which ranks are on which side of it.
     """
     description = [] if problem is not None else describe_tensors(tracked)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
@@ -95,7 +95,7 @@ def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int])
 
 
 def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
-    """Which ranks hold which value, rank 0's first."""
+    """Says which ranks hold which value, beginning with rank 0's."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)

@@ -1,4 +1,4 @@
-"""What a module and a machine must have to train data parallel."""
+"""Checks whether a module and a machine can train data parallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.parallel.agreement import RankFacts
 from paceline.parallel.placement import absent_device_text, wrong_device_text
 from paceline.parallel.tracked_tensors import TrackedTensors
 
-_warned = False  # of too many threads, in this process
+_warned = False  # whether this process has warned that there are too many threads
 
 
 def unsupported_reason(
@@ -25,7 +25,15 @@ def unsupported_reason(
     output_device: torch.device | None = None,
     has_delayed: bool = False,
 ) -> Exception | None:
-    """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
+    """Returns why a module cannot be wrapped, or None if it can.
+
+    Args:
+        tracked: the module's tensors.
+        group: the ranks.
+        device_ids: the module must be on the first of them, if there are any.
+        output_device: where outputs go.
+        has_delayed: other parameters than those tracked are averaged, so it may be that none is tracked.
+    """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:
         return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
@@ -53,20 +61,20 @@ def unsupported_reason(
 
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
-    """What this rank tells the others of itself; a GPU needs no core for what goes on beside backward."""
+    """Returns what this rank reports about itself; on a GPU, reducing during backward needs no core."""
     overlaps = (not on_cpu or _has_core_to_spare(group)) if overlap is None else overlap
     return RankFacts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
 
 def _has_core_to_spare(group: ProcessGroup) -> bool:
-    """Whether the ranks of this host leave each of their progress threads a core."""
+    """Whether this host has a core for each rank's progress thread, beside those that its ranks compute with."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(named) if named.isdecimal() else group.size()
     return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
 
 
 def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
-    """Warns, once, on one rank of each host whose ranks have more threads than cores."""
+    """Warns once, on one rank of each host, if its ranks have more threads than cores."""
     global _warned
     mine = everyones[group.rank()]
     here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]

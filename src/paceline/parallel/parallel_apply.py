@@ -19,18 +19,19 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, object]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[object]:
-    """What each module returns for its inputs: a tuple of arguments each, or a single one.
+    """Returns what each module returns for its inputs.
 
-    The threads take over whether gradients are recorded, and autocast.
+    The threads inherit the caller's grad mode, inference mode and autocast.
 
     Args:
-        modules, inputs: as many of the one as of the other.
-        kwargs_tup: keyword arguments for each.
-        devices: for messages, and to be made current where they are GPUs.
+        modules: one for each device.
+        inputs: for each module a tuple of arguments, or a single argument.
+        kwargs_tup: keyword arguments for each module.
+        devices: they are named in errors, and GPUs become the current device of their thread.
 
     Raises:
         ValueError: the numbers differ.
-        Exception: whatever a module raised; the message has the replica, its device and the traceback.
+        Exception: what a module raised; the message names the replica and its device, and has the traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     places = ["cpu"] * len(modules) if devices is None else list(devices)
@@ -67,7 +68,7 @@ def parallel_apply(
 
 
 class _ThreadModes:
-    """Whether the thread that makes this records gradients, and its autocast."""
+    """The grad mode, inference mode and autocast of the thread that creates this."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -78,7 +79,7 @@ class _ThreadModes:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """The same in another thread, which works on `device`."""
+        """Applies them within another thread, which works on `device`."""
         with ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # as torch's DistributedDataParallel has it
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParallel reads the same attribute
 
 
 @dataclass(frozen=True)
 class TrackedTensors:
-    """By name: parameters that are trained, those that are frozen, and buffers; without those to be ignored.
+    """A module's trained parameters, frozen parameters and buffers by name, without those that are to be ignored.
 
-    `sparse` are the names of trained parameters whose layers make sparse gradients.
+    `sparse` holds the names of trained parameters whose layers make sparse gradients; `ignored` the ignored names.
     """
 
     trained: dict[str, nn.Parameter]
@@ -53,7 +53,7 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
 
 
 def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
-    """Has wrappers leave these parameters and buffers alone.
+    """Makes wrappers neither copy nor average these parameters and buffers.
 
     Raises:
         ValueError: the module has no such parameter or buffer.

@@ -1,4 +1,4 @@
-"""Data parallel training: every rank holds the model, takes a part of the batch, and averages gradients."""
+"""Data parallel training: every rank holds the model, computes on its part of the batch, and averages gradients."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ class DistributedDataParallel(TorchNames, Joinable):
         deterministic: compute and average so that training ends with the same bits on any number of ranks, which is a
             power of two (see docs/reproducible.md).
         logical_shards: with `deterministic`, a power of two of at least the number of ranks: a step's samples are dealt
-            out to so many shards, each computed by itself. The same for all runs that are to agree.
+            out to that many shards, each computed by itself. Runs with the same number end with the same bits.
         seed: with `deterministic`, the seed of the shards' random numbers.
         overlap: reduce gradients while backward computes others. None: where each rank of this host has a core to
-            spare for it (see docs/data-parallel.md), and always on GPUs.
+            spare (see docs/data-parallel.md), and always on GPUs.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
         ValueError: a parameter is on a device that the group has no engine for, or not on the first of `device_ids`;
-            `device_ids` or `output_device` names a GPU that is not there; arguments do not fit together.
+            `device_ids` or `output_device` names a GPU that does not exist; arguments contradict each other.
         RuntimeError: no parameter requires a gradient.
-        TypeError: the module has parameters of a type that cannot be averaged.
+        TypeError: the module has parameters of a dtype that cannot be averaged.
 
     The attribute `module` is the wrapped model; `state_dict` has its keys with the prefix "module.".
 
@@ -191,8 +191,8 @@ class DistributedDataParallel(TorchNames, Joinable):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`).
 
-        Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied, and it is that
-        backward which averages.
+        Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied, and that backward
+        averages.
 
         Raises:
             RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
@@ -237,9 +237,9 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards of forwards made within accumulate gradients without reducing them.
+        """A context whose forwards have backwards that accumulate gradients without averaging them.
 
-        The first backward after it reduces what was accumulated.
+        The first backward of a forward after it averages what was accumulated.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -257,18 +257,18 @@ class DistributedDataParallel(TorchNames, Joinable):
         """A context in which ranks may run out of inputs at different times.
 
         A rank that leaves it early takes part in the others' steps with zeros; at the end all ranks get the parameters
-        and buffers of one that trained longest. Every step is to be one forward and one backward.
+        and buffers of one that trained longest. Every step must be one forward and one backward.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks, which weighs every input alike;
-                otherwise by the number of those that still have inputs.
+            divide_by_initial_world_size: divide gradients by the number of all ranks, which gives every input the
+                same weight; otherwise by the number of those that still have inputs.
             enable: False makes the context do nothing.
             throw_on_early_termination: raise on all ranks instead, as soon as one has run out.
 
         Example::
 
             with model.join():
-                for inputs, targets in loader:  # of another length on each rank
+                for inputs, targets in loader:  # its length differs between ranks
                     loss_function(model(inputs), targets).backward()
         """
         return Join(
@@ -298,19 +298,19 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The ranks that take part."""
         return self.process_group
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Has `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
+        """Makes `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
 
         `bucket` is a `GradBucket`; the hook returns a `torch.futures.Future` of the averaged flat buffer, or the `Work`
         of a collective with `async_op=True` on it. Register the same hook on every rank. Hooks that compress are in
         `paceline.parallel.hooks`. A second backward of one forward hands the averaged gradients to the hook again.
 
         Raises:
-            TypeError: `hook` cannot be called.
-            RuntimeError: there is one already.
+            TypeError: `hook` is not callable.
+            RuntimeError: the module has a hook already.
             ValueError: the module is `deterministic`.
         """
         self._require_not_deterministic("register_comm_hook")
@@ -327,12 +327,12 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _require_not_deterministic(self, call: str) -> None:
         if self._replica is not None:
             raise ValueError(
-                f"{call} got a module with deterministic=True, whose gradients are added in an order of their own; "
-                "wrap it without"
+                f"{call} got a module with deterministic=True, whose gradients are added in a fixed order; "
+                "wrap it without deterministic"
             )
 
     def communication_wait_s(self) -> float:
-        """The seconds that backwards have spent, at their ends, reducing gradients and waiting for reductions."""
+        """Returns the seconds that backwards have spent, at their ends, on reducing gradients and waiting for it."""
         return self._reducer.wait_s
 
     def __getstate__(self) -> dict[str, object]:
@@ -374,7 +374,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             weakref.finalize(self, self._delayed.close).atexit = False
         self._replica = None
         if self.logical_shards is not None:
-            torch.set_num_threads(1)  # kernels split sums by it
+            torch.set_num_threads(1)  # how kernels split sums depends on it
             self._replica = ShardedReplica(
                 self.module, self._watched.tracked, self.logical_shards, self.seed, self.dim, self.process_group
             )

@@ -108,17 +108,17 @@ class TorchNames(nn.Module):
         }
 
     def _set_static_graph(self) -> None:
-        """Like `static_graph=True`, for programs that decide after wrapping; before the first forward.
+        """Does what `static_graph=True` does, for programs that decide between wrapping and the first forward.
 
         Raises:
-            RuntimeError: there was a forward.
+            RuntimeError: there was a forward already.
         """
         if self.static_graph:
             return
         if self._reducer.forwards:
             raise RuntimeError(
-                "_set_static_graph was called after a forward, whose backward was prepared for another graph each "
-                "time; call it before the first one, or wrap with static_graph=True"
+                "_set_static_graph was called after a forward, whose backward was prepared for a graph that changes; "
+                "call it before the first one, or wrap with static_graph=True"
             )
         self.static_graph = True
         self._reducer.make_static()
@@ -127,5 +127,5 @@ class TorchNames(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Has wrappers made afterwards neither copy nor average these, by name; as torch's."""
+        """Makes wrappers that are created afterwards neither copy nor average the tensors with these names."""
         ignore_tensors(module, params_and_buffers_to_ignore)

@@ -1,4 +1,4 @@
-"""A wrapped module between its forwards: whether it was changed, and its buffers."""
+"""A wrapped module between its forwards: checks whether it was changed, and copies its buffers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.parallel.broadcast import broadcast_tensors, by_device, byte_views
 from paceline.parallel.ddp.structure import ModuleStructure
 from paceline.parallel.tracked_tensors import collect_tracked
 
-_LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
+_CHECK_EVERY = 16  # forwards
 
 
 class WatchedModule:
-    """The tracked of `module` as they were when this was made."""
+    """`module`, and in `tracked` the tensors that it had when this was created."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str] = ()) -> None:
         self.tracked = collect_tracked(module, also_ignored)
@@ -25,16 +25,16 @@ class WatchedModule:
         self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
         self._buffers_sent: list[int] = []
-        self._buffer_bytes: list[list[torch.Tensor]] = []  # of each device
+        self._buffer_bytes: list[list[torch.Tensor]] = []  # byte views, for each device
 
     def check_unchanged(self) -> None:
-        """Raises, every few calls, if the module was changed.
+        """Checks at every 16th call that the module has not been changed.
 
         Raises:
-            RuntimeError: parameters or submodules are others, or a parameter was unfrozen.
+            RuntimeError: parameters or submodules were replaced or added, or a parameter was unfrozen.
         """
         self._forwards += 1
-        if self._forwards % _LOOK_AGAIN_EVERY != 1:
+        if self._forwards % _CHECK_EVERY != 1:
             return
         if not self._structure.is_unchanged():
             raise RuntimeError(
@@ -55,7 +55,7 @@ class WatchedModule:
         return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
 
     def has_buffers(self) -> bool:
-        """Whether there is anything for `send_buffers` to do."""
+        """Whether the module has buffers for `send_buffers` to copy."""
         return bool(self._structure.buffers())
 
     def send_buffers(self, root: int) -> None:

@@ -1,7 +1,7 @@
-"""Adds up over the ranks what each has added up of its shards, in the order of the tree over all shards.
+"""Adds the ranks' sums over their shards, in the order of the tree over all shards.
 
-Each rank adds one slice of the values, and all collect the slices. That moves as many bytes as an all-reduce does, but
-the order is this module's own: engines add over ranks, some of them in another order than a tree, and some round
+Each rank adds one slice of the values, and all ranks gather the slices. That moves as many bytes as an all-reduce, but
+in an order that this module controls: engines add over ranks, some of them in another order than a tree, and some round
 half-precision sums once for all ranks, which a tree over shards could not continue.
 """
 
@@ -18,7 +18,7 @@ Values = dict[torch.dtype, torch.Tensor]
 
 
 def pack(tensors: Sequence[torch.Tensor], multiple: int) -> Values:
-    """The tensors of each type one behind the other, with zeros up to a length that `multiple` divides."""
+    """Returns the tensors of each dtype concatenated, with zeros up to a length that `multiple` divides."""
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         flat.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
@@ -28,7 +28,7 @@ def pack(tensors: Sequence[torch.Tensor], multiple: int) -> Values:
 
 
 def unpack(values: Values, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `values` with the shapes and types of the tensors that were packed."""
+    """Returns views of `values` with the shapes and dtypes of the tensors that were packed."""
     taken = dict.fromkeys(values, 0)
     views = []
     for tensor in like:
@@ -39,7 +39,7 @@ def unpack(values: Values, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def add(left: Values, right: Values) -> Values:
-    """Their sum, in the memory of `left`."""
+    """Adds `right` to `left` in place, and returns it."""
     for dtype, flat in left.items():
         flat.add_(right[dtype])
     return left
@@ -48,11 +48,13 @@ def add(left: Values, right: Values) -> Values:
 def add_over_ranks(
     mine: Mapping[Node, torch.Tensor], shards: int, group: ProcessGroup, runs: Sequence[range]
 ) -> torch.Tensor:
-    """The sum over all shards, the same bits on every rank of any group.
+    """Returns the sum over all shards, which has the same bits on every rank of any group.
 
     Args:
-        mine: the sums of `nodes_within` this rank's run, in that order; one-dimensional, of one type and of one length,
-            which the number of ranks divides.
+        mine: the sums of `nodes_within` this rank's run, in that order; one-dimensional, of one dtype and of one
+            length, which the number of ranks divides.
+        shards: the number of shards.
+        group: the ranks.
         runs: each rank's shards.
     """
     root, size = Node(0, shards), group.size()
