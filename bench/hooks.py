@@ -51,7 +51,7 @@ def rank_main(rank: int, rounds: int, directory: str) -> None:
     rows: list[dict[str, object]] = []
     one_bucket_s = least_s["overlapped, one bucket"]
     for name, model in models.items():
-        launches = len(model._reducer.exchange.buckets) - 1 if name in OVERLAPPED else 0
+        launches = len(model._reducer.bucket_sizes()) - 1 if name in OVERLAPPED else 0
         added_us = 1e6 * (least_s[name] - least_s["bare"])
         row = {"reduction": name, "launches": launches, "us a parameter": added_us / params}
         if launches > 1:

@@ -260,7 +260,7 @@ def unused_in_a_static_graph() -> None:
             wrapped(batches[rank], other).sum().backward()
             wrapped(batches[rank], other)
 
-        with pytest.raises(RuntimeError, match="static_graph=True says that all are alike"):
+        with pytest.raises(RuntimeError, match="static_graph=True promises that all backwards are alike"):
             go_another_way()
 
 

@@ -125,7 +125,9 @@ def empty_and_single() -> None:
     x = torch.randn(3 - 3 * rank, 2, requires_grad=True)  # nothing on rank 1
     layer(x).square().sum().backward()
     assert x.grad.shape == x.shape and x.grad.isfinite().all()
-    with pytest.raises(ValueError, match=r"1 value a channel from all 2 ranks.*larger batches, or call eval\(\)"):
+    with pytest.raises(
+        ValueError, match=r"1 value for each channel from all 2 ranks.*larger batches, or call eval\(\)"
+    ):
         layer(torch.ones(1 - rank, 2))
     with pytest.raises(ValueError, match=r"shape \[3, 5\].*num_features = 2"):
         layer(torch.ones(3, 5))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.parallel.ddp.buckets import FIRST_BUCKET_BYTES, MIB, make_buckets
+from paceline.parallel.ddp.buckets import FIRST_BUCKET_BYTES, MIB, caps_of, make_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 models = st.lists(st.tuples(st.integers(0, 100), st.sampled_from(DTYPES)), max_size=60)
@@ -17,26 +17,26 @@ caps = st.integers(1, 300)
 
 @given(models, caps, caps)
 def test_every_parameter_is_in_one_bucket(model, cap, first_cap):
-    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap)
+    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap])
     assert sorted(index for bucket in buckets for index in bucket.params) == list(range(len(model)))
 
 
 @given(models, caps, caps)
 def test_a_bucket_has_one_type_and_tells_its_bytes(model, cap, first_cap):
-    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap):
+    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap]):
         assert len({model[index][1] for index in bucket.params}) == 1
         assert bucket.nbytes == sum(model[index][0] for index in bucket.params)
 
 
 @given(models, caps, caps)
 def test_a_bucket_keeps_to_the_cap_unless_one_parameter_alone_exceeds_it(model, cap, first_cap):
-    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap):
+    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap]):
         assert bucket.nbytes <= cap or sum(model[index][0] > 0 for index in bucket.params) == 1
 
 
 @given(models, caps, caps)
 def test_a_bucket_is_closed_only_when_the_next_parameter_of_its_type_does_not_fit(model, cap, first_cap):
-    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap)
+    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap])
     for dtype in DTYPES:
         of_type = [bucket for bucket in buckets if model[bucket.params[0]][1] is dtype]
         for at, (bucket, later) in enumerate(pairwise(of_type)):
@@ -46,7 +46,7 @@ def test_a_bucket_is_closed_only_when_the_next_parameter_of_its_type_does_not_fi
 
 @given(models, caps, caps)
 def test_buckets_follow_the_order_in_which_backward_completes_them(model, cap, first_cap):
-    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap)
+    buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap])
     last_computed = [min(bucket.params) for bucket in buckets]
     assert last_computed == sorted(last_computed, reverse=True)
     for bucket in buckets:
@@ -57,7 +57,7 @@ def test_buckets_follow_the_order_in_which_backward_completes_them(model, cap, f
 def test_the_first_bucket_of_a_type_is_small(model, cap):
     first_cap = max(1, cap // 4)
     seen = set()
-    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], cap, first_cap):
+    for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap]):
         dtype = model[bucket.params[0]][1]
         if dtype not in seen:
             assert bucket.nbytes <= first_cap or sum(model[index][0] > 0 for index in bucket.params) == 1
@@ -65,15 +65,20 @@ def test_the_first_bucket_of_a_type_is_small(model, cap):
 
 
 def test_types_that_alternate_do_not_cut_buckets():
-    buckets = make_buckets([8] * 20, [torch.float32, torch.bfloat16] * 10, cap_bytes=1000)
+    buckets = make_buckets([8] * 20, [torch.float32, torch.bfloat16] * 10, [1000])
     assert [len(bucket.params) for bucket in buckets] == [10, 10]
 
 
 def test_the_default_caps_are_torchs():
-    buckets = make_buckets([MIB // 2] * 60, [torch.float32] * 60, 25 * MIB)
+    buckets = make_buckets([MIB // 2] * 60, [torch.float32] * 60, caps_of(25 * MIB))
     assert FIRST_BUCKET_BYTES == MIB
     assert [bucket.nbytes // MIB for bucket in buckets] == [1, 25, 4]
 
 
 def test_no_parameters_make_no_buckets():
-    assert make_buckets([], [], 25 * MIB) == []
+    assert make_buckets([], [], [25 * MIB]) == []
+
+
+def test_each_bucket_of_a_type_has_its_own_cap():
+    buckets = make_buckets([4] * 12, [torch.float32] * 12, [4, 12, 8])
+    assert [bucket.nbytes for bucket in buckets] == [4, 12, 8, 8, 8, 8]

@@ -14,8 +14,8 @@ from torch import nn
 
 import paceline.parallel
 from paceline.parallel.ddp.gradients import BucketGradients, have_aliases, shares_memory
-from paceline.parallel.ddp.graph import find_tensors, used_parameters
 from paceline.parallel.ddp.structure import ModuleStructure
+from paceline.parallel.graph import find_tensors, used_parameters
 
 MODULES = [each.name for each in pkgutil.walk_packages(paceline.parallel.__path__, "paceline.parallel.")]
 Pair = namedtuple("Pair", "left right")
@@ -106,7 +106,7 @@ def with_gradient(param: torch.Tensor, gradient: torch.Tensor) -> nn.Parameter:
 
 def test_gradients_are_taken_where_they_are():
     param = with_gradient(torch.ones(2, 3), torch.ones(2, 3))
-    memory = gradients_of(param).collect(wary=False)
+    memory = gradients_of(param).collect(copy_shared=False)
     assert memory.pieces == [param.grad.data_ptr(), 24]
     assert memory.copies == []
 
@@ -114,13 +114,13 @@ def test_gradients_are_taken_where_they_are():
 def test_a_channels_last_gradient_is_taken_where_it_is():
     weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
     param = with_gradient(weight, torch.ones_like(weight))
-    assert gradients_of(param).collect(wary=True).pieces[0] == param.grad.data_ptr()
+    assert gradients_of(param).collect(copy_shared=True).pieces[0] == param.grad.data_ptr()
 
 
 def test_a_gradient_of_another_layout_is_reduced_in_a_copy_of_the_parameters_layout():
     weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
     param = with_gradient(weight, torch.randn(2, 3, 4, 4))
-    memory = gradients_of(param).collect(wary=False)
+    memory = gradients_of(param).collect(copy_shared=False)
     (_, copy), gradient = memory.copies[0], param.grad.clone()
     assert copy.stride() == param.stride()
     copy.mul_(2)
@@ -131,7 +131,7 @@ def test_a_gradient_of_another_layout_is_reduced_in_a_copy_of_the_parameters_lay
 def test_a_conjugate_gradient_is_reduced_in_a_copy():
     value = torch.randn(3, dtype=torch.complex64)
     param = with_gradient(torch.ones(3, dtype=torch.complex64), value.conj())
-    memory = gradients_of(param).collect(wary=False)
+    memory = gradients_of(param).collect(copy_shared=False)
     assert torch.equal(memory.tensors[0], value.conj().resolve_conj())
     assert not memory.tensors[0].is_conj()
 
@@ -140,7 +140,7 @@ def test_a_gradient_that_shares_memory_is_reduced_in_place_unless_wary():
     param = with_gradient(torch.ones(4), torch.randn(4))
     other = param.grad.detach()
     assert shares_memory(param.grad)
-    memory = gradients_of(param).collect(wary=False)
+    memory = gradients_of(param).collect(copy_shared=False)
     assert memory.pieces[0] == other.data_ptr()
     assert memory.copies == memory.successors == []
 
@@ -150,7 +150,7 @@ def test_a_gradient_that_autograd_shares_is_replaced_and_the_other_stays():
     param = nn.Parameter(torch.ones(3, 2))
     (2 * (kept.view(6) + param.view(6))).sum().backward()
     assert kept.grad.data_ptr() == param.grad.data_ptr()
-    memory = gradients_of(param).collect(wary=True)
+    memory = gradients_of(param).collect(copy_shared=True)
     memory.tensors[0].fill_(5)
     memory.write_back()
     assert (param.grad == 5).all()
@@ -160,7 +160,7 @@ def test_a_gradient_that_autograd_shares_is_replaced_and_the_other_stays():
 def test_a_gradient_that_is_a_view_of_the_users_buffer_stays_one():
     buffer = torch.zeros(8)
     param = with_gradient(torch.ones(4), buffer[4:])
-    memory = gradients_of(param).collect(wary=True)
+    memory = gradients_of(param).collect(copy_shared=True)
     memory.tensors[0].fill_(5)
     memory.write_back()
     assert buffer.tolist() == [0] * 4 + [5] * 4
@@ -168,14 +168,14 @@ def test_a_gradient_that_is_a_view_of_the_users_buffer_stays_one():
 
 def test_a_missing_gradient_is_named():
     gradients = gradients_of(nn.Parameter(torch.ones(1)), with_gradient(torch.ones(1), torch.ones(1)))
-    assert gradients.collect(wary=False) is None
+    assert gradients.collect(copy_shared=False) is None
     assert gradients.missing() == ["p0"]
 
 
 def test_a_sparse_gradient_is_refused_by_name():
     param = with_gradient(torch.ones(2, 2), torch.ones(2, 2).to_sparse())
     with pytest.raises(TypeError, match=r"'p0'.*sparse_coo.*sparse=False"):
-        gradients_of(param).collect(wary=False)
+        gradients_of(param).collect(copy_shared=False)
 
 
 def test_a_gradient_of_another_type_is_refused_by_name():
@@ -184,12 +184,12 @@ def test_a_gradient_of_another_type_is_refused_by_name():
     param.data = param.data.double()
     param.grad = torch.ones(2, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"'p0'.*float64.*float32.*Convert the module first"):
-        gradients.collect(wary=False)
+        gradients.collect(copy_shared=False)
 
 
 def test_gradients_in_one_memory_are_seen():
     storage = torch.randn(4)
     a, b = with_gradient(torch.ones(4), storage.view(4)), with_gradient(torch.ones(2, 2), storage.view(2, 2))
     empty = [with_gradient(torch.ones(0), torch.ones(0)) for _ in range(2)]
-    assert have_aliases([gradients_of(a).collect(wary=False), gradients_of(b).collect(wary=False)])
-    assert not have_aliases([gradients_of(a, *empty).collect(wary=False)])
+    assert have_aliases([gradients_of(a).collect(copy_shared=False), gradients_of(b).collect(copy_shared=False)])
+    assert not have_aliases([gradients_of(a, *empty).collect(copy_shared=False)])

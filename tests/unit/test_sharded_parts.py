@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.parallel.sharded.packing import pack, unpack
 from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.sums import pack, unpack
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.parallel.zero.order import Order
+from paceline.parallel.zero.parameters import Order
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES, divide, is_elementwise
 from paceline.parallel.zero.units import find_units
 

@@ -1,5 +1,5 @@
-"""Samplers and loaders: which rank reads which sample.
+"""Samplers and loaders, which decide which rank reads which sample.
 
-May use: `group` and below. Start reading at `sampler.py`; what can be resumed is in `loader.py`, and `order.py` has the
-rules both follow.
+May use: `group` and below. Start reading at `sampler.py`; `loader.py` has the loader that can be resumed, and
+`order.py` the rules that both follow.
 """

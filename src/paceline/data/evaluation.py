@@ -1,4 +1,4 @@
-"""Evaluation in parts, with the result that one process would get."""
+"""Evaluation on several ranks with the result that one process would get."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.group.default import Group, resolve
 
 
 class DistributedEvalSampler(Sampler[int]):
-    """One rank's part of `dataset`, in order, with nothing repeated and nothing left out.
+    """The indices of one rank's part of `dataset`, in order, with nothing repeated and nothing left out.
 
-    Every sample is on exactly one rank. The lengths differ by at most one between ranks, so evaluate without calls in
-    which all ranks must take part (`DistributedDataParallel` makes none in `eval` or `no_grad`), and bring the results
-    together with `gather`, or with `mean_over_samples`.
+    Every sample is on exactly one rank. The lengths differ by at most one between ranks, so evaluate without
+    collectives (`DistributedDataParallel` makes none in `eval` or `no_grad`), and combine the results with `gather` or
+    `mean_over_samples`.
 
     Args:
         dataset: anything with a length.
@@ -35,25 +35,25 @@ class DistributedEvalSampler(Sampler[int]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices."""
+        """Yields this rank's indices."""
         return iter(range(self.rank, len(self.dataset), self.num_replicas))
 
     def __len__(self) -> int:
-        """The number of samples of this rank."""
+        """Returns the number of samples of this rank."""
         return len(range(self.rank, len(self.dataset), self.num_replicas))
 
     def gather(self, values: torch.Tensor, group: Group = None) -> torch.Tensor:
-        """What each sample of the dataset gave, by index, on every rank.
+        """Gathers a value for each sample of the dataset, in the order of the dataset, on every rank.
 
-        What is computed from it, a mean or a ranking, has the same bits for every number of ranks.
+        A mean or a ranking computed from it has the same bits for every number of ranks.
 
         Args:
-            values: of shape (len(self), ...), this rank's, in the order of iteration; the rest of the shape and the
-                type are the same on every rank.
-            group: of `num_replicas` ranks.
+            values: a tensor of shape (len(self), ...) with this rank's values, in the order of iteration; the other
+                dimensions and the dtype are the same on every rank.
+            group: a group of `num_replicas` ranks.
 
         Raises:
-            ValueError: there is not one value for each sample of this rank.
+            ValueError: `values` does not have one value for each sample of this rank.
         """
         if values.shape[:1] != (len(self),):
             raise ValueError(
@@ -73,14 +73,15 @@ class DistributedEvalSampler(Sampler[int]):
 
 
 def mean_over_samples(total: torch.Tensor | float, count: int, group: Group = None) -> torch.Tensor:
-    """The mean over the samples of all ranks, each of which counts once.
+    """Returns the mean over the samples of all ranks, each of which counts once.
 
-    A mean of the ranks' means is wrong where ranks have different numbers of samples; this is the sum of all totals
-    divided by the sum of all counts, in float64.
+    The mean of the ranks' means is wrong where ranks have different numbers of samples; this divides the sum of all
+    totals by the sum of all counts, in float64.
 
     Args:
-        total: a number, or a tensor of them, summed over this rank's samples; of the same shape on every rank.
-        count: how many samples that were; may be 0.
+        total: a number or a tensor, summed over this rank's samples; it has the same shape on every rank.
+        count: the number of those samples; it may be 0.
+        group: the ranks; None for the default group.
 
     Returns:
         A float64 tensor of the shape of `total`, the same on every rank.

@@ -1,4 +1,4 @@
-"""A loader that knows where in the epoch it stands, whatever the number of ranks."""
+"""A loader that can resume in mid-epoch, even with a different number of ranks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Sample = TypeVar("Sample")
 
 
 class StatefulLoader(Generic[Sample]):
-    """Batches of this rank's part of `dataset`; an epoch can be left and gone on with, also by other ranks.
+    """Batches of this rank's part of `dataset`; an epoch can be resumed, even with a different number of ranks.
 
-    Iterating gives what is left of the epoch; when nothing was left, the next iteration is the next epoch, in another
-    order. A batch counts as used once it was handed out: what the workers have read ahead does not. In a step the ranks
+    An iteration yields the rest of the epoch; the next iteration after that is the next epoch, in another order. A
+    batch counts as used once it was yielded: what the workers have read ahead does not. In a step the ranks
     take the next `world_size * batch_size` samples of the epoch's order together, so a state, taken at the same step
-    on every rank, is a single position, and any number of ranks, with any batch size, goes on from there: each sample
-    is used exactly once.
+    on every rank, is a single position. Any number of ranks, with any batch size, can resume from there, and each
+    sample is used exactly once.
 
     Args:
-        dataset: with a length and an index.
-        batch_size: samples of each rank in a step.
-        shuffle, seed: permute the indices, by `seed` plus the epoch; the same on every rank.
-        num_replicas, rank: the number of parts and which to take; at each iteration, if None, the default group's.
-        remainder: what becomes of the samples at the end that do not fill a step. "share": they are shared; if they are
-            fewer than the ranks, some ranks have a step less than others. "repeat": those take a sample that another
-            rank has as well. "drop": they are left out.
+        dataset: a dataset with a length that can be indexed.
+        batch_size: the number of samples of each rank in a step.
+        shuffle, seed: permute the indices, seeded by `seed` plus the epoch; the same on every rank.
+        num_replicas, rank: the number of parts and which to take; None for the default group's at each iteration.
+        remainder: what to do with the samples at the end that do not fill a step. "share": divide them; if there are
+            fewer than ranks, some ranks have one step less than others. "repeat": those ranks take a sample that
+            another rank has as well. "drop": leave them out.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
             persistent_workers: as for torch's DataLoader.
 
@@ -102,23 +102,23 @@ class StatefulLoader(Generic[Sample]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch; an earlier iterator that was not used up ends."""
+        """Yields the rest of the epoch; an earlier iterator that was not exhausted ends."""
         self._iteration += 1
         return self._hand_out(self._iteration)
 
     def __len__(self) -> int:
-        """How many batches of this rank are left in the epoch."""
+        """Returns the number of batches that this rank has left in the epoch."""
         return len(self._shares_left())
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch: another one than now begins at its start, the same one stays where it is."""
+        """Chooses the epoch: a different one begins at its start, the current one stays where it is."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._position = 0
             self._iteration += 1
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Where the epoch stands after the batches handed out so far; a few numbers.
+        """Returns the position in the epoch after the batches that were yielded so far, as a few numbers.
 
         It is the same on every rank, except while some ranks are in a last step that others do not have; rank 0 has
         all steps, so save rank 0's.
@@ -132,10 +132,10 @@ class StatefulLoader(Generic[Sample]):
         }
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Goes on where `state` was taken, with its seed.
+        """Resumes where `state` was taken, with its seed.
 
         Raises:
-            ValueError: the state is of a dataset of another length, or of another order.
+            ValueError: the state was taken with another length of the dataset, or another `shuffle`.
         """
         length = len(self.dataset)
         if state["length"] != length or state["shuffle"] != self.shuffle:
@@ -157,7 +157,7 @@ class StatefulLoader(Generic[Sample]):
         if iteration != self._iteration:
             return
         plan = self._plan = self._shares_left()
-        # The order in which the DataLoader returns batches is the order in which it was asked for them.
+        # The DataLoader returns batches in the order in which it was asked for them.
         for share, batch in zip(plan, self._loader, strict=True):
             if iteration != self._iteration:
                 return
@@ -169,7 +169,7 @@ class StatefulLoader(Generic[Sample]):
 
 
 class _Batches:
-    """The indices of the batches that are left, for the DataLoader."""
+    """The indices of the remaining batches, for the DataLoader."""
 
     def __init__(self, owner: StatefulLoader[Any]) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""In which order an epoch goes through a dataset, and which rank takes which part of it."""
+"""The order in which an epoch goes through a dataset, and which rank takes which part of it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Remainder = Literal["share", "repeat", "drop"]
 
 
 class Share(NamedTuple):
-    """What one rank takes in one step: these places in the order of the epoch; afterwards all have come to `end`."""
+    """What one rank takes in one step: `places` in the order of the epoch. After the step all ranks are at `end`."""
 
     places: tuple[int, ...]
     end: int
 
 
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    """The indices of an epoch; shuffled as torch's DistributedSampler does.
+    """Returns the indices of an epoch, shuffled as torch's DistributedSampler does.
 
     >>> epoch_order(3, shuffle=False, seed=0, epoch=0)
     [0, 1, 2]
@@ -32,13 +32,13 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
 def shares(
     position: int, length: int, batch_size: int, num_replicas: int, rank: int, remainder: Remainder
 ) -> Iterator[Share]:
-    """A rank's shares of the places from `position` to `length`.
+    """Yields a rank's shares of the places from `position` to `length`.
 
-    In a step the ranks take `num_replicas * batch_size` places that follow each other, rank 0 the first ones. So where
-    the epoch stands is one number, whatever the number of ranks. The last places, too few for that:
+    In a step the ranks take `num_replicas * batch_size` consecutive places, rank 0 the first ones. So the position in
+    an epoch is one number, whatever the number of ranks. The places at the end that are too few for a step:
 
-    - "share": are shared as evenly as can be; where there are fewer than ranks, the last ranks have no such step.
-    - "repeat": the same, and ranks without one take a place that another rank has as well.
+    - "share": are divided as evenly as possible; if there are fewer than ranks, the last ranks have no such step.
+    - "repeat": are divided too, and ranks without one take a place that another rank has as well.
     - "drop": are left out.
 
     >>> [share.places for share in shares(4, 11, 2, num_replicas=2, rank=1, remainder="share")]

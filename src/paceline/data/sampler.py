@@ -18,7 +18,7 @@ class DistributedSampler(Sampler[int]):
     All ranks get the same number of samples: without `drop_last` the first ones are repeated to fill up, with it the
     last ones are left out. Call `set_epoch` before each epoch, or every epoch has the same order. A program that never
     calls it is warned, once, when it has read more than half of the samples for the second time; to look at a batch or
-    two is no epoch.
+    two does not count.
 
     Args:
         dataset: anything with a length.
@@ -51,8 +51,8 @@ class DistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self._passes = 0  # that went through more than half of the samples
-        self._told = False  # or need not be: the program knows set_epoch
+        self._passes = 0  # iterations that went through more than half of the samples
+        self._warned = False  # or no warning is needed, since the program calls set_epoch
         length = len(dataset)
         if drop_last and length % num_replicas:
             self.num_samples = math.ceil((length - num_replicas) / num_replicas)
@@ -61,7 +61,7 @@ class DistributedSampler(Sampler[int]):
         self.total_size = self.num_samples * num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices in this epoch."""
+        """Yields this rank's indices in this epoch."""
         length = len(self.dataset)
         indices = epoch_order(length, self.shuffle, self.seed, self.epoch)
         if self.drop_last:
@@ -72,13 +72,13 @@ class DistributedSampler(Sampler[int]):
         return self._read(indices[self.rank : self.total_size : self.num_replicas])
 
     def __len__(self) -> int:
-        """The number of samples of each rank."""
+        """Returns the number of samples of each rank."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration."""
         self.epoch = epoch
-        self._told = True
+        self._warned = True
 
     def _read(self, indices: list[int]) -> Iterator[int]:
         middle = len(indices) // 2
@@ -89,21 +89,21 @@ class DistributedSampler(Sampler[int]):
 
     def _count_a_pass(self) -> None:
         self._passes += 1
-        if self.shuffle and not self._told and self._passes > 1:
-            self._told = True
+        if self.shuffle and not self._warned and self._passes > 1:
+            self._warned = True
             warnings.warn(
                 f"rank {self.rank}: DistributedSampler goes through its samples again, in the order of epoch "
-                f"{self.epoch} as before. Call sampler.set_epoch(epoch) before each epoch to shuffle them anew; where "
-                "the same order is meant, as for evaluation, make it with shuffle=False",
+                f"{self.epoch} as before. Call sampler.set_epoch(epoch) before each epoch to shuffle them differently; "
+                "where the same order is meant, as for evaluation, make it with shuffle=False",
                 stacklevel=3,
             )
 
 
 def which_part(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of parts and this one's, by default the default group's.
+    """Returns the number of parts and which one to take, by default the default group's size and rank.
 
     Raises:
-        ValueError: the one does not fit the other.
+        ValueError: `rank` is not from 0 to `num_replicas` - 1.
     """
     num_replicas = get_world_size() if num_replicas is None else num_replicas
     rank = get_rank() if rank is None else rank

@@ -8,22 +8,23 @@ import torch
 from torch import nn
 
 from paceline.parallel.parallel_apply import parallel_apply
-from paceline.parallel.placement import say_absent, say_elsewhere
+from paceline.parallel.placement import absent_device_text, wrong_device_text
 from paceline.parallel.replicate import replicate
 from paceline.parallel.scatter_gather import Device, gather, scatter_arguments, to_device
 
 
 class DataParallel(nn.Module):
-    """Splits the batch between devices, runs a replica of `module` on each in a thread, and joins what they return.
+    """Splits the batch between devices, runs a replica of `module` on each in a thread, and concatenates the outputs.
 
-    The replicas live for one forward; gradients of all add up in the module. Threads of one process take turns in
-    Python, and the module is copied in every step: `DistributedDataParallel`, with a process a device, is faster.
+    The replicas live for one forward, and the gradients of all replicas are added in the module. The threads share one
+    interpreter, and the module is copied in every step: `DistributedDataParallel`, with a process for each device, is
+    faster.
 
     Args:
-        module: has its parameters on the first device.
+        module: a module whose parameters are on the first device.
         device_ids: a number stands for a GPU; devices may be named several times, as in `["cpu", "cpu"]`. None for all
             GPUs; without any the module is called as it is.
-        output_device: where results are joined; the first device if None.
+        output_device: where results are concatenated; the first device if None.
         dim: the batch dimension.
 
     Raises:
@@ -51,12 +52,12 @@ class DataParallel(nn.Module):
         self.output_device = self.device_ids[0] if self.device_ids else torch.device("cpu")
         if output_device is not None:
             self.output_device = to_device(output_device)
-        absent = say_absent(self.device_ids, self.output_device)
+        absent = absent_device_text(self.device_ids, self.output_device)
         if absent is not None:
             raise ValueError(absent)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Calls the module with the batch in parts; arguments that are no tensors go to every replica as they are."""
+        """Calls the replicas on parts of the batch; arguments other than tensors go to every replica as they are."""
         if not self.device_ids:
             return self.module(*args, **kwargs)
         require_on(self.module, self.device_ids[0])
@@ -71,11 +72,11 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, object] | None = None,
 ) -> object:
-    """`DataParallel` for a single call.
+    """Calls a module once as `DataParallel` does.
 
     Args:
-        module, device_ids, output_device, dim: as there.
-        inputs: a tuple of arguments, or a single one.
+        module, device_ids, output_device, dim: the arguments of `DataParallel`.
+        inputs: a tuple of arguments, or a single argument.
         module_kwargs: keyword arguments.
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -104,8 +105,8 @@ def require_on(module: nn.Module, device: torch.device) -> None:
     """Raises unless the module is on `device`.
 
     Raises:
-        RuntimeError: names what is not.
+        RuntimeError: names a parameter or buffer that is not.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:
-            raise RuntimeError(say_elsewhere(name, tensor, device))
+            raise RuntimeError(wrong_device_text(name, tensor, device))

@@ -1,7 +1,7 @@
-"""Training on uneven inputs: ranks that have run out stand in for themselves until all have.
+"""Training on uneven inputs: a rank that has run out keeps taking part in the others' calls until all have.
 
-The protocol is that of `torch.distributed.algorithms.join`: whatever communicates in a training step is a `Joinable`,
-and gives a `JoinHook` that makes the same calls, to no effect, on a rank that has no step of its own to make.
+The protocol is that of `torch.distributed.algorithms.join`: everything that communicates in a training step is a
+`Joinable`, and has a `JoinHook` that makes the same calls, without effect, on a rank that has no step of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
 
-_FAR_BEHIND = 1000  # steps
+_FAR_BEHIND = 1000  # steps, after which a rank that only waits warns
 
 
 class JoinHook:
-    """What a rank does that has run out of inputs."""
+    """What a rank does once it has run out of inputs."""
 
     def main_hook(self) -> None:
         """Makes the collectives of one training step; called as long as any rank has inputs."""
@@ -36,7 +36,7 @@ class JoinHook:
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """What the context has told a joinable."""
+    """The settings of the context that a joinable is in."""
 
     enable: bool = False
     throw_on_early_termination: bool = False
@@ -53,27 +53,27 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """The hook; `kwargs` are those given to `Join`, the same for all its joinables."""
+        """Returns the hook; `kwargs` are those given to `Join`, the same for all its joinables."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where tensors that are exchanged are made."""
+        """The device of the tensors that are exchanged."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The ranks that take part."""
 
 
 class Join:
     """A context in which ranks may run out of inputs at different times.
 
     Args:
-        joinables: what communicates in a step; their hooks are called in this order. All have one process group.
+        joinables: everything that communicates in a step, with one process group; hooks are called in this order.
         enable: False makes the context do nothing.
         throw_on_early_termination: raise on all ranks as soon as one has run out.
-        kwargs: for the joinables' `join_hook`.
+        kwargs: passed to the joinables' `join_hook`.
 
     Raises:
         ValueError: there are no joinables, or they have different process groups.
@@ -152,7 +152,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Says that this rank makes a step. A joinable calls this before its own collectives of the step.
+        """Announces that this rank makes a step. A joinable calls this before its own collectives of the step.
 
         Returns:
             The work of the call that counts active ranks, if `joinable` is the context's first; else None.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
 
 from paceline.parallel.scatter_gather import Device, to_device
-from paceline.parallel.thread_modes import ThreadModes
 
 
 def parallel_apply(
@@ -18,18 +19,19 @@ def parallel_apply(
     kwargs_tup: Sequence[Mapping[str, object]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[object]:
-    """What each module returns for its inputs: a tuple of arguments each, or a single one.
+    """Returns what each module returns for its inputs.
 
-    The threads take over whether gradients are recorded, and autocast.
+    The threads inherit the caller's grad mode, inference mode and autocast.
 
     Args:
-        modules, inputs: as many of the one as of the other.
-        kwargs_tup: keyword arguments for each.
-        devices: for messages, and to be made current where they are GPUs.
+        modules: one for each device.
+        inputs: for each module a tuple of arguments, or a single argument.
+        kwargs_tup: keyword arguments for each module.
+        devices: they are named in errors, and GPUs become the current device of their thread.
 
     Raises:
         ValueError: the numbers differ.
-        Exception: whatever a module raised; the message has the replica, its device and the traceback.
+        Exception: what a module raised; the message names the replica and its device, and has the traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     places = ["cpu"] * len(modules) if devices is None else list(devices)
@@ -39,7 +41,7 @@ def parallel_apply(
             f"{len(places)} devices; it needs as many of each"
         )
     results: list[object] = [None] * len(modules)
-    in_mode = ThreadModes()
+    in_mode = _ThreadModes()
 
     def run(at: int) -> None:
         device = to_device(places[at])
@@ -63,3 +65,27 @@ def parallel_apply(
         if isinstance(result, ExceptionWrapper):
             result.reraise()
     return results
+
+
+class _ThreadModes:
+    """The grad mode, inference mode and autocast of the thread that creates this."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Applies them within another thread, which works on `device`."""
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._autocast_cache))
+            yield

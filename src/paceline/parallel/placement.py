@@ -1,4 +1,4 @@
-"""Says what to do about devices that a program names and the machine or the module does not have."""
+"""Error texts for devices that a program names and that the machine or the module does not have."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 
-def say_absent(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
-    """Which of the GPUs that are named this machine does not have, and the fix; None if it has all."""
+def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
+    """Names a GPU that was given and that this machine does not have, and the fix; None if it has all of them."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
     for argument, devices in named.items():
         for device in devices:
@@ -27,10 +27,10 @@ def say_absent(device_ids: Sequence[torch.device], output_device: torch.device |
     return None
 
 
-def say_elsewhere(name: str, tensor: torch.Tensor, device: torch.device) -> str:
-    """A parameter or buffer is not on the first of `device_ids`, and the fix."""
+def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
+    """Says that a parameter or buffer is not on the first of `device_ids`, and the fix."""
     if tensor.is_meta:
-        move = f"module.to_empty(device={str(device)!r}) gives it memory, which is then to be filled"
+        move = f"module.to_empty(device={str(device)!r}) gives it memory, which must then be filled"
     elif tensor.is_cpu:
         move = f"module.to({str(device)!r}), or leave device_ids out for a module on the CPU"
     else:

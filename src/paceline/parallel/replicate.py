@@ -11,7 +11,7 @@ from paceline.parallel.scatter_gather import Device, to_device
 
 
 def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
-    """A replica of `module` for each device; a device may be named several times.
+    """Returns a replica of `module` for each device; a device may be named several times.
 
     The parameters of the replicas are no parameters but copies, through which backward reaches those of the module,
     where gradients of all replicas add up. The first replica has the module's own buffers, so that what forward writes
@@ -19,8 +19,8 @@ def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False
 
     Args:
         module: has all parameters and buffers on the first device.
-        devices: where the replicas are.
-        detach: cut the replicas' parameters off from the module's.
+        devices: one for each replica.
+        detach: detach the replicas' parameters from the module's.
     """
     chosen = [to_device(device) for device in devices]
     modules = list(module.modules())
@@ -47,12 +47,12 @@ def _fill(
         if param is None:
             replica._parameters[name] = None
         else:
-            # A plain attribute: what is no leaf cannot be a parameter.
+            # A plain attribute, since only a leaf can be a parameter.
             setattr(replica, name, copies[id(param)])
             former[name] = copies[id(param)]
     for name, buffer in original._buffers.items():
         replica._buffers[name] = None if buffer is None else copies[id(buffer)]
-    replica.__dict__["_former_parameters"] = former  # torch's RNNs look there
+    replica.__dict__["_former_parameters"] = former  # torch's RNNs read it
 
 
 def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:

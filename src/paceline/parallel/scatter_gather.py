@@ -12,7 +12,7 @@ Device = torch.device | str | int
 
 
 def to_device(device: Device) -> torch.device:
-    """The device; a bare number is a GPU's."""
+    """Returns the device; a bare number is a GPU's."""
     chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -20,17 +20,17 @@ def to_device(device: Device) -> torch.device:
 
 
 def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[object]:
-    """`value` once for each device, with every tensor in it cut along `dim`.
+    """Splits every tensor in `value` along `dim`, one part for each device.
 
-    Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses; all else is the same in all.
+    Tensors may be nested in lists, tuples, named tuples, mappings and dataclasses; everything else goes to all devices.
 
     Args:
-        value: of any kind.
+        value: an object of any kind.
         devices: a device may be named several times.
         dim: the batch dimension; tensors with fewer dimensions go whole to every device.
 
     Returns:
-        One for each device, but fewer if the batch is smaller than their number; at least one.
+        A list with a value for each device; with fewer if the batch is smaller than their number; at least one.
 
     >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
     [[0, 1, 2], [3, 4]]
@@ -47,18 +47,18 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
 def scatter_arguments(
     args: Sequence[object], kwargs: Mapping[str, object], devices: Sequence[Device], dim: int = 0
 ) -> list[tuple[tuple[object, ...], dict[str, object]]]:
-    """Positional and keyword arguments for each device; see `scatter`."""
+    """Returns positional and keyword arguments for each device; see `scatter`."""
     parts = scatter((tuple(args), dict(kwargs)), devices, dim)
     return cast("list[tuple[tuple[object, ...], dict[str, object]]]", parts)
 
 
 def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> object:
-    """Puts what replicas returned together: tensors are joined along `dim`, in any nest.
+    """Concatenates what replicas returned: tensors along `dim`, in any nest.
 
-    Tensors without dimensions become a vector. What is no tensor must be the same in all.
+    Tensors without dimensions become a vector. Values other than tensors must be equal in all outputs.
 
     Raises:
-        TypeError: it is not, or the outputs are not of one kind.
+        TypeError: they are not equal, or the outputs are not of one kind.
     """
     first = outputs[0]
     device = to_device(output_device)
@@ -88,7 +88,7 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
 
 
 def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """A copy of a nest, of lists, tuples, mappings and dataclasses, with its tensors changed."""
+    """Returns a copy of a nest of lists, tuples, mappings and dataclasses, with `change` applied to its tensors."""
     if isinstance(value, torch.Tensor):
         return change(value)
     children = _children(value)
@@ -98,7 +98,7 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _chunks(size: int, count: int) -> int:
-    """How many parts torch.chunk makes of `size` when asked for `count`."""
+    """Returns how many parts torch.chunk makes of `size` when asked for `count`."""
     return -(-size // -(-size // count)) if size else 1
 
 
@@ -120,7 +120,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _children(value: object) -> dict[object, object] | None:
-    """What a nest holds, by key; None if it is none."""
+    """Returns what a nest holds, by key; None if `value` is not a nest."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     if isinstance(value, Mapping):
@@ -131,7 +131,7 @@ def _children(value: object) -> dict[object, object] | None:
 
 
 def _with_children(value: object, children: dict[object, object]) -> object:
-    """A nest like `value` that holds other things."""
+    """Returns a nest like `value` with other children."""
     make: Callable[..., object] = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return make(*children.values())

@@ -1,4 +1,4 @@
-"""Means and variances of parts, and of the whole that they make."""
+"""Means and variances of parts of a batch, and of the whole batch computed from them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of each channel, in float64: the number of values, their mean, and the sum of squared distances from it."""
+    """For each channel, in float64: the number of values, their mean, and the sum of squared distances from it."""
 
     count: float
     mean: torch.Tensor
     squares: torch.Tensor
 
     def pack(self) -> torch.Tensor:
-        """All in one tensor."""
+        """Returns one tensor with all of it."""
         return torch.cat([self.mean.new_tensor([self.count]), self.mean, self.squares])
 
     @staticmethod
     def unpack(packed: torch.Tensor) -> Statistics:
-        """What `pack` packed."""
+        """Returns what `pack` packed."""
         mean, squares = packed[1:].chunk(2)
         return Statistics(float(packed[0]), mean, squares)
 
 
 def measure(values: torch.Tensor) -> Statistics:
-    """The statistics of each channel, the second dimension."""
+    """Returns the statistics of each channel, the second dimension."""
     count = values.numel() // values.shape[1]
     if count == 0:
         nothing = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
@@ -39,7 +39,7 @@ def measure(values: torch.Tensor) -> Statistics:
 
 
 def combine(parts: Sequence[Statistics]) -> Statistics:
-    """The statistics of all values together (Chan, Golub and LeVeque 1979).
+    """Returns the statistics of all values together (Chan, Golub and LeVeque 1979).
 
     >>> whole = combine([measure(torch.tensor([[1.0], [2.0]])), measure(torch.tensor([[6.0]]))])
     >>> whole.count, whole.mean.item(), whole.squares.item()

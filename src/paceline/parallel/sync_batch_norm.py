@@ -18,23 +18,23 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm1d, 2d or 3d whose batch is that of all ranks together, of whatever sizes.
+    """BatchNorm1d, 2d or 3d over the batches of all ranks together, whose sizes may differ.
 
     In training it makes one small collective in forward and one in backward. In evaluation, or without a process group,
-    it makes none and is an ordinary BatchNorm. Gradients of weight and bias are this rank's own, for
-    `DistributedDataParallel` to average.
+    it makes none and is an ordinary BatchNorm. The gradients of weight and bias are this rank's own;
+    `DistributedDataParallel` averages them.
 
     Args:
         num_features: channels, the second dimension of the input.
         eps: added to the variance.
         momentum: weight of the newest batch in the running statistics; None for their plain average.
-        affine: have weight and bias.
-        track_running_stats: have running statistics, which evaluation uses.
+        affine: whether the layer has weight and bias.
+        track_running_stats: whether it keeps running statistics, which evaluation uses.
         process_group: the ranks; None for the default group.
-        device, dtype: of parameters and buffers.
+        device, dtype: those of parameters and buffers.
 
     Raises:
-        ValueError: the input has fewer than two dimensions, or all ranks together have one value a channel.
+        ValueError: the input has fewer than two dimensions, or all ranks together have one value for each channel.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return default_group() if is_initialized() else None
 
     def _count_batch(self) -> float | None:
-        """The weight of this batch in the running statistics, None if there are none."""
+        """Returns the weight of this batch in the running statistics; None if there are none."""
         if self.num_batches_tracked is None:
             return None
         self.num_batches_tracked.add_(1)
@@ -111,7 +111,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: M, process_group: ProcessGroup | None = None) -> M | SyncBatchNorm:
-        """As the function `convert_sync_batchnorm`."""
+        """Does the same as the function `convert_sync_batchnorm`."""
         return convert_sync_batchnorm(module, process_group)
 
 
@@ -132,7 +132,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
 
 
 def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in done:  # the same layer in two places stays one
+    if id(module) in done:  # a layer in two places stays a single one
         return done[id(module)]
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
         done[id(module)] = _synchronised(module, group)
@@ -171,7 +171,7 @@ class _Normalise(torch.autograd.Function):
         whole = combine([Statistics.unpack(each) for each in everyones])
         if whole.count <= 1:
             raise ValueError(
-                f"SyncBatchNorm got {int(whole.count)} value a channel from all {group.size()} ranks together, whose "
+                f"SyncBatchNorm got {int(whole.count)} value for each channel from all {group.size()} ranks, whose "
                 "variance is not defined; give it larger batches, or call eval() first"
             )
         inverse = (whole.squares / whole.count + eps).rsqrt()

@@ -19,35 +19,38 @@ class Bucket:
     nbytes: int
 
 
-def make_buckets(
-    sizes: Sequence[int], dtypes: Sequence[Hashable], cap_bytes: int, first_cap_bytes: int = FIRST_BUCKET_BYTES
-) -> list[Bucket]:
-    """Cuts the parameters, last registered first, into buckets of at most `cap_bytes`.
+def caps_of(cap_bytes: int) -> tuple[int, int]:
+    """Returns the caps of buckets of `cap_bytes`: the first bucket is small, so that reduction starts early."""
+    return min(FIRST_BUCKET_BYTES, cap_bytes), cap_bytes
 
-    That is about the order in which backward computes their gradients. The first bucket is small, so that reduction
-    starts early. A parameter larger than the cap has a bucket of its own. Types do not mix in a bucket, but a model
-    that alternates between two of them still gets full buckets of each; the buckets come in the order in which their
-    last gradient is computed.
+
+def make_buckets(sizes: Sequence[int], dtypes: Sequence[Hashable], caps_bytes: Sequence[int]) -> list[Bucket]:
+    """Cuts the parameters, last registered first, into buckets of limited size.
+
+    That is about the order in which backward computes their gradients. A parameter larger than the cap has a bucket of
+    its own. Types do not mix in a bucket, but a model that alternates between two of them still gets full buckets of
+    each; the buckets come in the order in which their last gradient is computed.
 
     Args:
         sizes: bytes of each parameter, in order of registration.
         dtypes: their types, or whatever else must not mix.
+        caps_bytes: the most bytes of each type's first bucket, its second, and so on; the last one is for all others.
 
-    >>> make_buckets([4, 4, 4], ["float32"] * 3, cap_bytes=8, first_cap_bytes=4)
+    >>> make_buckets([4, 4, 4], ["float32"] * 3, caps_bytes=[4, 8])
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
     """
     buckets: list[Bucket] = []
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: dict[Hashable, int] = {}
-    caps: dict[Hashable, int] = {}
+    closed: dict[Hashable, int] = {}
 
     def close(dtype: Hashable) -> None:
         buckets.append(Bucket(tuple(filling.pop(dtype)), filled_bytes.pop(dtype)))
-        caps[dtype] = cap_bytes
+        closed[dtype] = closed.get(dtype, 0) + 1
 
     for index in reversed(range(len(sizes))):
         dtype, nbytes = dtypes[index], sizes[index]
-        cap = caps.setdefault(dtype, min(first_cap_bytes, cap_bytes))
+        cap = caps_bytes[min(closed.get(dtype, 0), len(caps_bytes) - 1)]
         if dtype in filling and filled_bytes[dtype] + nbytes > cap:
             close(dtype)
         filling.setdefault(dtype, []).append(index)
@@ -58,9 +61,11 @@ def make_buckets(
     return buckets
 
 
-def bucket_params(params: Sequence[nn.Parameter], cap_bytes: int, left_out: Collection[int] = ()) -> list[Bucket]:
-    """The buckets of `params`, but for those of the indices `left_out`; types and devices do not mix."""
+def bucket_params(
+    params: Sequence[nn.Parameter], caps_bytes: Sequence[int], left_out: Collection[int] = ()
+) -> list[Bucket]:
+    """Returns the buckets of `params`, without those whose indices are in `left_out`; types and devices do not mix."""
     kept = [at for at in range(len(params)) if at not in left_out]
     kinds = [(params[at].dtype, params[at].device) for at in kept]
-    buckets = make_buckets([params[at].nbytes for at in kept], kinds, cap_bytes)
+    buckets = make_buckets([params[at].nbytes for at in kept], kinds, caps_bytes)
     return [Bucket(tuple(kept[at] for at in bucket.params), bucket.nbytes) for bucket in buckets]

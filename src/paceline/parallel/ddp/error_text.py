@@ -1,4 +1,4 @@
-"""What the reducer says when gradients could not be averaged, and how to mend it."""
+"""The texts of errors about gradients that could not be averaged, each with its fix."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ AFTER_AN_ERROR = (
 _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 
 
-def say_missing(which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool) -> str:
-    """Parameters got no gradient.
+def missing_gradient_text(
+    which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool
+) -> str:
+    """Returns the error of parameters that got no gradient.
 
     Args:
-        which: the backward, as in "the last backward".
-        missing: names of those without one; `frozen`: of those among them that no longer require one.
+        which: the backward, such as "the last backward".
+        missing: the names of parameters without a gradient.
+        frozen: the names of those among them that no longer require one.
         total: the number of parameters.
+        static_graph: whether the module was wrapped with `static_graph=True`.
     """
     if frozen:
         return (
@@ -28,8 +32,8 @@ def say_missing(which: str, missing: Sequence[str], frozen: Collection[str], tot
         )
     if static_graph:
         return (
-            f"{which} gave no gradient to {listed(missing)}, which had one in the first backward, "
-            "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
+            f"{which} gave no gradient to {listed(missing)}, which had one in the first backward; "
+            "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
         )
     return (
         f"{which} gave no gradient to {len(missing)} of {total} parameters "
@@ -38,12 +42,12 @@ def say_missing(which: str, missing: Sequence[str], frozen: Collection[str], tot
     )
 
 
-def say_late(name: str, static_graph: bool) -> str:
-    """A parameter got a gradient after its bucket had been handed over."""
+def late_gradient_text(name: str, static_graph: bool) -> str:
+    """Returns the error of a parameter that got a gradient after its bucket had been handed over."""
     if static_graph:
         return (
-            f"parameter {name!r} got more gradients than in the first backward, "
-            "but static_graph=True says that all are alike. Wrap with find_unused_parameters=True instead"
+            f"parameter {name!r} got more gradients than in the first backward; "
+            "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
         )
     return (
         f"parameter {name!r} got another gradient in a backward after it was handed "
@@ -52,8 +56,8 @@ def say_late(name: str, static_graph: bool) -> str:
     )
 
 
-def say_averaging(module: str, reduction: int, forwards: int) -> str:
-    """Where a call failed that averages gradients."""
+def averaging_context(module: str, reduction: int, forwards: int) -> str:
+    """Returns what to add to the error of a call that averages gradients."""
     return (
         f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
         f"{forwards} forwards of this rank. Every rank must make the same forwards and backwards: a backward that one "
@@ -62,8 +66,8 @@ def say_averaging(module: str, reduction: int, forwards: int) -> str:
     )
 
 
-def say_sending_buffers(module: str, forward: int, awaits_backward: bool) -> str:
-    """Where a call failed that copies buffers before a forward."""
+def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
+    """Returns what to add to the error of a call that copies buffers before a forward."""
     skipped = (
         " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
         "under torch.no_grad() or model.no_sync() on every rank."
@@ -73,14 +77,14 @@ def say_sending_buffers(module: str, forward: int, awaits_backward: bool) -> str
     return f"This was where buffers are copied before the {ordinal(forward)} forward of {module}.{skipped}"
 
 
-def add_place(error: Exception, place: str) -> None:
-    """Adds to an error's message what the training loop was at."""
+def add_context(error: Exception, place: str) -> None:
+    """Adds to an error's message which step of the training loop it interrupted."""
     told = str(error.args[0]) if error.args else ""
     error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])
 
 
 def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th and so on.
+    """Returns 1st, 2nd, 3rd, 4th and so on.
 
     >>> [ordinal(number) for number in (1, 2, 3, 11, 21)]
     ['1st', '2nd', '3rd', '11th', '21st']
@@ -91,5 +95,5 @@ def ordinal(number: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
-    """The names, the first of them if there are many."""
+    """Returns the names, or the first of them if there are many."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OPTIMIZERS = "_in_backward_optimizers"  # as torch's _apply_optimizer_in_backward has it
+_OPTIMIZERS = "_in_backward_optimizers"  # as torch's _apply_optimizer_in_backward sets it
 _HOOK = "_paceline_step_hook"
 
 
@@ -17,14 +17,15 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter],
     optimizer_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Gives each parameter an optimizer of its own, which steps in backward; its gradient is freed at once.
+    """Gives each parameter its own optimizer, which steps inside backward and frees the gradient at once.
 
-    Of a module that is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with
-    the averaged gradients; backwards under `no_sync` only accumulate. Call neither `step` nor `zero_grad` yourself.
+    If the module is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with the
+    averaged gradients; backwards under `no_sync` only accumulate. Call neither `step` nor `zero_grad` yourself.
 
     Args:
-        optimizer_class: called with a list of one parameter, and `optimizer_kwargs`.
-        params: must require gradients; call this before wrapping.
+        optimizer_class: it is called with a list of one parameter, and `optimizer_kwargs`.
+        params: parameters that require gradients; call this before wrapping their module.
+        optimizer_kwargs: the optimizer's options, such as `{"lr": 0.1}`.
 
     Raises:
         ValueError: a parameter has an optimizer in backward already.
@@ -39,7 +40,10 @@ def apply_optimizer_in_backward(
 
 
 def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Leaves it to the caller to step, with `step_params`; returns the parameters that have optimizers.
+    """Stops optimizers from stepping inside backward; the caller does it, with `step_params`.
+
+    Returns:
+        The parameters that have optimizers.
 
     Raises:
         TypeError: another function than ours has put optimizers into backward, where they would step too early.

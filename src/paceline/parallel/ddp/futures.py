@@ -14,14 +14,14 @@ S = TypeVar("S")
 
 
 class DeferredFuture(Generic[T]):
-    """A future that computes its value when somebody waits for it.
+    """A future that computes its value when it is waited for.
 
-    Collectives that callbacks make are thereby made in the order in which the reducer waits, which is the same on every
-    rank; run by whichever thread sees the end of a call first, as those of `Work.get_future` are, they could change
-    places on one of them.
+    Callbacks may make collectives, which must be made in the same order on every rank. They run in the order in which
+    the reducer waits, which is the same everywhere. Callbacks of `Work.get_future` run on the thread that sees a call
+    end first, so their order could differ between ranks.
 
-    It is no `torch.futures.Future`: torch waits for several of those in C++, where nothing would compute this one.
-    `torch.futures.collect_all` refuses it therefore, and `collect_all` here takes it.
+    It is not a `torch.futures.Future`: torch waits for several of those in C++, where nothing would compute this one.
+    So `torch.futures.collect_all` refuses it; use `collect_all` of this module.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
@@ -34,11 +34,11 @@ class DeferredFuture(Generic[T]):
         return f"<DeferredFuture, {state}; several: paceline.parallel.hooks.collect_all>"
 
     def done(self) -> bool:
-        """Whether somebody has waited for it."""
+        """Whether the value has been computed."""
         return self._compute is None
 
     def wait(self) -> T:
-        """The value; computes it at the first call. What that raises is raised by every call."""
+        """Returns the value, which the first call computes; an error of it is raised by every call."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:
@@ -50,11 +50,11 @@ class DeferredFuture(Generic[T]):
         return self._value
 
     def value(self) -> T:
-        """The same as `wait`: a callback may ask for the value of the future it was added to."""
+        """Does the same as `wait`: a callback may ask for the value of the future that it was added to."""
         return self.wait()
 
     def then(self, callback: Callable[[DeferredFuture[T]], S]) -> DeferredFuture[S]:
-        """A future of `callback(self)`."""
+        """Returns a future of `callback(self)`."""
         return DeferredFuture(lambda: callback(self))
 
 
@@ -62,12 +62,12 @@ AnyFuture: TypeAlias = "torch.futures.Future[T] | DeferredFuture[T]"
 
 
 def future_of(work: Work | None) -> DeferredFuture[list[torch.Tensor]]:
-    """The tensors of a collective that runs."""
+    """Returns a future of the tensors of a collective that runs."""
     if work is None:
         raise TypeError("a collective has a future only if it was called with async_op=True, on a rank of its group")
     return DeferredFuture(work.result)
 
 
 def collect_all(futures: Sequence[AnyFuture[T]]) -> DeferredFuture[list[T]]:
-    """A future of the futures' values; they are waited for in their order, and the first error is its own."""
+    """Returns a future of the futures' values, which waits for them in their order; it fails with their first error."""
     return DeferredFuture(lambda: [future.wait() for future in futures])

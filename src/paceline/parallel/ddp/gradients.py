@@ -1,8 +1,8 @@
 """The gradients of a bucket as memory that is reduced where autograd put it.
 
-A gradient is taken as it is when it has its parameter's type and layout, which is what autograd makes. Whatever does
-not is reduced in a copy, which is written back when all reductions are over. A gradient whose memory others read is
-reduced in a copy as well where that matters; the copy takes its place, and the others keep what they had.
+A gradient is reduced in place when it has its parameter's dtype and layout, as autograd's gradients do. Any other is
+reduced in a copy, which is written back when all reductions are over. A gradient whose memory other tensors read is
+also reduced in a copy, where that matters; the copy replaces it, and the other tensors keep their values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 from paceline.engine.codes import DTYPE_CODES
-from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import ReduceOp
-from paceline.group.work import Work
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _is_contiguous = torch.Tensor.is_contiguous
@@ -37,16 +34,16 @@ def shares_memory(gradient: torch.Tensor) -> bool:
 
     Autograd may take over a gradient that is still on its way to other layers: in `x + p.unsqueeze(0)`, with one
     sample, the gradients of `x` and `p` are views of one tensor. Reduced in place, it would reach those layers
-    averaged. Says yes when torch does not tell.
+    averaged. Returns True where torch does not provide the number of references.
     """
     return _storage_use_count is None or _references(gradient) > _ALONE
 
 
 @dataclass
 class Memory:
-    """What one call reduces: addresses and numbers of bytes in turn, with the tensors that own them.
+    """What one call reduces: addresses and lengths in bytes in turn, with the tensors that own the memory.
 
-    `copies` are gradients to be written back, `successors` those that take a gradient's place.
+    `copies` are written back into gradients; `successors` replace gradients.
     """
 
     pieces: list[int]
@@ -56,7 +53,7 @@ class Memory:
     successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
     def write_back(self) -> None:
-        """Moves what was reduced in copies to the parameters."""
+        """Puts what was reduced in copies into the parameters' gradients."""
         for param, reduced in self.copies:
             assert param.grad is not None
             param.grad.detach().copy_(reduced)
@@ -65,30 +62,30 @@ class Memory:
 
 
 class BucketGradients:
-    """The gradients of `params`, which have one type; `names` are for messages."""
+    """The gradients of `params`, which have one dtype; `names` are used in errors."""
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self.params = list(params)
         self._names = list(names)
         self.dtype = self.params[0].dtype
         self._device = self.params[0].device
-        self._code = DTYPE_CODES[self.dtype]
+        self.dtype_code = DTYPE_CODES[self.dtype]
         self._count = sum(param.numel() for param in self.params)
         self._layouts = [_layout_of(param) for param in self.params]
         self._pieces = [0] * (2 * len(self.params))
         self._pieces[1::2] = [param.nbytes for param in self.params]
-        # A complex gradient may be a conjugate view, which only its own flag tells.
+        # A complex gradient may be a conjugate view, which only the flag of that gradient shows.
         self._plain = all(param.is_contiguous() for param in self.params) and not self.dtype.is_complex
 
     def missing(self) -> list[str]:
-        """The names of the parameters that have no gradient."""
+        """Returns the names of the parameters that have no gradient."""
         return [name for name, param in zip(self._names, self.params, strict=True) if param.grad is None]
 
-    def collect(self, wary: bool) -> Memory | None:
-        """The gradients as they are now; None when a parameter has none.
+    def collect(self, copy_shared: bool) -> Memory | None:
+        """Returns the memory of the gradients as they are now; None when a parameter has no gradient.
 
         Args:
-            wary: copy what shares memory with other tensors.
+            copy_shared: copy gradients that share memory with other tensors.
 
         Raises:
             TypeError: a gradient is sparse, or of another type than its parameter had.
@@ -102,24 +99,24 @@ class BucketGradients:
             and all(map(_is_contiguous, gradients))
             and set(map(_dtype, gradients)) <= {self.dtype}
             and gradients[0].device == self._device  # a module moves as a whole
-            and not (wary and any(map(shares_memory, gradients)))
+            and not (copy_shared and any(map(shares_memory, gradients)))
         ):
             pieces = self._pieces.copy()
             pieces[0::2] = [gradient.data_ptr() for gradient in gradients]
             return Memory(pieces, gradients, self._count)
-        return self._collect_each(gradients, wary)
+        return self._collect_each(gradients, copy_shared)
 
-    def _collect_each(self, gradients: Sequence[torch.Tensor], wary: bool) -> Memory:
+    def _collect_each(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> Memory:
         memory = Memory([], [], self._count)
         for param, name, layout, gradient in zip(self.params, self._names, self._layouts, gradients, strict=True):
             self._require_reducible(name, param, gradient)
-            shared = wary and shares_memory(gradient)
+            shared = copy_shared and shares_memory(gradient)
             dense = gradient.detach()
             if shared or not _lies_as(gradient, layout):
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
                     dense
                 )
-                # A view was made by the user, who reads its base; autograd takes over tensors that are none.
+                # A view was made by the user, who reads its base: write to it. Autograd's own gradients are not views.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
@@ -142,19 +139,15 @@ class BucketGradients:
                 f"parameter was of {self.dtype} (now it is of {param.dtype}). Convert the module first, then wrap it"
             )
 
-    def reduce(self, memory: Memory, group: ProcessGroup, async_op: bool) -> Work | None:
-        """Averages `memory` over the ranks."""
-        return group.all_reduce_memory(memory.pieces, memory.tensors, self._code, memory.count, ReduceOp.AVG, async_op)
-
 
 def have_aliases(memories: Sequence[Memory]) -> bool:
-    """Whether two gradients are the same memory."""
+    """Whether two gradients have the same memory."""
     addresses = [address for memory in memories for address in memory.pieces[0::2] if address]
     return len(set(addresses)) != len(addresses)
 
 
 def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
-    """The strides that autograd gives to the parameter's gradient."""
+    """Returns the strides that autograd gives to the parameter's gradient."""
     return torch.empty_like(param, device="meta").stride()
 
 

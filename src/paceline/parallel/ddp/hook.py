@@ -14,7 +14,7 @@ Reduced = torch.Tensor | Sequence[torch.Tensor]
 
 
 class GradBucket:
-    """What a communication hook gets: the gradients of a bucket, one behind the other in a flat tensor.
+    """What a communication hook gets: the gradients of a bucket, concatenated in a flat tensor.
 
     It has the methods of `torch.distributed.GradBucket`.
     """
@@ -26,7 +26,7 @@ class GradBucket:
         self._params = list(params)
 
     def index(self) -> int:
-        """The bucket's number; the buckets of a backward come in this order on every rank."""
+        """Returns the bucket's number; a backward hands over its buckets in this order on every rank."""
         return self._index
 
     def is_last(self) -> bool:
@@ -34,15 +34,15 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All gradients in one flat tensor."""
+        """Returns all gradients in one flat tensor."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Puts another tensor, for example of another type, in the place of the buffer."""
+        """Replaces the buffer by another tensor, for example of another dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The parameters' gradients, as views of the buffer.
+        """Returns the parameters' gradients as views of the buffer.
 
         Raises:
             ValueError: the buffer has been set to one of another size.
@@ -58,7 +58,7 @@ class GradBucket:
         return [p.as_strided(param.shape, at) for p, param, at in zip(parts, self._params, layouts, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of their gradients."""
+        """Returns the parameters, in the order of their gradients."""
         return list(self._params)
 
 
@@ -66,7 +66,7 @@ Hook = Callable[[object, GradBucket], "AnyFuture[Reduced] | Work"]
 
 
 class HookedWork:
-    """A bucket in the hands of the hook; `wait` puts what it made of it into the gradients."""
+    """A bucket that the hook averages; `wait` copies its result into the gradients."""
 
     def __init__(self, future: AnyFuture[Reduced] | Work, bucket: GradBucket, memory: Memory) -> None:
         self._future = future
@@ -90,14 +90,15 @@ class HookedWork:
 
 
 class CommHook:
-    """A hook with its state."""
+    """A communication hook with its state."""
 
     def __init__(self, state: object, hook: Hook) -> None:
+        self.name = str(getattr(hook, "__qualname__", repr(hook)))
         self._state = state
         self._hook = hook
 
     def start(self, index: int, is_last: bool, gradients: BucketGradients, memory: Memory) -> HookedWork:
-        """Hands a bucket to the hook.
+        """Passes a bucket to the hook.
 
         Raises:
             TypeError: the hook did not return a future.
@@ -106,14 +107,13 @@ class CommHook:
         future = self._hook(self._state, bucket)
         # What torch's own `then` returns is of the class that torch.futures.Future is derived from.
         if not isinstance(future, (torch._C.Future, DeferredFuture, Work)):
-            name = getattr(self._hook, "__qualname__", repr(self._hook))
             raise TypeError(
-                f"the communication hook {name} returned {type(future).__name__}; it must return a "
+                f"the communication hook {self.name} returned {type(future).__name__}; it must return a "
                 "torch.futures.Future of the averaged buffer, or the Work of a call with async_op=True"
             )
         return HookedWork(future, bucket, memory)
 
 
 def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The elements in the order in which they lie in memory, which is the same on every rank."""
+    """Returns flat views of the elements in the order of their memory, which is the same on every rank."""
     return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

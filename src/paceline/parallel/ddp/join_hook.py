@@ -1,73 +1,93 @@
-"""What DistributedDataParallel does in `Join`."""
+"""What DistributedDataParallel does in `Join`: a rank without inputs takes part in the others' steps with zeros."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors
-from paceline.parallel.ddp.members import find_members
-from paceline.parallel.join import Join, JoinHook
-
-if TYPE_CHECKING:
-    from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.ddp.reducer import Reducer
+from paceline.parallel.ddp.watched import WatchedModule
+from paceline.parallel.join import JoinHook
 
 
-class UnevenInputs(JoinHook):
-    """Shadows the collectives of a module's forward and backward."""
+@dataclass(frozen=True)
+class _Step:
+    """For each rank: whether it makes a step, whether its backward averages, and whether it sends buffers first."""
 
-    def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
-        self._model = model
+    is_active: list[bool]
+    averages: list[bool]
+    sends_buffers: list[bool]
+
+
+class UnevenSteps:
+    """Tells the ranks within `Join` who makes the next step, and sets what gradients are divided by.
+
+    Every step begins with one such exchange, in which all ranks take part: those with inputs from their forward, the
+    others from their join hook.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.divides_by_initial_world_size = True
+        self._group = group
+
+    def announce(self, reducer: Reducer, averages: bool, sends_buffers: bool) -> int:
+        """Announces a step of this rank; returns the rank whose buffers count."""
+        step = self._exchange(reducer, is_active=True, averages=averages, sends_buffers=sends_buffers)
+        return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
+
+    def follow(self, reducer: Reducer) -> _Step:
+        """Learns which step other ranks make."""
+        return self._exchange(reducer, is_active=False, averages=False, sends_buffers=False)
+
+    def last_rank(self, is_last: bool) -> int:
+        """Returns the first of the ranks that trained longest."""
+        return self._gather(is_last, False, False).is_active.index(True)
+
+    def _exchange(self, reducer: Reducer, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
+        step = self._gather(is_active, averages, sends_buffers)
+        if any(step.is_active):
+            size = self._group.size()
+            reducer.set_scale(1.0 if self.divides_by_initial_world_size else size / sum(step.is_active))
+        return step
+
+    def _gather(self, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
+        own = torch.tensor([is_active, averages, sends_buffers], device="cpu")
+        everyones = [torch.empty_like(own) for _ in range(self._group.size())]
+        self._group.all_gather(everyones, own)
+        return _Step(*torch.stack(everyones, 1).tolist())
+
+
+class DdpJoinHook(JoinHook):
+    """Makes the calls of a module's forward and backward on a rank that has run out of inputs."""
+
+    def __init__(
+        self, reducer: Reducer, watched: WatchedModule, steps: UnevenSteps, group: ProcessGroup, syncs_buffers: bool
+    ) -> None:
+        self._reducer = reducer
+        self._watched = watched
+        self._steps = steps
+        self._group = group
+        self._syncs_buffers = syncs_buffers
         self._own_gradients: list[torch.Tensor | None] | None = None
-        model._divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Takes part in a step with zeros; an optimizer that steps after it gets the others' average."""
-        active, syncs, senders = _exchange(self._model.process_group, active=False, syncs=False, sends_buffers=False)
-        if not any(syncs):
+        step = self._steps.follow(self._reducer)
+        if not any(step.averages):
             return
-        if any(senders):
-            self._model._watched.send_buffers(senders.index(True))
-        _set_scale(self._model, sum(active))
-        reducer = self._model._reducer
+        if any(step.sends_buffers):
+            self._watched.send_buffers(step.sends_buffers.index(True))
+        before = self._reducer.join_with_zeros()
         if self._own_gradients is None:
-            self._own_gradients = reducer.exchange.gradients()
-        reducer.shadow()
+            self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copies the model of a rank that trained longest to all; puts back this rank's own gradients."""
-        group = self._model.process_group
-        last, _, _ = _exchange(group, active=is_last_joiner, syncs=False, sends_buffers=False)
-        broadcast_tensors(find_members(self._model.module).tensors(), group, last.index(True))
-        exchange = self._model._reducer.exchange
-        exchange.scale = 1.0
+        root = self._steps.last_rank(is_last_joiner)
+        broadcast_tensors(self._watched.current_tensors(with_buffers=self._syncs_buffers), self._group, root)
+        self._reducer.set_scale(1.0)
         if self._own_gradients is not None:
-            exchange.set_gradients(self._own_gradients)
-
-
-def announce_step(model: DistributedDataParallel) -> int:
-    """Tells ranks that have run out that this one makes a step; returns the rank whose buffers are taken."""
-    Join.notify_join_context(model)
-    syncs = model.require_backward_grad_sync
-    sends_buffers = syncs and model.broadcast_buffers and model.training and model._watched.has_buffers()
-    active, _, senders = _exchange(model.process_group, active=True, syncs=syncs, sends_buffers=sends_buffers)
-    _set_scale(model, sum(active))
-    return senders.index(True) if any(senders) else 0
-
-
-def _set_scale(model: DistributedDataParallel, active: int) -> None:
-    divides_by = model.process_group.size() if model._divide_by_initial_world_size else active
-    model._reducer.exchange.scale = model.process_group.size() / divides_by
-
-
-def _exchange(
-    group: ProcessGroup, active: bool, syncs: bool, sends_buffers: bool
-) -> tuple[list[bool], list[bool], list[bool]]:
-    """By rank: who makes a step, whose backward will reduce, who copies buffers first."""
-    own = torch.tensor([active, syncs, sends_buffers], device="cpu")
-    everyones = [torch.empty_like(own) for _ in range(group.size())]
-    group.all_gather(everyones, own)
-    columns = torch.stack(everyones, 1).tolist()
-    return columns[0], columns[1], columns[2]
+            self._reducer.set_gradients(self._own_gradients)

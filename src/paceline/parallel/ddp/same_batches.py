@@ -1,7 +1,7 @@
-"""Sees whether ranks read the same batches, without a call of its own.
+"""Notices ranks that read the same batches, without a collective of its own.
 
-In the first few steps each rank has a number more in the gradients that it averages: a digest of its inputs, at its own
-place among zeros. Averaged, they are everybody's digests.
+In the first few steps a vector with an element for each rank travels with the gradients that are averaged. Each rank
+fills in a digest of its inputs at its own rank, and zeros elsewhere, so the average has all ranks' digests.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.gradients import Memory
-from paceline.parallel.ddp.graph import find_tensors
+from paceline.parallel.graph import find_tensors
 
-_LOOKS = 3  # steps that must agree before it is told
+_LOOKS = 3  # steps whose digests must agree before it warns
 _DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
 _MOST_BYTES = 1 << 16  # of each tensor
 
 
 class SameBatches:
-    """Compares the ranks' batches in the first steps; `is_over` then.
+    """Compares the ranks' batches in the first steps; `is_over` says that this has been done.
 
     Args:
         group: the ranks.
-        on_cpu: the gradients are; to read digests out of others would hold up the device.
+        on_cpu: whether the gradients are on the CPU; to read digests from a GPU would stall it.
     """
 
     def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
@@ -37,26 +37,26 @@ class SameBatches:
         self._seen: list[list[float]] = []
 
     def look(self, inputs: object) -> None:
-        """Takes the inputs of a forward."""
+        """Notes the inputs of a forward."""
         self._mine = digest(inputs)
 
     def look_away(self) -> None:
-        """There are no inputs in this step."""
+        """Notes that there are no inputs in this step."""
         self._mine = None
 
     def add_to(self, memory: Memory, dtype: torch.dtype) -> None:
-        """Has the digest travel with gradients of that type; does nothing if they are not exact enough."""
+        """Sends the digest along with gradients of that dtype, if it is exact enough to hold it."""
         if self.is_over or dtype not in (torch.float32, torch.float64):
             return
         self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
-        # Without a digest, a number that is no other rank's.
+        # Without a digest, a number that no other rank sends.
         self._sent[self._group.rank()] = -1 - self._group.rank() if self._mine is None else self._mine
         memory.pieces += (self._sent.data_ptr(), self._sent.nbytes)
         memory.tensors = [*memory.tensors, self._sent]
         memory.count += len(self._sent)
 
     def arrive(self) -> None:
-        """What was added has been averaged."""
+        """Reads what `add_to` added, now that it has been averaged."""
         if self._sent is None:
             return
         self._seen.append(self._sent.tolist())
@@ -75,7 +75,7 @@ class SameBatches:
             ranks = [self._group.ranks[rank] for rank in alike]
             warnings.warn(
                 f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read the same batches: the first {_LOOKS} of "
-                "each were equal, so they compute the same gradients, and more ranks bring nothing. Give the "
+                "each were equal, so they compute the same gradients, and more ranks gain nothing. Give the "
                 "DataLoader sampler=paceline.DistributedSampler(dataset), or seed what makes the batches "
                 "differently on each rank",
                 stacklevel=2,
@@ -83,7 +83,7 @@ class SameBatches:
 
 
 def digest(inputs: object) -> int | None:
-    """A number for what the tensors in a nest hold; None if they hold nothing that tells batches apart."""
+    """Returns a digest of the tensors in a nest; None if they are constant or not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     tells = False
     for tensor in find_tensors(inputs):

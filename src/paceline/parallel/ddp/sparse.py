@@ -1,4 +1,4 @@
-"""Sparse gradients: rows of some of the parameter, other rows on every rank."""
+"""Sparse gradients, which hold some of a parameter's rows: other rows on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.group.sparse import GatheredRows
 
 
 def empty_gradient(param: nn.Parameter) -> torch.Tensor:
-    """A sparse gradient without rows."""
+    """Returns a sparse gradient without rows."""
     indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
     values = torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
@@ -19,7 +19,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks, and multiplies them by `scale`.
 
-    It costs one call for the numbers of rows, and one for each parameter.
+    This takes one call for the numbers of rows, and one for each parameter.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")

@@ -1,45 +1,48 @@
-"""A wrapped module between its forwards: whether it was changed, and its buffers."""
+"""A wrapped module between its forwards: checks whether it was changed, and copies its buffers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors, by_device, byte_views
-from paceline.parallel.ddp.members import find_members
+from paceline.parallel.broadcast import broadcast_tensors, by_device, byte_views
 from paceline.parallel.ddp.structure import ModuleStructure
+from paceline.parallel.tracked_tensors import collect_tracked
 
-_LOOK_AGAIN_EVERY = 16  # forwards, whether the module was changed
+_CHECK_EVERY = 16  # forwards
 
 
 class WatchedModule:
-    """The members of `module` as they were when this was made."""
+    """`module`, and in `tracked` the tensors that it had when this was created."""
 
-    def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
-        self.members = find_members(module)
+    def __init__(self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str] = ()) -> None:
+        self.tracked = collect_tracked(module, also_ignored)
+        self._module = module
         self._group = group
-        self._structure = ModuleStructure(module, self.members.ignored)
+        self._structure = ModuleStructure(module, self.tracked.ignored)
         self._forwards = 0
         self._buffers_sent: list[int] = []
-        self._buffer_bytes: list[list[torch.Tensor]] = []  # of each device
+        self._buffer_bytes: list[list[torch.Tensor]] = []  # byte views, for each device
 
-    def look(self) -> None:
-        """Raises, every few calls, if the module was changed.
+    def check_unchanged(self) -> None:
+        """Checks at every 16th call that the module has not been changed.
 
         Raises:
-            RuntimeError: parameters or submodules are others, or a parameter was unfrozen.
+            RuntimeError: parameters or submodules were replaced or added, or a parameter was unfrozen.
         """
         self._forwards += 1
-        if self._forwards % _LOOK_AGAIN_EVERY != 1:
+        if self._forwards % _CHECK_EVERY != 1:
             return
         if not self._structure.is_unchanged():
             raise RuntimeError(
                 f"{self._me()}: the module changed after wrapping: parameters or submodules were added, removed or "
-                f"replaced{self._structure.say_change()}, and the new ones would not be averaged over the ranks. "
+                f"replaced{self._structure.change_text()}, and the new ones would not be averaged over the ranks. "
                 "Change the module first, then wrap it (again, if need be)"
             )
-        for name, param in self.members.frozen.items():
+        for name, param in self.tracked.frozen.items():
             if param.requires_grad:
                 raise RuntimeError(
                     f"{self._me()}: parameter {name!r} did not require a gradient when the module was wrapped and does "
@@ -47,8 +50,12 @@ class WatchedModule:
                     "(again, if need be)"
                 )
 
+    def current_tensors(self, with_buffers: bool) -> list[torch.Tensor]:
+        """Returns the parameters, and perhaps the buffers, that the module has now; buffers may have been replaced."""
+        return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
+
     def has_buffers(self) -> bool:
-        """Whether there is anything for `send_buffers` to do."""
+        """Whether the module has buffers for `send_buffers` to copy."""
         return bool(self._structure.buffers())
 
     def send_buffers(self, root: int) -> None:

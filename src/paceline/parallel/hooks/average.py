@@ -17,12 +17,12 @@ FutureHook = Callable[[object, GradBucket], "AnyFuture[Reduced]"]
 
 
 def average(tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup) -> DeferredFuture[list[torch.Tensor]]:
-    """The future of the tensors' average over the ranks, in place."""
+    """Averages the tensors over the ranks in place; returns their future."""
     return future_of(group.all_reduce(tensors, ReduceOp.AVG, async_op=True))
 
 
 def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket: what happens without a hook, by way of a flat copy.
+    """Averages the bucket as is done without a hook, but in a flat copy.
 
     Args:
         process_group: the hook's state; None for the default group.
@@ -32,7 +32,7 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
 
 
 def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in float16: half the bytes; the engine adds up in float32."""
+    """Averages the bucket in float16: half the bytes; the engine adds in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
@@ -42,19 +42,21 @@ def bf16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[R
 
 
 def fp16_compress_wrapper(hook: Hook) -> FutureHook:
-    """`hook`, on buckets in float16."""
-    return _in_type(torch.float16, hook)
+    """Returns a hook that calls `hook` with buckets in float16."""
+    return compress_wrapper(torch.float16, hook)
 
 
 def bf16_compress_wrapper(hook: Hook) -> FutureHook:
-    """`hook`, on buckets in bfloat16."""
-    return _in_type(torch.bfloat16, hook)
+    """Returns a hook that calls `hook` with buckets in bfloat16."""
+    return compress_wrapper(torch.bfloat16, hook)
 
 
-def _in_type(dtype: torch.dtype, hook: Hook) -> FutureHook:
+def compress_wrapper(dtype: torch.dtype, hook: Hook) -> FutureHook:
+    """Returns a hook that converts each bucket to `dtype` for `hook`, and its result back."""
+
     def compressed(state: object, bucket: GradBucket) -> AnyFuture[Reduced]:
         original = bucket.buffer()
-        if original.is_floating_point():  # complex gradients stay what they are
+        if original.is_floating_point():  # complex gradients are not converted
             bucket.set_buffer(original.to(dtype))
         future = hook(state, bucket)
 
@@ -68,10 +70,10 @@ def _in_type(dtype: torch.dtype, hook: Hook) -> FutureHook:
 
 
 def group_of(process_group: object) -> ProcessGroup:
-    """The group that a hook's state names.
+    """Returns the group that a hook's state names.
 
     Raises:
-        TypeError: it is none.
+        TypeError: the state is not a group.
     """
     if process_group is None:
         return default_group()

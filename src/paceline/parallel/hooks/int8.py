@@ -1,4 +1,4 @@
-"""Averages buckets as 8-bit integers, with what rounding lost carried into the next step."""
+"""Averages buckets as 8-bit integers, and carries rounding errors over into the next step."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Int8State:
     process_group: ProcessGroup | None = None
     block_size: int = 256
     use_error_feedback: bool = True
-    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket, of this rank's gradients
-    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # of this rank's part of the average
+    lost: dict[int, torch.Tensor] = field(default_factory=dict)  # by bucket, for this rank's gradients
+    lost_of_average: dict[int, torch.Tensor] = field(default_factory=dict)  # for this rank's part of the average
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -76,7 +76,7 @@ def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
 def _quantise(
     values: torch.Tensor, lost: dict[int, torch.Tensor], state: Int8State, index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit integers, and a scale for each block of them; what they leave out is kept in `lost`."""
+    """Returns 8-bit integers and a scale for each block of them; keeps the rounding errors in `lost`."""
     if state.use_error_feedback and index in lost and lost[index].shape == values.shape:
         values = values + lost[index]
     blocks = values.view(-1, state.block_size)
@@ -95,5 +95,5 @@ def _restore(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(quantised: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
-    """Both, as tensors of one type, which travel in one call."""
+    """Returns integers and scales as tensors of one dtype, which travel in one call."""
     return [quantised.view(torch.uint8), scales.view(torch.uint8)]

@@ -46,7 +46,7 @@ class PowerSGDState:
             raise ValueError(f"start_powerSGD_iter is {self.start_powerSGD_iter}; it is a number of steps")
 
     def is_worth_it(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient, as a matrix with its first dimension as rows, is sent as factors."""
+        """Whether a gradient, as a matrix whose rows are its first dimension, is sent as factors."""
         if gradient.dim() < 2 or gradient.numel() == 0:
             return False
         rows, columns = len(gradient), gradient.numel() // len(gradient)
@@ -54,7 +54,7 @@ class PowerSGDState:
         return factors * self.min_compression_rate < rows * columns
 
     def first_right(self, index: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The Q that the iteration begins with."""
+        """Returns the Q that the iteration begins with."""
         shapes = [(each.shape[1], min(self.matrix_approximation_rank, *each.shape)) for each in matrices]
         known = self.rights.get(index)
         fits = known is not None and [q.shape for q in known] == shapes
@@ -119,7 +119,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
 
 
 def _orthonormal(columns: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The columns by Gram and Schmidt, as torch's hook does it with an epsilon, or else by QR."""
+    """Orthogonalises the columns: with an epsilon by Gram-Schmidt, as torch's hook does, and without one by QR."""
     if epsilon == 0:
         basis: torch.Tensor = torch.linalg.qr(columns)[0]
         return basis

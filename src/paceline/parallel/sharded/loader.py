@@ -1,4 +1,4 @@
-"""Batches by logical shard: the same for every number of ranks."""
+"""Batches by logical shard, which are the same for every number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORDER, _READING = 0, 1  # what a random stream is for
 
 
 class Indexed(Protocol):
-    """A dataset with a length and an index."""
+    """A dataset with a length that can be indexed."""
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -30,7 +30,7 @@ class Indexed(Protocol):
 class ShardBatch:
     """A shard's part of a step.
 
-    `key` is the epoch, the step and the shard; `weight` this batch's share of the step's samples.
+    `key` holds the epoch, the step and the shard; `weight` is this batch's fraction of the step's samples.
     """
 
     key: tuple[int, int, int]
@@ -39,18 +39,18 @@ class ShardBatch:
 
 
 class ShardLoader:
-    """Gives in each step the batches of this rank's shards, a list of `ShardBatch`.
+    """Yields in each step the batches of this rank's shards, a list of `ShardBatch`.
 
-    Which samples a shard has in which step depends on the number of shards, not of ranks. The last step of an epoch
-    shares what is left among all shards; those without a sample have no batch. Samples are read in the random stream
-    of their shard and step, so that augmentation does not depend on the number of ranks or workers either. Each
-    iteration is an epoch, or the rest of one.
+    Which samples a shard gets in a step depends on the number of shards, not on that of ranks. The last step of an
+    epoch divides the remaining samples among all shards; shards without a sample have no batch. Samples are read in the
+    random stream of their shard and step, so that augmentation does not depend on the number of ranks or workers
+    either. Each iteration is an epoch, or the rest of one.
 
     Args:
-        dataset: with a length and an index.
-        batch_size: samples of each shard in a step.
-        shards: whose shards, and which of them are this rank's.
-        shuffle: permute the samples, anew in each epoch.
+        dataset: a dataset with a length that can be indexed.
+        batch_size: the number of samples of each shard in a step.
+        shards: the logical shards, which say how many there are and which are this rank's.
+        shuffle: permute the samples differently in each epoch.
         num_workers, collate_fn, prefetch_factor, persistent_workers: as for torch's DataLoader.
 
     Example::
@@ -86,7 +86,7 @@ class ShardLoader:
         )
 
     def __iter__(self) -> Iterator[list[ShardBatch]]:
-        """The steps that are left of the epoch."""
+        """Yields the remaining steps of the epoch."""
         batches = iter(self._loader)
         plans = [self._plan(step) for step in range(self._next_step, self._steps())]
         for step, plan in enumerate(plans, self._next_step):
@@ -99,34 +99,34 @@ class ShardLoader:
         self._next_step = 0
 
     def __len__(self) -> int:
-        """The number of steps that are left of the epoch; the same on every rank."""
+        """Returns the number of remaining steps of the epoch, which is the same on every rank."""
         return self._steps() - self._next_step
 
     def state_dict(self) -> dict[str, int]:
-        """Where the epoch stands after the steps handed out so far."""
+        """Returns the position in the epoch after the steps that were yielded so far."""
         return {"epoch": self.epoch, "step": self._next_step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was taken, on any number of ranks; with as many shards, of the same size."""
+        """Continues where `state` was taken, on any number of ranks, with the same number of shards and batch size."""
         self.epoch, self._next_step = state["epoch"], state["step"]
 
     def _steps(self) -> int:
         return -(-len(self._dataset) // (self._shards.count * self._batch_size))
 
     def _in_step(self, step: int) -> int:
-        """The samples of all shards."""
+        """Returns the number of samples of all shards in a step."""
         whole = self._shards.count * self._batch_size
         return min(whole, len(self._dataset) - step * whole)
 
     def _plan(self, step: int) -> list[tuple[int, range]]:
-        """This rank's shards in a step that have samples, and their places in the order of the epoch."""
+        """Returns this rank's shards that have samples in a step, and their places in the order of the epoch."""
         count, first = self._shards.count, step * self._shards.count * self._batch_size
         runs = [(shard, run_of_rank(self._in_step(step), count, shard)) for shard in self._shards.mine]
         return [(shard, range(first + run.start, first + run.stop)) for shard, run in runs if run]
 
 
 class _Batches:
-    """For the DataLoader: of each batch its key, and then its indices."""
+    """For the DataLoader: each batch as its key followed by its indices."""
 
     def __init__(self, owner: ShardLoader) -> None:
         self._owner = owner
@@ -137,7 +137,7 @@ class _Batches:
         if owner._shuffle:
             with random_stream(owner._shards.seed, _ORDER, owner.epoch):
                 order = torch.randperm(len(owner._dataset))
-        # All at once: when the DataLoader asks for the last ones, the owner will have gone on.
+        # All at once, since the owner is at a later step when the DataLoader asks for the last ones.
         return iter(
             [
                 [(owner.epoch, step, shard), *order[places.start : places.stop].tolist()]
@@ -148,7 +148,7 @@ class _Batches:
 
 
 class _Reading:
-    """The dataset, read batch by batch in the random streams of their keys."""
+    """Reads the dataset batch by batch, each in the random stream of its key."""
 
     def __init__(self, dataset: Indexed, seed: int) -> None:
         self._dataset, self._seed = dataset, seed

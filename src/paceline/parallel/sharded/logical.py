@@ -10,20 +10,20 @@ from torch import nn
 
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
-from paceline.parallel.ddp.conditions import facts_of
-from paceline.parallel.ddp.members import find_members
+from paceline.parallel.agreement import require_same_module
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
-from paceline.parallel.sharded.exchange import add_over_ranks
-from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.sums import Values, add, add_over_ranks, pack, unpack
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
+from paceline.parallel.tracked_tensors import collect_tracked
 
-_TRAINING = 2  # what a random stream is for; `loader` has the others
+_TRAINING = 2  # the purpose of a random stream; `loader` has the others
 
 
 class Batch(Protocol):
-    """What `ShardLoader` gives for a shard."""
+    """What `ShardLoader` yields for a shard."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -31,31 +31,31 @@ class Batch(Protocol):
 
     @property
     def weight(self) -> float:
-        """The share of the step's samples."""
+        """Its fraction of the step's samples."""
 
     @property
     def data(self) -> Any:
-        """What the loss is computed of."""
+        """What the loss is computed from."""
 
 
 class LogicalShards:
-    """Cuts every step in `count` shards and sums their gradients in an order that ranks have no part in.
+    """Cuts every step into `count` shards and adds their gradients in an order that does not depend on ranks.
 
-    Each shard's forward and backward run by themselves, with random numbers of their own (dropout) and with
+    Each shard has its own forward and backward, with its own random numbers (dropout) and with
     normalisation over that shard; losses, gradients and changes of buffers (running statistics) are added in a pairwise
     tree over the shards. So parameters have the same bits after training on 1, 2 or 4 ranks, or any other number up
     to `count`. Powers of two that divide `count` move no more bytes than an all-reduce; others move more, and share
     the work unevenly where they do not divide it.
 
-    What must be the same besides: the kind of CPU, the version of torch, and its number of threads, which is therefore
-    set for this process.
+    The kind of CPU, the version of torch and its number of threads must be the same too; the latter is set for this
+    process.
 
     Args:
         module: the model, not in a wrapper, the same on every rank; rank 0's parameters and buffers are copied to all.
-        count: the number of shards; at least that of ranks.
-        seed: of all random streams; the same on every rank.
+        count: the number of shards; at least the number of ranks.
+        seed: the seed of all random streams; the same on every rank.
         process_group: the ranks; None for the default group.
-        threads: of torch's operators; 1 or, for fewer ranks with more cores each, a number to be kept for all runs.
+        threads: torch's threads: 1 or, for fewer ranks with more cores each, a number to be kept in all runs.
 
     Raises:
         CollectiveMismatchError: the model or these arguments differ between ranks; on every rank.
@@ -97,7 +97,7 @@ class LogicalShards:
         self._module = module
         self._whole: list[torch.Tensor] = []
         options: dict[str, object] = {"count": count, "seed": seed, "threads": threads}
-        require_same_module(find_members(module), options, facts_of(self._group, False), None, self._group)
+        require_same_module(collect_tracked(module), options, rank_facts(self._group, False), None, self._group)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
         torch.set_num_threads(threads)
 
@@ -105,11 +105,11 @@ class LogicalShards:
         """Computes the gradient of the mean loss over the step's samples, and adds it to the parameters' gradients.
 
         Args:
-            loss_of: the mean loss over a batch's samples, as a scalar, from the batch's data.
+            loss_of: returns the mean loss over a batch's samples, as a scalar, given the batch's data.
             batches: one for each of this rank's shards that has samples.
 
         Returns:
-            The mean loss; like the gradients, the same on every rank.
+            The mean loss, which is the same on every rank, as are the gradients.
         """
         params = [param for param in self._module.parameters() if param.requires_grad]
         buffers = list(self._module.buffers())
@@ -144,7 +144,7 @@ class LogicalShards:
         buffers: Sequence[torch.Tensor],
         before: Sequence[torch.Tensor],
     ) -> Values:
-        """A shard's loss, which parameters it has gradients to, these, and what it adds to the buffers."""
+        """Returns a shard's loss, which parameters have gradients, the gradients, and the changes of its buffers."""
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         for param in params:
@@ -169,7 +169,7 @@ class LogicalShards:
     def _update(
         self, buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
     ) -> None:
-        """Floating buffers change by the mean change of the shards; the others are as shard 0 left them, on rank 0."""
+        """Adds the shards' mean change to floating-point buffers; takes the others from shard 0, on rank 0."""
         floating = [(b, old) for b, old in zip(buffers, before, strict=True) if b.is_floating_point()]
         for (buffer, old), change in zip(floating, changes, strict=True):
             buffer.copy_(old + change)

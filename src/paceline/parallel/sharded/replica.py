@@ -1,9 +1,9 @@
-"""A rank's forward and backward in logical shards, behind the loop of any data parallel training.
+"""A rank's forward and backward in logical shards, for any data parallel training loop.
 
-A rank's batch has the samples at r, r + n, r + 2n, ... of a step's, as `DistributedSampler` deals them out to n ranks.
-Dealt out to `count` shards in the same way, shard s has the same samples whatever n is, and rank r has the shards r,
-r + n, ... Their gradients are added in the tree that parts the shards by the last bit of their number first, so that
-those of a rank are a node of it.
+Rank r's batch has the samples r, r + n, r + 2n, ... of a step, as `DistributedSampler` deals them out to n ranks. Dealt
+out to `count` shards in the same way, shard s has the same samples for every n, and rank r has the shards r, r + n, ...
+Their gradients are added in the tree that first splits the shards by the last bit of their number, so that the shards
+of a rank are a node of it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import broadcast_tensors
-from paceline.parallel.ddp.graph import NO_BACKWARD, in_backward, running_backward
-from paceline.parallel.ddp.members import Members
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
 from paceline.parallel.scatter_gather import gather, map_tensors
-from paceline.parallel.sharded.exchange import add_over_ranks
-from paceline.parallel.sharded.packing import Values, add, pack, unpack
 from paceline.parallel.sharded.streams import random_stream
+from paceline.parallel.sharded.sums import Values, add, add_over_ranks, pack, unpack
 from paceline.parallel.sharded.tree import Node, add_up
+from paceline.parallel.tracked_tensors import TrackedTensors
 
-_FORWARD = 3  # what a random stream is for; `loader` and `logical` have the others
+_FORWARD = 3  # the purpose of a random stream; `loader` and `logical` have the others
 
 
 @dataclass(eq=False)
 class _Forward:
-    """What a forward has left for its backward: of each of this rank's shards the parameters and changes of buffers."""
+    """What a forward keeps for its backward: the parameters and changes of buffers of each of this rank's shards."""
 
     reduces: bool
     params: list[list[torch.Tensor]] = field(default_factory=list)
     changes: list[list[torch.Tensor]] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(default_factory=list)  # buffers that are not floating, after the first shard
+    whole: list[torch.Tensor] = field(
+        default_factory=list
+    )  # buffers that are not floating-point, after the first shard
     is_over: bool = False
 
 
@@ -44,42 +45,46 @@ class ShardedReplica:
 
     Args:
         module: a module on CPU, the same on every rank.
-        members: of the module.
-        count: the number of shards; like that of ranks a power of two, and no less.
-        seed: of the shards' random streams.
-        dim: of tensors that go in and out, along which samples lie.
+        tracked: the module's tensors.
+        count: the number of shards; a power of two like the number of ranks, and at least as large.
+        seed: the seed of the shards' random streams.
+        dim: the batch dimension of inputs and outputs.
         group: the ranks.
 
     Raises:
-        ValueError: the numbers do not fit.
+        ValueError: the number of shards or ranks is not a power of two, or there are fewer shards than ranks.
         TypeError: a parameter has sparse gradients.
     """
 
-    def __init__(self, module: nn.Module, members: Members, count: int, seed: int, dim: int, group: ProcessGroup):
+    def __init__(
+        self, module: nn.Module, tracked: TrackedTensors, count: int, seed: int, dim: int, group: ProcessGroup
+    ):
         size = group.size()
         if count < size or count & (count - 1) or size & (size - 1):
             raise ValueError(
                 f"rank {group.ranks[group.rank()]}: logical_shards is {count} with {size} ranks; both must be powers "
                 "of two, and no more ranks than shards. LogicalShards takes other numbers"
             )
-        if members.sparse:
+        if tracked.sparse:
             raise TypeError(
-                f"parameter {min(members.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
+                f"parameter {min(tracked.sparse)!r} has sparse gradients, which are not added in a fixed order; make "
                 "its layer with sparse=False, or leave deterministic=True out"
             )
-        self._module, self._members = module, members
+        self._module, self._tracked = module, tracked
         self._count, self._seed, self._dim, self._group = count, seed, dim, group
         self._local = count // size
         self._forwards = 0
-        self._waiting: list[_Forward] = []  # had a backward, and are not reduced
-        self._begun: list[_Forward] = []  # in the backward that runs
+        self._waiting: list[_Forward] = []  # forwards that had a backward and are not reduced
+        self._begun: list[_Forward] = []  # forwards that the running backward has reached
         self._task = NO_BACKWARD  # the engine's number of the backward that runs
 
     def __call__(self, args: Sequence[object], kwargs: Mapping[str, object], reduces: bool) -> object:
-        """What the module returns for this rank's batch, joined over its shards.
+        """Returns what the module returns for this rank's batch, with its shards put together.
 
         Args:
-            reduces: its backward averages the gradients; without it the shards' gradients wait for one that does.
+            args: the module's positional arguments.
+            kwargs: its keyword arguments.
+            reduces: the backward averages the gradients; otherwise they are kept for a backward that does.
 
         Raises:
             ValueError: the samples of the batch cannot be dealt out evenly.
@@ -103,22 +108,22 @@ class ShardedReplica:
         kwargs: Mapping[str, object],
         forward: _Forward,
     ) -> object:
-        params = {name: param.detach().requires_grad_() for name, param in self._members.trained.items()}
-        # Every shard begins with the buffers as they were.
-        buffers = {name: buffer.detach().clone() for name, buffer in self._members.buffers.items()}
+        params = {name: param.detach().requires_grad_() for name, param in self._tracked.trained.items()}
+        # Every shard starts with the buffers as they were before the step.
+        buffers = {name: buffer.detach().clone() for name, buffer in self._tracked.buffers.items()}
         forward.params.append(list(params.values()))
         inputs: Any = map_tensors((tuple(args), dict(kwargs)), lambda tensor: self._deal_out(tensor, shard))
         number = shard * self._group.size() + self._group.rank()
         with random_stream(self._seed, _FORWARD, self._forwards, number):
             output = torch.func.functional_call(self._module, {**params, **buffers}, *inputs)
-        changed = [(buffers[name], old) for name, old in self._members.buffers.items() if old.is_floating_point()]
+        changed = [(buffers[name], old) for name, old in self._tracked.buffers.items() if old.is_floating_point()]
         forward.changes.append([torch.where(new == old, 0, new - old) for new, old in changed])
         if shard == 0:
             forward.whole = [buffer.clone() for buffer in buffers.values() if not buffer.is_floating_point()]
         return map_tensors(output, lambda tensor: self._watch(tensor, forward))
 
     def _deal_out(self, tensor: torch.Tensor, shard: int) -> torch.Tensor:
-        """A shard's samples in memory of their own: what kernels do may depend on where their inputs lie."""
+        """Returns a shard's samples in their own memory, since the layout of inputs may change what kernels compute."""
         if tensor.dim() <= self._dim:
             return tensor
         samples = tensor.shape[self._dim]
@@ -131,7 +136,7 @@ class ShardedReplica:
         return apart.select(self._dim + 1, shard).clone(memory_format=torch.contiguous_format)
 
     def _deal_back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From the order of shards to that of the batch."""
+        """Returns the samples in the order of the batch, given the order of shards."""
         if tensor.dim() <= self._dim or self._local == 1:
             return tensor
         by_shard: torch.Tensor = tensor.unflatten(self._dim, (self._local, tensor.shape[self._dim] // self._local))
@@ -147,7 +152,7 @@ class ShardedReplica:
             task = running_backward()
             if task != self._task:
                 self._task = task
-                self._begun = []  # also of a backward that failed
+                self._begun = []  # also after a backward that failed
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
             if forward not in self._begun:
                 self._begun.append(forward)
@@ -158,7 +163,7 @@ class ShardedReplica:
         return tensor
 
     def _end(self) -> None:
-        """At the end of a backward."""
+        """Averages the gradients at the end of a backward, if one of its forwards asked for it."""
         self._task = NO_BACKWARD
         begun = [f for f in self._begun if any(param.grad is not None for params in f.params for param in params)]
         self._waiting += [forward for forward in begun if forward not in self._waiting]
@@ -178,8 +183,8 @@ class ShardedReplica:
         node = Node(runs[rank].start, runs[rank].stop)
         sums = add_up(node, add, value_of, {})
         total = {dtype: add_over_ranks({node: sums[dtype]}, self._count, self._group, runs) for dtype in sums}
-        params = list(self._members.trained.values())
-        floating = [buffer for buffer in self._members.buffers.values() if buffer.is_floating_point()]
+        params = list(self._tracked.trained.values())
+        floating = [buffer for buffer in self._tracked.buffers.values() if buffer.is_floating_point()]
         found, *rest = unpack(total, [torch.zeros(len(params)), *params, *floating])
         for param, gradient, times in zip(params, rest, found.tolist(), strict=False):
             if times:
@@ -187,7 +192,7 @@ class ShardedReplica:
                 param.grad = new if param.grad is None else param.grad.add_(new)
         for buffer, change in zip(floating, rest[len(params) :], strict=True):
             buffer.add_(change / self._count)
-        whole = [buffer for buffer in self._members.buffers.values() if not buffer.is_floating_point()]
+        whole = [buffer for buffer in self._tracked.buffers.values() if not buffer.is_floating_point()]
         for buffer, value in zip(whole, forwards[-1].whole, strict=True):
             buffer.copy_(value)
         if whole:
@@ -197,8 +202,8 @@ class ShardedReplica:
             forward.params.clear()
 
     def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
-        """Which parameters one of this rank's shards has gradients to, these, and what it adds to the buffers."""
-        params = list(self._members.trained.values())
+        """Returns which parameters have gradients in one of this rank's shards, these, and its buffers' changes."""
+        params = list(self._tracked.trained.values())
         gradients: list[torch.Tensor | None] = [None] * len(params)
         for forward in forwards:
             for at, param in enumerate(forward.params[shard]):
@@ -215,7 +220,7 @@ def _run(first: int, length: int) -> range:
 
 
 def _reversing(count: int) -> Callable[[int], int]:
-    """Turns the bits of numbers below `count`, a power of two, around."""
+    """Returns a function that reverses the bits of numbers below `count`, a power of two."""
     bits = count.bit_length() - 1
 
     def reverse(number: int) -> int:

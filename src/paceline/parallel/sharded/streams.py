@@ -1,4 +1,4 @@
-"""Random numbers that belong to a shard of a step, whoever computes it."""
+"""Random numbers that belong to a shard of a step, whichever rank computes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def random_stream(*key: int) -> Iterator[None]:
-    """Within it torch (on CPU) and Python's `random` draw from a stream of `key`; afterwards they go on as before."""
+    """A context in which torch (on CPU) and Python's `random` draw from the stream of `key`; restores their state."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     torch.default_generator.manual_seed(int.from_bytes(digest, "little"))

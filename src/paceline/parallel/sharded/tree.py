@@ -1,7 +1,7 @@
-"""The order in which the values of S shards are added, and which part of that each rank can do by itself.
+"""The order in which the values of S shards are added, and which part of that each rank can do alone.
 
-It is the pairwise tree over the shards' numbers that the core has over ranks: ((0 1) (2 3)) ((4 5) ...). A node of the
-tree is the run of shards below it, so it is the same node whoever adds it up.
+It is a pairwise tree over the shards' numbers, like the core's over ranks: ((0 1) (2 3)) ((4 5) ...). A node of the
+tree is the run of shards below it, so it has the same value whichever rank computes it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Node(NamedTuple):
 
     @property
     def halves(self) -> tuple[Node, Node]:
-        """What is added to get this one; of more than one shard."""
+        """The two nodes whose sum this one is, if it has more than one shard."""
         half = 1 << ((self.stop - self.first - 1).bit_length() - 1)
         return Node(self.first, self.first + half), Node(self.first + half, self.stop)
 
 
 def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
-    """The shards that a rank computes; they follow each other.
+    """Returns the consecutive shards that a rank computes.
 
     >>> [list(run_of_rank(8, 3, rank)) for rank in range(3)]
     [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -37,7 +37,7 @@ def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
 
 
 def nodes_within(run: range, node: Node) -> list[Node]:
-    """The largest nodes at or below `node` that lie within `run`: all that can be added up without the other ranks.
+    """Returns the largest nodes at or below `node` within `run`: those that can be added without other ranks.
 
     It is one node where the number of ranks is a power of two that divides the number of shards.
 
@@ -55,9 +55,9 @@ def nodes_within(run: range, node: Node) -> list[Node]:
 def add_up(
     node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
 ) -> Value:
-    """The value of `node`: known, of a single shard, or the sum of its halves', the left one first.
+    """Returns the value of `node`: known, of a single shard, or the sum of its halves', the left one first.
 
-    Depth first, so that no more than one value a level of the tree is held at a time.
+    It works depth first, so that at most one value for each level of the tree is held at a time.
     """
     if node in known:
         return known[node]

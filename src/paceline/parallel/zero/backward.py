@@ -1,4 +1,4 @@
-"""The end of a backward, for those that have work left to do then."""
+"""Calls functions at the end of a backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.parallel.ddp.graph import NO_BACKWARD, running_backward
+from paceline.parallel.graph import NO_BACKWARD, running_backward
 
 
 class BackwardEnd:
@@ -17,7 +17,7 @@ class BackwardEnd:
         self._task = NO_BACKWARD
 
     def begin(self) -> None:
-        """To be called from hooks.
+        """Notes that a backward runs; hooks call it.
 
         Raises:
             RuntimeError: another backward has not ended.
@@ -34,7 +34,7 @@ class BackwardEnd:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def forget(self) -> None:
-        """After a backward that failed and will not end."""
+        """Forgets a backward that failed and will not end."""
         self._task = NO_BACKWARD
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Brings the optimizer's state together on one rank, as the unsharded optimizer would have it.
+"""Gathers the optimizer's state on one rank, as the unsharded optimizer would have it.
 
 Nothing is pickled: numbers travel as JSON, tensors as their bytes.
 """
@@ -18,12 +18,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> State | None:
-    """The states of all ranks' shards, by number; None on other ranks than `to` (a group rank).
+    """Returns the states of all ranks' shards, by number; None on other ranks than `to` (a group rank).
 
     Raises:
-        TypeError: a state has something that is neither a tensor nor a number, a string or None; on every rank.
+        TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.
     """
-    problem = _why_not(mine)
+    problem = _unsendable(mine)
     described = [] if problem else [[index, name, _describe(value)] for index, name, value in _flat(mine)]
     everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps([problem, described]).encode())]
     for rank, (told, _) in zip(group.ranks, everyone, strict=True):
@@ -57,7 +57,7 @@ def _flat(state: Mapping[int, Mapping[str, object]]) -> list[tuple[int, str, obj
     return [(index, name, value) for index, values in state.items() for name, value in values.items()]
 
 
-def _why_not(state: Mapping[int, Mapping[str, object]]) -> str | None:
+def _unsendable(state: Mapping[int, Mapping[str, object]]) -> str | None:
     for _, name, value in _flat(state):
         if not isinstance(value, (torch.Tensor, *_PLAIN)):
             return f"the state {name!r}, which is a {type(value).__name__}; tensors, numbers and strings can be sent"

@@ -13,16 +13,16 @@ from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that also takes a `ZeroRedundancyOptimizer` of stage 2 or 3.
 
-    A rank then unscales what it owns of the gradients, and all ranks agree on whether any of them is infinite or NaN:
-    they skip a step together and keep one scale.
+    A rank then unscales the gradients that it owns, and all ranks agree on whether any gradient is infinite or NaN, so
+    they skip the same steps and keep the same scale.
 
     Args:
-        device: where the scale is; "cpu" by default.
+        device: the device of the scale; "cpu" by default.
         init_scale: the first scale; 65536 by default.
         growth_factor: what the scale is multiplied by after `growth_interval` steps without infinities.
         backoff_factor: what it is multiplied by after a step with one.
-        growth_interval: steps.
-        enabled: False leaves losses and gradients alone.
+        growth_interval: a number of steps.
+        enabled: False leaves losses and gradients as they are.
 
     Example::
 

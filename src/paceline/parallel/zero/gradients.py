@@ -1,8 +1,8 @@
-"""Averages each gradient into its owners' while backward computes others, and frees the other ranks' (ZeRO stage 2).
+"""Averages gradients on their owners while backward computes others, and frees them on other ranks (ZeRO stage 2).
 
-A bucket goes when its last gradient has come. With `in_order` it also waits for the buckets before it, so that ranks
-agree on the order whatever autograd does. What is left when backward ends, because no rank or only some ranks had a
-gradient, is settled then.
+A bucket is reduced when its last gradient has come. With `in_order` it also waits for the buckets before it, so that
+all ranks reduce in the same order whatever autograd does. Buckets that are left when backward ends, because no rank or
+only some ranks had a gradient, are reduced then.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class GradientReducer:
     """Averages the gradients of `params` over the ranks of `group`.
 
     Args:
-        shards: of each parameter that requires a gradient.
+        shards: the shards of each parameter that requires a gradient.
         buckets: indices of `shards`, each in one bucket; the same on every rank.
         group: the ranks.
-        ends: tells when a backward ends.
+        ends: calls this reducer when a backward ends.
         shard: only the owners keep a gradient; without it all ranks do.
         in_order: reduce the buckets one after the other, in the order given.
         overlap: reduce on the group's progress thread while backward goes on.
-        joinable: within `Join` all is reduced when backward ends, so that ranks without inputs can take part.
-        reduced: is called with a bucket's number when the gradients of this rank are not needed any more.
+        joinable: within `Join` everything is reduced when backward ends, so that ranks without inputs can take part.
+        reduced: it is called with a bucket's number when its gradients on this rank are no longer needed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GradientReducer:
     ) -> None:
         self._params = [its_shards[0].param for its_shards in shards]
         self._shards = [list(its_shards) for its_shards in shards]
-        # Of those that come whole, whether this rank keeps the gradient.
+        # Whether this rank keeps the gradient of the whole parameter.
         self._keeps = [not shard or (each[0].is_whole and each[0].is_mine) for each in shards]
         self._buckets = [list(bucket) for bucket in buckets]
         self._bucket_of = {index: at for at, bucket in enumerate(buckets) for index in bucket}
@@ -74,7 +74,7 @@ class GradientReducer:
         self.forget()
 
     def close(self) -> None:
-        """Leaves the parameters alone from now on; idempotent."""
+        """Takes the hooks off the parameters; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -82,7 +82,7 @@ class GradientReducer:
             self._ends.callbacks.remove(self._finish)
 
     def forget(self) -> None:
-        """As if no backward had begun."""
+        """Resets this to the state before a backward."""
         self._arrived: set[int] = set()
         self._done = [False] * len(self._buckets)
         self._left = [len(bucket) for bucket in self._buckets]
@@ -90,7 +90,7 @@ class GradientReducer:
         self._flying: list[tuple[Work, list[tuple[Shard, torch.Tensor]]]] = []
 
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
-        """Before autograd adds to a gradient that was averaged in an earlier backward: the new one comes apart."""
+        """Sets a gradient that was averaged in an earlier backward aside, before autograd adds the new one to it."""
         param = self._params[index]
         if param.grad is not None:
             self._earlier[self._shards[index][0]] = param.grad
@@ -136,7 +136,7 @@ class GradientReducer:
         self._reduced(bucket)
 
     def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
-        """This rank's gradient, in the parts that go to different owners, whose memory is written to."""
+        """Returns this rank's gradient in the parts of different owners; the reduction writes to their memory."""
         param, shards = self._params[index], self._shards[index]
         gradient = param.grad
         if index not in self._arrived:
@@ -147,7 +147,7 @@ class GradientReducer:
         assert gradient is not None
         is_written = self._overlap or not self._shard or any(shard.is_mine for shard in shards)
         if is_written and shares_memory(gradient):
-            gradient = gradient.clone()  # other layers still wait for what is in that memory, or write to it
+            gradient = gradient.clone()  # other layers may still read this memory, or write to it
         param.grad = None
         gradient = gradient.detach()
         if not self._shard:
@@ -165,12 +165,12 @@ class GradientReducer:
                 shard.add_gradient(gradient)
 
     def _finish(self) -> None:
-        """At the end of a backward."""
+        """Reduces what is left at the end of a backward."""
         Join.notify_join_context(self._joinable)
         self._finish_with(is_active=True)
 
-    def shadow(self) -> None:
-        """Takes part, without gradients, in a backward that other ranks make."""
+    def join_with_zeros(self) -> None:
+        """Takes part without gradients in a backward that other ranks make."""
         self.forget()
         self._finish_with(is_active=False)
 
@@ -191,3 +191,16 @@ class GradientReducer:
             work.wait()
             self._settle(members)
         self.forget()
+
+
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: ProcessGroup) -> torch.Tensor:
+    """Returns the norm of all ranks' gradients together, in float64."""
+    norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
+    mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    if norm_type == float("inf"):
+        total = mine.max()
+        group.all_reduce(total, ReduceOp.MAX)
+        return total
+    total = mine.pow(norm_type).sum()
+    group.all_reduce(total)
+    return total.pow(1 / norm_type)

@@ -1,4 +1,4 @@
-"""Parameter groups and states, between the whole optimizer and the part of it that a rank runs."""
+"""Converts parameter groups and states between the whole optimizer and the part of it that a rank runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE_ONLY = ("params", "param_names")
 
 
 def part_of_group(group: Group, owned: Sequence[torch.Tensor]) -> Group:
-    """The group with only the parameters in `owned`."""
+    """Returns the group with only the parameters in `owned`."""
     return {**_options(group), "params": list(owned)}
 
 
@@ -27,7 +27,7 @@ def copy_options(source: Sequence[Group], target: Sequence[Group]) -> None:
 
 
 def to_state_dict(groups: Sequence[Group], state: State) -> dict[str, Any]:
-    """What the unsharded optimizer's `state_dict` is."""
+    """Returns what the unsharded optimizer's `state_dict` would return."""
     packed: list[Group] = []
     first = 0
     for group in groups:
@@ -42,13 +42,15 @@ def to_state_dict(groups: Sequence[Group], state: State) -> dict[str, Any]:
 def part_of_state_dict(
     state_dict: Mapping[str, Any], groups: Sequence[Group], shards: Sequence[Sequence[Shard]]
 ) -> dict[str, Any]:
-    """What the optimizer of this rank loads, from the `state_dict` of an unsharded one.
+    """Returns what this rank's optimizer must load, given the `state_dict` of an unsharded one.
 
     Args:
-        shards: of the parameters of all groups, one after the other.
+        state_dict: the whole state.
+        groups: the parameter groups of this optimizer.
+        shards: the shards of each parameter, in the order of the groups.
 
     Raises:
-        ValueError: the groups do not fit.
+        ValueError: the state has groups of other sizes.
     """
     saved = state_dict["param_groups"]
     seen, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
@@ -74,10 +76,11 @@ def part_of_state_dict(
 
 
 def join_parts(state: State, shards: Sequence[Sequence[Shard]]) -> State:
-    """The states of parameters, from those of their shards by number.
+    """Returns the states of parameters, given those of their shards by number.
 
     Args:
-        shards: of each parameter.
+        state: the states of shards.
+        shards: the shards of each parameter.
     """
     joined: State = {}
     number = 0
@@ -93,7 +96,7 @@ def join_parts(state: State, shards: Sequence[Sequence[Shard]]) -> State:
 
 
 def _part(value: object, shard: Shard) -> object:
-    """A copy, since the optimizer will write to it: the other one goes on with its own."""
+    """Returns a copy, since this optimizer will write to it, and the caller may go on using the original."""
     if not isinstance(value, torch.Tensor):
         return value
     return (shard.run_of_any(value) if value.shape == shard.shape else value).clone()
@@ -103,7 +106,7 @@ def _whole(values: Sequence[object], shards: Sequence[Shard]) -> object:
     whole = None
     for value, shard in zip(values, shards, strict=True):
         if not isinstance(value, torch.Tensor) or value.shape != shard.run_shape:
-            return value  # such as the number of steps, of which each shard has the same
+            return value  # such as the number of steps, which is the same for each shard
         if whole is None:
             whole = torch.empty_strided(shard.shape, shard.strides, dtype=value.dtype)
         shard.run(whole).copy_(value)

@@ -1,4 +1,4 @@
-"""An optimizer whose state, and with it gradients and parameters, the ranks share instead of each holding it."""
+"""An optimizer whose state is sharded over the ranks, and with it gradients and parameters if wanted."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from torch.optim import Optimizer
 
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.group.reduce_op import ReduceOp
-from paceline.parallel.ddp.agreement import broadcast_tensors, require_same_module
-from paceline.parallel.ddp.buckets import MIB, make_buckets
-from paceline.parallel.ddp.conditions import facts_of
-from paceline.parallel.ddp.members import Members
+from paceline.parallel.agreement import require_same_module
+from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.conditions import rank_facts
+from paceline.parallel.ddp.buckets import MIB, caps_of, make_buckets
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
+from paceline.parallel.tracked_tensors import TrackedTensors
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
-from paceline.parallel.zero.gradients import GradientReducer
+from paceline.parallel.zero.gradients import GradientReducer, total_norm
 from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
-from paceline.parallel.zero.uneven import UnevenSteps
 from paceline.parallel.zero.units import find_units
-from paceline.parallel.zero.updates import copy_from_owners
 
 Stage = Literal[1, 2, 3]
 
@@ -38,27 +36,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
 
     Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that is more than a
-    rank's even share is cut, if the optimizer is one of torch's that treat each element by itself. Stage 1 shards the
-    optimizer's state; stage 2 the gradients as well, which are averaged into their owners' and freed elsewhere; stage 3
-    the parameters too, which the other ranks have only while a layer needs them.
+    rank's even share is cut, if the optimizer is one of torch's that update each element independently. Stage 1 shards
+    the optimizer's state; stage 2 the gradients as well, which are averaged on their owners and freed elsewhere; stage
+    3 the parameters too, which other ranks hold only while a layer needs them.
 
     Args:
         params: the module, plain or in a `DistributedDataParallel`; or parameters or parameter groups, as for any
             optimizer. With the module, gradients are averaged: by the wrapper in stage 1, else by this optimizer.
-            With parameters they are taken to be averaged when `step` is called, which a wrapper around their module
-            does; stage 2 then frees them no earlier than in `step`.
-        optimizer_class: such as `torch.optim.AdamW`; one that updates each parameter by itself.
+            With parameters, they must have been averaged when `step` is called, as a wrapper around their module
+            does; stage 2 then frees them in `step`, not earlier.
+        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`.
         process_group: the ranks; None for the default group.
-        parameters_as_bucket_view: without effect: parameters are sent from where they are.
+        parameters_as_bucket_view: has no effect: parameters are sent from where they are.
         overlap: average gradients on the group's progress thread while backward goes on; in stage 3 also gather the
             next layer's parameters there.
         stage: 1, 2 or 3; 3 needs the module.
-        module: where `params` is groups of its parameters.
+        module: the module, where `params` are groups of its parameters.
         bucket_cap_mb: MiB of gradients that are averaged together in backward.
-        defaults: arguments of `optimizer_class`.
+        defaults: keyword arguments for `optimizer_class`.
 
     Raises:
-        CollectiveMismatchError: parameters or arguments differ between ranks; on every rank.
+        CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
         TypeError: the optimizer evaluates the loss several times in a step.
         ValueError: `stage` is not 1, 2 or 3, or is 3 without a module.
 
@@ -94,12 +92,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             )
         self.stage = stage
         self.process_group = default_group() if process_group is None else process_group
-        self._overlap, self._cap_bytes = overlap, int(bucket_cap_mb * MIB)
+        self._overlap, self._bucket_caps = overlap, caps_of(int(bucket_cap_mb * MIB))
         self._averages = module is not None
         if isinstance(module, DistributedDataParallel):
             self._averages = stage > 1
             if self._averages:
-                module.require_backward_grad_sync = False  # from here on this optimizer does it
+                module.require_backward_grad_sync = False  # from now on this optimizer averages
             module = module.module
         self._module = module
         self._rank = self.process_group.rank()
@@ -109,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
         self._sharded: ShardedParameters | None = None
-        self.is_scaled_alike = False  # by a GradScaler that asks all ranks for infinite gradients
+        self.is_scaled_alike = False  # whether a GradScaler steps it that asks all ranks for infinite gradients
         Joinable.__init__(self)
         Optimizer.__init__(self, params, {})  # calls add_param_group for each
         self._require_agreement(optimizer_class)
@@ -121,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that this rank owns, and brings all ranks' together.
+        """Updates the parameters that this rank owns, and copies them to all ranks.
 
         Every rank calls it. `closure` computes the loss and its gradients, and is called once.
 
@@ -144,7 +142,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Has torch's GradScaler call `step` with what it found, so that `step` can refuse it."""
+        """Makes torch's GradScaler pass what it found to `step`, so that `step` can refuse it."""
         return self.stage > 1 and not self.is_scaled_alike
 
     @torch.no_grad()
@@ -156,11 +154,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._sharded is None:
             self._shards.follow()
         else:
-            self._sharded.free_all()  # of what was gathered ahead and will be old
+            self._sharded.free_all()  # what was gathered ahead will be out of date
         self._inner.step()
         copy_options(self._inner.param_groups, self.param_groups)
         if self._sharded is None:
-            copy_from_owners(self._shards.all(), self.process_group)
+            self._shards.copy_from_owners(self.process_group)
         else:
             self._sharded.refresh()
         if self.stage == 1:
@@ -170,13 +168,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             broadcast_tensors(list(self._module.buffers()), self.process_group, root)
 
     def own_part(self) -> Optimizer:
-        """The optimizer inside, with this rank's part of the parameters and of the gradients."""
+        """Returns the inner optimizer, with this rank's part of the parameters and of the gradients."""
         assert self._inner is not None
         self._shards.take_gradients(free=self.stage > 1)
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, and a backward that failed."""
+        """Clears the gradients, and what a failed backward has left."""
         super().zero_grad(set_to_none)
         self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
@@ -184,7 +182,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._reducer.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, the same on every rank; those there keep their owners."""
+        """Adds parameters, the same on every rank; parameters that were added before keep their owners."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._shards.add(group["params"])
@@ -201,15 +199,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._shards.take_gradients(free=self.stage > 1)
         gradients = self._shards.gradients()
-        norms = [torch.linalg.vector_norm(each, norm_type).double() for each in gradients]
-        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
-        if norm_type == float("inf"):
-            total = mine.max()
-            self.process_group.all_reduce(total, ReduceOp.MAX)
-        else:
-            total = mine.pow(norm_type).sum()
-            self.process_group.all_reduce(total)
-            total = total.pow(1 / norm_type)
+        total = total_norm(gradients, norm_type, self.process_group)
         scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
         if self.stage == 1:
             gradients = [param.grad for param in self._params() if param.grad is not None]
@@ -218,34 +208,34 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return total.float()
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """What this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
+        """Returns what this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
 
         Raises:
-            ValueError: in stage 3, whose parameters are gathered in forwards that a rank without inputs does not make.
+            ValueError: in stage 3, which gathers parameters in forward, and a rank without inputs makes no forward.
         """
         if self.stage == 3:
             raise ValueError(
                 f"rank {self.process_group.ranks[self._rank]}: Join got a ZeroRedundancyOptimizer with stage=3, whose "
                 "parameters are gathered in forward, which a rank without inputs does not make; use stage=2"
             )
-        return UnevenSteps(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        return ZeroJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self._params()[0].device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The ranks that take part."""
         return self.process_group
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Within it every rank holds all parameters, to save or load the module in stage 3; every rank enters it."""
+        """A context, entered by every rank, in which all hold all parameters, to save or load the module in stage 3."""
         return nullcontext() if self._sharded is None else self._sharded.all_present()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings the whole state to rank `to` of the group, for `state_dict` there; every rank calls it."""
+        """Gathers the whole state on rank `to` of the group, where `state_dict` returns it; every rank calls this."""
         assert self._inner is not None
         shards = self._shards
         number_of = {id(shard.updated): number for number, shard in enumerate(shards.all()) if shard.is_mine}
@@ -254,10 +244,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None if gathered is None else join_parts(gathered, shards.by_param)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the unsharded optimizer would have, which it can load; on one rank only.
+        """Returns the state that the unsharded optimizer would have, which it can load; on one rank only.
 
         Raises:
-            RuntimeError: `consolidate_state_dict` was not called since the last step, or was for another rank.
+            RuntimeError: `consolidate_state_dict` was not called since the last step, or with another rank.
         """
         if self._consolidated is None:
             raise RuntimeError(
@@ -267,10 +257,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return to_state_dict(self.param_groups, self._consolidated)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the whole state, of this optimizer or an unsharded one; every rank loads it and keeps its part.
+        """Loads the whole state of this optimizer or an unsharded one; every rank loads it and keeps its part.
 
         Raises:
-            ValueError: the state has other parameter groups.
+            ValueError: the state has different parameter groups.
         """
         assert self._inner is not None
         self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
@@ -282,23 +272,23 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group with what this rank updates of it."""
+        """Returns the group with only what this rank updates of its parameters."""
         return part_of_group(group, self._shards.mine_of(group["params"]))
 
     def _require_agreement(self, optimizer_class: type[Optimizer]) -> None:
-        """Every rank has the same parameters, and from now on rank 0's values of them and of the module's others."""
+        """Checks that all ranks have the same parameters, and copies rank 0's values and buffers to all."""
         names = {} if self._module is None else {id(param): name for name, param in self._module.named_parameters()}
         named = {
             names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
             for at, param in enumerate(self._params())
         }
-        members = Members(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
+        tracked = TrackedTensors(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
         options: dict[str, object] = {
             "stage": self.stage,
             "optimizer_class": optimizer_class.__name__,
             "groups": [len(group["params"]) for group in self.param_groups],
         }
-        require_same_module(members, options, facts_of(self.process_group, False), None, self.process_group)
+        require_same_module(tracked, options, rank_facts(self.process_group, False), None, self.process_group)
         everything = {id(param): param for param in self._params()}
         if self._module is not None:
             everything.update({id(each): each for each in (*self._module.parameters(), *self._module.buffers())})
@@ -316,7 +306,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             buckets = [[place_of[id(param)] for param in unit.params if id(param) in place_of] for unit in units]
         else:
             sizes = [param.nbytes for param in trained]
-            buckets = [list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._cap_bytes)]
+            buckets = [
+                list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._bucket_caps)
+            ]
         self._reducer = GradientReducer(
             trained_shards,
             buckets,
@@ -337,3 +329,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._reducer.close()
         if self._sharded is not None:
             self._sharded.close()
+
+
+class ZeroJoinHook(JoinHook):
+    """Takes part in the other ranks' steps, so that the parameters that this rank owns are updated."""
+
+    def __init__(self, optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool) -> None:
+        self._optimizer = optimizer
+        if optimizer._reducer is not None:
+            optimizer._reducer.divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Takes part in a backward without gradients, unless a wrapper averages, and makes the step."""
+        reducer = self._optimizer._reducer
+        if reducer is not None:
+            self._optimizer.zero_grad()
+            reducer.join_with_zeros()
+        self._optimizer._update()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Has no parameters to copy, since all ranks have the same ones after every step."""
+        if self._optimizer._reducer is not None:
+            self._optimizer._reducer.divide_by_initial_world_size = True

@@ -1,17 +1,18 @@
-"""Parameters that only their owners hold; the others have them while a layer needs them (ZeRO stage 3).
+"""Parameters that only their owners hold; other ranks have them while a layer needs them (ZeRO stage 3).
 
 A layer's parameters are copied from their owners before its forward, and again before its backward, and freed after
-each. What autograd saved for backward are views of the parameters' storage, so it is the storage that is freed and
-filled again: the views then hold what they held. Between times a parameter has no elements, so that whoever reads it
-gets an error and not freed memory.
+each. What autograd saved for backward are views of the parameters' storage, so the storage itself is freed and filled
+again, and the views hold what they held before. In between a parameter has no elements, so that code which reads it
+gets an error instead of freed memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -20,16 +21,48 @@ from torch.utils.hooks import RemovableHandle
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
-from paceline.parallel.ddp.graph import find_tensors, in_backward
+from paceline.parallel.graph import find_tensors, in_backward
 from paceline.parallel.zero.backward import BackwardEnd
-from paceline.parallel.zero.order import Order
 from paceline.parallel.zero.shards import Shard
 from paceline.parallel.zero.units import Unit
+
+Layer = TypeVar("Layer", bound=Hashable)
+
+
+class Order(Generic[Layer]):
+    """Predicts which layer follows another one: the one that did so last time.
+
+    >>> order = Order()
+    >>> [order.visit(layer) for layer in (0, 1, 2)]
+    [None, None, None]
+    >>> [order.visit(layer) for layer in (0, 1, 2)]
+    [1, 2, None]
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[Layer, Layer] = {}
+        self._visited: set[Layer] = set()
+        self._latest: Layer | None = None
+
+    def visit(self, layer: Layer) -> Layer | None:
+        """Notes that a layer runs; a pass ends where a layer runs again.
+
+        Returns:
+            The layer that is likely to run next.
+        """
+        if layer in self._visited:
+            self._visited.clear()
+            self._latest = None
+        if self._latest is not None:
+            self._after[self._latest] = layer
+        self._visited.add(layer)
+        self._latest = layer
+        return self._after.get(layer)
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A unit on its way: by owner, which unit that rank sent, and the calls that run."""
+    """A unit that is being gathered: for each owner the number of the unit that it sent, and the calls in flight."""
 
     told: dict[int, torch.Tensor]
     works: list[Work]
@@ -39,11 +72,11 @@ class ShardedParameters:
     """Gathers and frees the parameters of `units`.
 
     Args:
-        units: what is gathered together; the same on every rank.
-        shards: of each of their parameters, by its `id`.
+        units: the parameters that are gathered together; the same on every rank.
+        shards: the shards of each parameter, by its `id`.
         group: the ranks.
-        ends: tells when a backward ends.
-        ahead: gather the next unit, as far as it can be told, on the group's progress thread while one runs.
+        ends: calls this object when a backward ends.
+        ahead: gather the unit that will probably run next on the group's progress thread while one runs.
     """
 
     def __init__(
@@ -74,7 +107,7 @@ class ShardedParameters:
         self.free_all()
 
     def close(self) -> None:
-        """Gives every rank all parameters back, for good; idempotent."""
+        """Gives all parameters back to every rank for good; idempotent."""
         for number in range(len(self._units)):
             self._bring(number)
         for _, _, shard in self._runs():
@@ -87,7 +120,7 @@ class ShardedParameters:
 
     @contextmanager
     def all_present(self) -> Iterator[None]:
-        """Within it every rank holds all parameters."""
+        """A context in which every rank holds all parameters."""
         for number in range(len(self._units)):
             self._bring(number)
         self._pinned = True
@@ -99,16 +132,16 @@ class ShardedParameters:
             self.free_all()
 
     def refresh(self) -> None:
-        """After a step: where all parameters are present, they are the new ones."""
+        """Gathers the updated parameters after a step, where all parameters are present."""
         if self._pinned:
             for number in range(len(self._units)):
                 self._present[number] = False
                 self._bring(number)
 
     def free(self, number: int) -> None:
-        """Frees a unit's parameters, but for those that this rank owns."""
+        """Frees a unit's parameters, except those that this rank owns."""
         if number in self._flying:
-            self._arrive(number)  # it was gathered ahead in vain
+            self._arrive(number)  # it was gathered ahead, but was not needed
         if self._pinned or not self._present[number]:
             return
         self._present[number] = False
@@ -118,7 +151,7 @@ class ShardedParameters:
                 param.data = whole.new_empty(0)
 
     def free_all(self) -> None:
-        """Frees what is not this rank's."""
+        """Frees all parameters that this rank does not own."""
         for number in range(len(self._units)):
             self.free(number)
 
@@ -162,7 +195,7 @@ class ShardedParameters:
         for param, whole in zip(self._units[number].params, self._wholes[number], strict=True):
             if not self._stays(param):
                 param.data = whole
-        for owner, layer in flight.told.items():  # now that the others have all they wait for
+        for owner, layer in flight.told.items():  # raises only after the other ranks have received everything
             if int(layer) != number:
                 self._raise_apart(number, int(layer), owner)
 
@@ -175,7 +208,9 @@ class ShardedParameters:
 
     def _before_forward(self, number: int, module: nn.Module, inputs: object) -> None:
         self._gather(number)
-        if torch.is_grad_enabled() and not self._is_trained(number):  # else its gradients tell when it is through
+        if torch.is_grad_enabled() and not self._is_trained(
+            number
+        ):  # otherwise its gradients show when its backward is over
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
@@ -186,7 +221,7 @@ class ShardedParameters:
             for tensor in outputs:
                 tensor.register_hook(partial(self._before_backward, number))
             if not outputs and self._is_trained(number):
-                return  # backward would come without notice, so the parameters stay
+                return  # no hook would announce its backward, so the parameters stay
         if not in_backward():  # a checkpointed layer runs again there, and its backward follows
             self.free(number)
 
@@ -203,7 +238,7 @@ class ShardedParameters:
         return first.is_whole and first.is_mine
 
     def _runs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, Shard]]:
-        """Of what this rank owns a run of: the whole parameter's data, the run as it is updated, and its shard."""
+        """Yields the whole data, the updated run and the shard of each run of a parameter that this rank owns."""
         for unit, wholes in zip(self._units, self._wholes, strict=True):
             for param, whole in zip(unit.params, wholes, strict=True):
                 for shard in self._shards[id(param)]:
@@ -211,7 +246,7 @@ class ShardedParameters:
                         yield whole, shard.updated, shard
 
     def _keep_runs(self) -> None:
-        """Copies what this rank owns out of parameters that will be freed."""
+        """Copies the runs that this rank owns out of parameters that will be freed."""
         for whole, updated, shard in self._runs():
             updated.data = shard.run(whole).clone()
 
@@ -220,7 +255,7 @@ class ShardedParameters:
 
 
 def _own_storage(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's data, alone in its storage."""
+    """Returns the parameter's data in a storage of its own."""
     data = param.data
     storage = data.untyped_storage()
     if data.storage_offset() or storage.nbytes() != _nbytes(data) or not storage.resizable():
@@ -233,5 +268,5 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's storage as it lies, so that any layout and type travels."""
+    """Returns the bytes of the tensor's storage, so that any layout and dtype can be sent."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Which rank updates which bytes of which parameter."""
+"""Decides which rank updates which bytes of which parameter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT_BYTES = 256  # of cuts: whole elements of every type, whole cache lines, and vectors as they would be uncut
-_UNEVEN = 0.02  # of an even share, that a rank may have more before a parameter is cut
+ALIGNMENT_BYTES = 256  # of cuts, so that they keep whole elements of every dtype, whole cache lines, and whole vectors
+_UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -27,26 +27,26 @@ class Part(NamedTuple):
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether the optimizer is known to treat every element by itself, so that it may be given parts of parameters.
+    """Whether the optimizer is known to update elements independently, so that it may be given parts of parameters.
 
-    Only torch's own classes are known; what is derived from them may look at a parameter as a whole.
+    Only torch's own classes are known; a class derived from them may look at a parameter as a whole.
     """
     return optimizer_class in _ELEMENTWISE
 
 
 def divide(sizes: Sequence[int], may_cut: Sequence[bool], loads: list[int]) -> list[list[Part]]:
-    """Gives each parameter, largest first, to the rank that has least so far, and cuts those that are too much for it.
+    """Gives each parameter, largest first, to the rank that has least so far, and cuts those that exceed its share.
 
-    Greedy by size, largest first, is never more than 4/3 of the best partition in whole parameters (Graham 1969), and
-    as torch does it. What a parameter has beyond an even share goes to the next rank; that happens at most once a rank.
+    Largest first is at most 4/3 of the best partition into whole parameters (Graham 1969), and is what torch does. The
+    bytes of a parameter beyond an even share go to the next rank; that happens at most once for each rank.
 
     Args:
         sizes: bytes of each parameter.
-        may_cut: whether it can be cut.
-        loads: bytes that each rank has already; brought up to date.
+        may_cut: for each parameter, whether it may be cut.
+        loads: bytes that each rank has already; this function updates them.
 
     Returns:
-        For each parameter its parts, in order.
+        The parts of each parameter, in order.
 
     >>> divide([256, 1280, 512, 512], [True] * 4, loads := [0, 0]), loads
     ([[Part(start=0, stop=256, owner=1)], [Part(start=0, stop=1280, owner=0)], [Part(start=0, stop=512, owner=1)], \

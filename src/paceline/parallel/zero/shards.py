@@ -1,4 +1,4 @@
-"""Parameters, and runs of their elements, as ranks update them."""
+"""Shards: whole parameters, or runs of their elements, each of which one rank updates."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from paceline.group.buffers import is_plain
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.broadcast import byte_views
 from paceline.parallel.zero.partition import Part, divide
 
 
 class Shard:
-    """What one rank updates of `param`: all of it, or a run of elements in the order in which they lie in memory.
+    """The part of `param` that one rank updates: all of it, or a run of elements in the order of their memory.
 
-    `updated` is what the optimizer inside gets: the parameter itself, or on the owner a tensor of one dimension for
-    the run, which shares the parameter's memory; None on other ranks.
+    `updated` is what the inner optimizer gets: the whole parameter, or, on the owner, a one-dimensional tensor for the
+    run, which shares the parameter's memory; None for a run on other ranks.
     """
 
     def __init__(self, param: torch.Tensor, part: Part, rank: int) -> None:
@@ -37,11 +40,11 @@ class Shard:
         return self.shape if self.is_whole else torch.Size([self._stop - self._first])
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This shard's elements of a tensor that lies in memory as the parameter does; they share its memory."""
+        """Returns this shard's elements of a tensor with the parameter's layout; they share its memory."""
         return tensor if self.is_whole else _flat(tensor)[self._first : self._stop]
 
     def run_of_any(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same of a tensor of the parameter's shape; copied if it lies otherwise, or is sparse."""
+        """Returns this shard's elements of any tensor of the parameter's shape; copies it if its layout differs."""
         if self.is_whole:
             return tensor
         if tensor.layout is not torch.strided or tensor.stride() != self.strides or tensor.is_conj() or tensor.is_neg():
@@ -49,14 +52,14 @@ class Shard:
         return self.run(tensor.detach())
 
     def zeros(self) -> torch.Tensor:
-        """A tensor that lies as the parameter does."""
+        """Returns zeros with the parameter's layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.param.dtype).zero_()
 
     def follow(self) -> None:
-        """Updates the memory that the parameter has now.
+        """Makes `updated` share the memory that the parameter has now.
 
         Raises:
-            RuntimeError: it lies otherwise than when the optimizer was made.
+            RuntimeError: the parameter's layout has changed since the optimizer was made.
         """
         if self.is_mine and not self.is_whole:
             if self.param.shape != self.shape or self.param.stride() != self.strides:
@@ -69,7 +72,7 @@ class Shard:
             self.updated.data = self.run(self.param.data)
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds to the gradient of a run, in memory of its own."""
+        """Adds to the gradient of a run, which has its own memory."""
         assert self.updated is not None
         if self.updated.grad is None:
             self.updated.grad = gradient.detach().clone()
@@ -78,22 +81,23 @@ class Shard:
 
 
 class Shards:
-    """The shards of an optimizer's parameters, the same on every rank but for which of them are its own.
+    """The shards of an optimizer's parameters, which are the same on every rank.
 
     Args:
-        rank, size: of the group.
-        cuts: parameters may be cut.
+        rank: this rank.
+        size: the number of ranks.
+        cuts: whether parameters may be cut.
     """
 
     def __init__(self, rank: int, size: int, cuts: bool) -> None:
         self._rank = rank
         self._cuts = cuts
-        # Those without a state are shared apart, so that states are shared evenly.
+        # Frozen parameters, which have no state, are divided separately, so that the states are divided evenly.
         self._loads = {True: [0] * size, False: [0] * size}
         self.by_param: list[list[Shard]] = []
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
-        """Adds the parameters of a group; those there keep their owners."""
+        """Adds the parameters of a group; parameters that were added before keep their owners."""
         parts: dict[int, list[Part]] = {}
         for trained, loads in self._loads.items():
             chosen = [param for param in params if param.requires_grad == trained]
@@ -102,28 +106,33 @@ class Shards:
         self.by_param += [[Shard(param, part, self._rank) for part in parts[id(param)]] for param in params]
 
     def all(self) -> list[Shard]:
-        """All shards; a shard's place here is its number."""
+        """Returns all shards; a shard's place in this list is its number."""
         return [shard for shards in self.by_param for shard in shards]
 
     def mine(self) -> list[Shard]:
-        """Those that this rank updates."""
+        """Returns the shards that this rank updates."""
         return [shard for shard in self.all() if shard.is_mine]
 
     def mine_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank updates of these parameters."""
+        """Returns the tensors that this rank updates for these parameters."""
         wanted = {id(param) for param in params}
         return [s.updated for s in self.mine() if s.updated is not None and id(s.param) in wanted]
 
     def follow(self) -> None:
-        """Has runs share their parameters' memory, wherever that is now."""
+        """Makes runs share the memory that their parameters have now."""
         for shard in self.mine():
             shard.follow()
 
+    def copy_from_owners(self, group: ProcessGroup) -> None:
+        """Copies to all ranks what each owner has updated (stages 1 and 2)."""
+        for owner in range(group.size()):
+            _copy_from_owner([s.run(s.param.data) for s in self.all() if s.owner == owner], owner, group)
+
     def take_gradients(self, free: bool) -> None:
-        """Brings the parameters' gradients to the runs of them that this rank updates.
+        """Gives the runs that this rank updates their parts of the parameters' gradients.
 
         Args:
-            free: what this rank does not update is freed; else runs share the memory of the parameters' gradients.
+            free: free the gradients that this rank does not need; otherwise runs share the gradients' memory.
         """
         for shards in self.by_param:
             param = shards[0].param
@@ -140,11 +149,11 @@ class Shards:
                 param.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of what this rank updates."""
+        """Returns the gradients of what this rank updates."""
         return [s.updated.grad for s in self.mine() if s.updated is not None and s.updated.grad is not None]
 
     def forget_run_gradients(self, set_to_none: bool = True) -> None:
-        """Leaves the gradients of parameters as they are."""
+        """Clears the gradients of runs; those of whole parameters stay as they are."""
         for shard in self.mine():
             if not shard.is_whole and shard.updated is not None and shard.updated.grad is not None:
                 if set_to_none:
@@ -153,11 +162,20 @@ class Shards:
                     shard.updated.grad.zero_()
 
 
+def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
+    """Copies in one call, whatever the types, all tensors that are contiguous; each of the others in its own."""
+    if plain := [tensor for tensor in tensors if is_plain(tensor)]:
+        group.broadcast(byte_views(plain), owner)
+    for tensor in tensors:
+        if not is_plain(tensor):
+            group.broadcast(tensor.detach(), owner, any_order=True)
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order in which they lie in memory."""
+    """Returns the elements in the order of their memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _is_dense(param: torch.Tensor) -> bool:
-    """Whether the elements lie one after the other, in some order."""
+    """Whether the elements fill the tensor's memory without gaps, in some order."""
     return torch.empty_like(param, device="meta").stride() == param.stride()

@@ -1,4 +1,4 @@
-"""Which parameters of a module are gathered together (ZeRO stage 3)."""
+"""Decides which parameters of a module are gathered together (ZeRO stage 3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module that holds these parameters while its forward runs, and its backward."""
+    """A module, and the parameters that it needs while its forward or its backward runs."""
 
     name: str
     module: nn.Module
@@ -19,14 +19,15 @@ class Unit:
 
 
 def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit]:
-    """The elements of every `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict`, and last the module itself.
+    """Returns a unit for each element of `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`, and for the module.
 
-    Those are the layers of a model, which are called one after the other. A unit within another one has its parameters
-    for itself. All other parameters, and those that several units share, belong to the module as a whole: they are
-    there while anything runs that may look at them.
+    Those elements are the layers of a model, which are called one after the other. A unit within another one keeps its
+    parameters to itself. All other parameters, and those that several units share, belong to the unit of the whole
+    module: they are present while any code runs that may read them.
 
     Args:
-        params: those to be divided among units; others are left out.
+        module: the model.
+        params: the parameters to be divided among units; others are left out.
     """
     wanted = {id(param) for param in params}
     layers: dict[int, tuple[str, nn.Module]] = {}

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # as torch's DistributedDataParallel has it
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's DistributedDataParallel reads the same attribute
 
 
 @dataclass(frozen=True)
-class Members:
-    """By name: parameters that are trained, those that are frozen, and buffers; without those to be ignored.
+class TrackedTensors:
+    """A module's trained parameters, frozen parameters and buffers by name, without those that are to be ignored.
 
-    `sparse` are the names of trained parameters whose layers make sparse gradients.
+    `sparse` holds the names of trained parameters whose layers make sparse gradients; `ignored` the ignored names.
     """
 
     trained: dict[str, nn.Parameter]
@@ -24,21 +24,26 @@ class Members:
     sparse: frozenset[str]
     ignored: frozenset[str]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        return [*self.trained.values(), *self.frozen.values(), *self.buffers.values()]
+    def tensors(self, with_buffers: bool = True) -> list[torch.Tensor]:
+        """Returns all parameters and, by default, buffers."""
+        return [*self.trained.values(), *self.frozen.values(), *(self.buffers.values() if with_buffers else ())]
 
 
-def find_members(module: nn.Module) -> Members:
-    """The members of a module, in order of registration; those of several names have their first."""
-    ignored = frozenset(getattr(module, _IGNORED, ()))
+def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
+    """Returns the tensors of a module in order of registration; those with several names have their first.
+
+    Args:
+        module: its class or a call of `ignore_tensors` may name tensors to be ignored.
+        also_ignored: names of others.
+    """
+    ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))
     all_buffers = list(module.named_buffers(remove_duplicate=False))
     left_out = {id(tensor) for name, tensor in (*all_params, *all_buffers) if name in ignored}
     params = {name: param for name, param in module.named_parameters() if id(param) not in left_out}
     embeddings = [each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag))]
     sparse = {id(each.weight) for each in embeddings if each.sparse}
-    return Members(
+    return TrackedTensors(
         trained={name: param for name, param in params.items() if param.requires_grad},
         frozen={name: param for name, param in params.items() if not param.requires_grad},
         buffers={name: buffer for name, buffer in module.named_buffers() if id(buffer) not in left_out},
@@ -47,8 +52,8 @@ def find_members(module: nn.Module) -> Members:
     )
 
 
-def ignore_members(module: nn.Module, names: Iterable[str]) -> None:
-    """Has wrappers leave these parameters and buffers alone.
+def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
+    """Makes wrappers neither copy nor average these parameters and buffers.
 
     Raises:
         ValueError: the module has no such parameter or buffer.

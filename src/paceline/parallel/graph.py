@@ -11,7 +11,7 @@ NO_BACKWARD = -1
 
 
 def running_backward() -> int:
-    """The autograd engine's number of the backward that this thread is in; NO_BACKWARD outside of any."""
+    """Returns the autograd engine's number of the backward that runs on this thread; NO_BACKWARD if none does."""
     task: int = torch._C._current_graph_task_id()
     return task
 
@@ -22,7 +22,7 @@ def in_backward() -> bool:
 
 
 def find_tensors(output: object) -> Iterator[torch.Tensor]:
-    """The tensors in an output: itself, or nested in lists, tuples, sets, mappings and dataclasses."""
+    """Yields the tensors in an output, which may be nested in lists, tuples, sets, mappings and dataclasses."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -37,7 +37,7 @@ def find_tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def used_parameters(outputs: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of the leaf tensors that the outputs' graphs reach."""
+    """Returns the ids of the leaf tensors that the graphs of the outputs reach."""
     used: set[int] = set()
     seen: set[object] = set()
     waiting = []

@@ -1,4 +1,4 @@
-"""What a module and a machine must have to train data parallel."""
+"""Checks whether a module and a machine can train data parallel."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ import torch
 
 from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.agreement import Facts
-from paceline.parallel.ddp.members import Members
-from paceline.parallel.placement import say_absent, say_elsewhere
+from paceline.parallel.agreement import RankFacts
+from paceline.parallel.placement import absent_device_text, wrong_device_text
+from paceline.parallel.tracked_tensors import TrackedTensors
 
-_warned = False  # of too many threads, in this process
+_warned = False  # whether this process has warned that there are too many threads
 
 
-def why_not(
-    members: Members,
+def unsupported_reason(
+    tracked: TrackedTensors,
     group: ProcessGroup,
     device_ids: Sequence[torch.device] = (),
     output_device: torch.device | None = None,
+    has_delayed: bool = False,
 ) -> Exception | None:
-    """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
-    absent = say_absent(device_ids, output_device)
+    """Returns why a module cannot be wrapped, or None if it can.
+
+    Args:
+        tracked: the module's tensors.
+        group: the ranks.
+        device_ids: the module must be on the first of them, if there are any.
+        output_device: where outputs go.
+        has_delayed: other parameters than those tracked are averaged, so it may be that none is tracked.
+    """
+    absent = absent_device_text(device_ids, output_device)
     if absent is not None:
         return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
     device = device_ids[0] if device_ids else None
-    for name, tensor in (members.trained | members.frozen | members.buffers).items():
+    for name, tensor in (tracked.trained | tracked.frozen | tracked.buffers).items():
         if torch.nn.parameter.is_lazy(tensor):
             return ValueError(f"{name!r} has no shape yet; call the module once, then wrap it")
         if tensor.device.type not in group.device_types:
@@ -40,32 +49,32 @@ def why_not(
                 f"{fitting}"
             )
         if device is not None and tensor.device != device:
-            return ValueError(say_elsewhere(name, tensor, device))
-    if not members.trained:
+            return ValueError(wrong_device_text(name, tensor, device))
+    if not tracked.trained and not has_delayed:
         return RuntimeError(
             "no parameter of the module requires a gradient, so there is nothing to reduce; use it unwrapped"
         )
-    for name, param in members.trained.items():
+    for name, param in tracked.trained.items():
         if param.dtype not in DTYPE_CODES:
             return TypeError(f"parameter {name!r} is of {param.dtype}, which cannot be averaged over the ranks")
     return None
 
 
-def facts_of(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> Facts:
-    """What this rank tells the others of itself; a GPU needs no core for what goes on beside backward."""
+def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
+    """Returns what this rank reports about itself; on a GPU, reducing during backward needs no core."""
     overlaps = (not on_cpu or _has_core_to_spare(group)) if overlap is None else overlap
-    return Facts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
+    return RankFacts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
 
 def _has_core_to_spare(group: ProcessGroup) -> bool:
-    """Whether the ranks of this host leave each of their progress threads a core."""
+    """Whether this host has a core for each rank's progress thread, beside those that its ranks compute with."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(named) if named.isdecimal() else group.size()
     return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
 
 
-def warn_of_too_many_threads(everyones: Sequence[Facts], group: ProcessGroup) -> None:
-    """Warns, once, on one rank of each host whose ranks have more threads than cores."""
+def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
+    """Warns once, on one rank of each host, if its ranks have more threads than cores."""
     global _warned
     mine = everyones[group.rank()]
     here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]

@@ -1,4 +1,4 @@
-"""Sees to it that every rank wraps the same model in the same way before training starts."""
+"""Checks before training starts that every rank wraps the same model in the same way."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.ddp.members import Members
+from paceline.parallel.tracked_tensors import TrackedTensors
 
 Entry = list[object]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What may differ between ranks, and is told to all.
+class RankFacts:
+    """What a rank reports about itself to all ranks.
 
-    `overlaps`: this rank could, or wants to, overlap reduction with backward.
+    `overlaps`: whether this rank can, or was told to, overlap reduction with backward; `threads`: torch's threads.
     """
 
     overlaps: bool
@@ -29,10 +27,10 @@ class Facts:
     threads: int
 
 
-def describe_members(members: Members) -> list[Entry]:
-    """Name, shape, strides, type, kind of device and requires_grad of each parameter and buffer."""
+def describe_tensors(tracked: TrackedTensors) -> list[Entry]:
+    """Returns the name, shape, strides, dtype, device type and requires_grad of each parameter and buffer."""
     described: list[Entry] = []
-    for kind, named in (("parameter", members.trained | members.frozen), ("buffer", members.buffers)):
+    for kind, named in (("parameter", tracked.trained | tracked.frozen), ("buffer", tracked.buffers)):
         for name, tensor in named.items():
             shape = list(tensor.shape)
             where = "" if tensor.is_cpu else f" on {tensor.device.type}"
@@ -41,20 +39,24 @@ def describe_members(members: Members) -> list[Entry]:
 
 
 def require_same_module(
-    members: Members, options: dict[str, object], facts: Facts, problem: Exception | None, group: ProcessGroup
-) -> list[Facts]:
+    tracked: TrackedTensors,
+    options: dict[str, object],
+    facts: RankFacts,
+    problem: Exception | None,
+    group: ProcessGroup,
+) -> list[RankFacts]:
     """Compares the model, and the options it is wrapped with, over the ranks; returns every rank's facts.
 
     Args:
-        members: of the module that this rank wraps.
+        tracked: the tensors of the module that this rank wraps.
         options: arguments that must be the same on every rank.
-        facts: of this rank.
-        problem: why this rank cannot wrap it; raised here, after the others were told.
+        facts: what this rank reports about itself.
+        problem: why this rank cannot wrap its module; it is raised here, after the other ranks have received it.
 
     Raises:
-        CollectiveMismatchError: on every rank, naming the first difference and who is on which side of it.
+        CollectiveMismatchError: on every rank, naming the first difference and which ranks are on which side of it.
     """
-    description = [] if problem is not None else describe_members(members)
+    description = [] if problem is not None else describe_tensors(tracked)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
     mine: dict[str, object] = {"digest": digest, "options": options, "facts": asdict(facts)}
     mine["problem"] = str(problem) if problem else None
@@ -81,7 +83,7 @@ def require_same_module(
             f"rank {group.ranks[group.rank()]}: the models differ: {_first_difference(descriptions, group.ranks)}. "
             "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
         )
-    return [Facts(**other["facts"]) for other in everyone]
+    return [RankFacts(**other["facts"]) for other in everyone]
 
 
 def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int]) -> str:
@@ -93,7 +95,7 @@ def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int])
 
 
 def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
-    """Which ranks hold which value, rank 0's first."""
+    """Says which ranks hold which value, beginning with rank 0's."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
@@ -109,27 +111,3 @@ def _say(entry: Entry | None) -> str:
         return "nothing in its place"
     kind, name, shape, stride, dtype, requires_grad = entry
     return f"{kind} {name!r} of shape {shape}, strides {stride}, {dtype}, requires_grad={requires_grad}"
-
-
-def by_device(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors of each device; a call takes those of one."""
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return list(groups.values())
-
-
-def byte_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors' memory as uint8, so that several types travel in one call; they must be contiguous."""
-    return [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-
-
-def broadcast_tensors(tensors: list[torch.Tensor], group: ProcessGroup, root: int = 0) -> None:
-    """Copies the root's values to all ranks, whatever the types and layouts."""
-    plain = [tensor for tensor in tensors if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()]
-    kept = {id(tensor) for tensor in plain}
-    for together in by_device(plain):
-        group.broadcast(byte_views(together), root)
-    for tensor in tensors:
-        if id(tensor) not in kept:
-            group.broadcast(tensor.detach(), root)

@@ -1,0 +1,119 @@
+"""The calls that average a module's gradients over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+from paceline.group.work import Work
+from paceline.parallel.ddp.gradient_buckets import GradientBuckets
+from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliases
+from paceline.parallel.ddp.hook import CommHook, HookedWork
+from paceline.parallel.ddp.same_batches import SameBatches
+from paceline.parallel.ddp.sparse import average_sparse
+
+
+class Averager:
+    """Averages `gradients` over the ranks of `group`, in place. When to do so is for the caller to say.
+
+    Args:
+        gradients: the gradients of a module.
+        group: the ranks.
+        compares_batches: whether digests of the ranks' batches travel with the first averages.
+    """
+
+    def __init__(self, gradients: GradientBuckets, group: ProcessGroup, *, compares_batches: bool = True) -> None:
+        # - How gradients are averaged
+        self._gradients = gradients
+        self._group = group
+        self.comm_hook: CommHook | None = None  # averages instead of the engine
+        self.scale = 1.0  # what averages are multiplied by: within `join` fewer ranks than all may count
+        on_cpu = all(param.is_cpu for param in gradients.params)
+        self.same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu)
+
+        # - The calls of this backward
+        self._in_flight: list[tuple[Work | HookedWork, Memory]] = []  # on the group's progress thread, or with the hook
+        self._over: list[Memory] = []  # averaged, and not yet written back
+
+    def start_early(self, at: int) -> bool:
+        """Has the group's progress thread average a bucket; returns False, and does nothing, if a gradient is missing.
+
+        A gradient whose memory others read is averaged in a copy, since backward goes on and may still read it.
+        """
+        gradients = self._gradients.active[at]
+        if gradients is None:
+            return True
+        memory = gradients.collect(copy_shared=True)
+        if memory is None:
+            return False
+        self._start(at, gradients, memory, async_op=True)
+        return True
+
+    def average_from(self, first: int, copy_shared: bool) -> bool:
+        """Averages the buckets from `first` on, unless gradients are missing; waits for those that were started.
+
+        Args:
+            first: the number of a bucket.
+            copy_shared: average a gradient that shares memory with another tensor in a copy.
+
+        Returns:
+            Whether none was missing.
+        """
+        active = enumerate(self._gradients.active)
+        rest = [(at, gradients) for at, gradients in active if at >= first and gradients is not None]
+        memories = _collect(rest, copy_shared)
+        sparse = self._gradients.active_sparse()
+        if len(memories) != len(rest) or any(param.grad is None for param in sparse):
+            self._finish()
+            return False
+        if have_aliases(memories):
+            # On another rank, with a batch of another size, they may be apart, and all must reduce the same.
+            memories = _collect(rest, copy_shared=True)
+        if self.comm_hook is None and memories and not self.same_batches.is_over:
+            self.same_batches.add_to(memories[-1], rest[-1][1].dtype)
+        for (at, gradients), memory in zip(rest, memories, strict=True):
+            self._start(at, gradients, memory, async_op=False)
+        if sparse:
+            average_sparse(sparse, self._group, self.scale)
+        self._finish()
+        return True
+
+    def abandon(self) -> None:
+        """Leaves the calls in flight to themselves, after an error."""
+        self._in_flight.clear()
+        self._over.clear()
+        self.same_batches.is_over = True
+
+    def _start(self, at: int, gradients: BucketGradients, memory: Memory, async_op: bool) -> None:
+        work: Work | HookedWork | None
+        if self.comm_hook is None:
+            work = self._group.all_reduce_memory(
+                memory.pieces, memory.tensors, gradients.dtype_code, memory.count, ReduceOp.AVG, async_op
+            )
+        else:
+            work = self.comm_hook.start(at, self._gradients.is_last(at), gradients, memory)
+        if work is None:
+            self._over.append(memory)
+        else:
+            self._in_flight.append((work, memory))
+
+    def _finish(self) -> None:
+        in_flight, self._in_flight = self._in_flight, []
+        over, self._over = self._over, []
+        for work, memory in in_flight:
+            work.wait()
+            over.append(memory)
+        if not self.same_batches.is_over:
+            self.same_batches.arrive()
+        for memory in over:
+            if self.scale != 1:
+                torch._foreach_mul_(memory.tensors, self.scale)
+            memory.write_back()
+
+
+def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) -> list[Memory]:
+    """Returns the gradients of those buckets in which none is missing."""
+    return [memory for _, gradients in buckets if (memory := gradients.collect(copy_shared)) is not None]
