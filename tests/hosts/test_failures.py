@@ -319,7 +319,7 @@ def test_a_host_that_vanishes_is_noticed(hosts, fn, tmp_path):
         assert message.startswith(lost) and "seen by" in message, message
 
 
-def test_a_time_out_that_is_due_before_the_silence_is_noticed_comes_first(hosts, tmp_path):
+def test_a_time_out_due_before_the_silence_limit_comes_first(hosts, tmp_path):
     with hosts(2, 1, bridged=True).start(reduce_on, str(tmp_path), 3) as run:
         await_word(str(tmp_path), "0", "1")
         time.sleep(0.3)

@@ -28,7 +28,7 @@ def all_reduce_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_reduce_of_every_type_and_reduction_is_the_tree_over_ranks(ranks, size):
+def test_all_reduce_follows_the_tree_for_every_type(ranks, size):
     ranks(size)(all_reduce_everything)
 
 

@@ -103,7 +103,7 @@ def torchs_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone.module), gradients(module), strict=True))
 
 
-def test_torchs_hooks_that_use_only_the_bucket_and_our_future_work_unmodified(ranks):
+def test_torchs_hooks_that_need_only_the_bucket_work_unmodified(ranks):
     ranks(2)(torchs_own)
 
 
@@ -127,7 +127,7 @@ def compressed_gradients() -> None:
         require_equal_on_all_ranks(gradients(module))
 
 
-def test_every_hook_averages_to_its_precision_and_to_the_same_bits_on_all_ranks(ranks):
+def test_every_hook_averages_to_its_precision(ranks):
     ranks(3)(compressed_gradients)
 
 
@@ -188,7 +188,7 @@ def overflow() -> None:
             torch.testing.assert_close(after, torch.ones(600), rtol=0.02, atol=0.02)
 
 
-def test_an_overflow_is_seen_by_grad_scalers_and_forgotten_in_the_next_step(ranks):
+def test_an_overflow_lasts_for_one_step_only(ranks):
     ranks(2)(overflow)
 
 

@@ -155,7 +155,7 @@ def unused() -> None:
     require_equal_on_all_ranks(gradients(model))
 
 
-def test_a_parameter_that_some_ranks_left_out_is_averaged_and_one_that_all_did_is_left_alone(ranks):
+def test_a_parameter_is_averaged_if_any_rank_used_it(ranks):
     ranks(2)(unused)
 
 
@@ -317,7 +317,7 @@ def buffers() -> None:
     assert (norm.running_mean == rank).all()
 
 
-def test_buffers_follow_rank_0_in_training_and_nobody_waits_in_evaluation(ranks):
+def test_buffers_follow_rank_0_in_training_only(ranks):
     ranks(2)(buffers)
 
 
@@ -368,7 +368,7 @@ def train_until_killed(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["before", "in"])
-def test_a_rank_killed_before_or_in_its_backward_ends_the_others_backward(ranks, where):
+def test_a_killed_rank_ends_the_backward_of_the_others(ranks, where):
     with ranks(3).start(train_until_killed, where) as world:
         told = world.join(20, expect_dead=frozenset({1}))
     assert told[0].startswith("1 rank 1 (") and "died" in told[0]

@@ -263,7 +263,7 @@ def mixed_precision() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, wrapped.parameters(), strict=True))
 
 
-def test_autocast_scaled_and_clipped_gradients_are_the_same_on_all_ranks(ranks):
+def test_scaled_and_clipped_gradients_are_the_same_on_all_ranks(ranks):
     ranks(2)(mixed_precision)
 
 

@@ -152,7 +152,7 @@ def disagree() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_calls_that_do_not_fit_fail_on_every_rank_and_harm_nothing(ranks, size):
+def test_calls_that_do_not_match_fail_on_every_rank(ranks, size):
     ranks(size)(disagree)
 
 
@@ -252,6 +252,6 @@ def destroyed_while_another_thread_waits(algorithm: str | None) -> str:
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring"])
-def test_a_group_that_is_destroyed_while_another_thread_waits_ends_its_wait(ranks, algorithm):
+def test_destroying_a_group_ends_the_wait_of_another_thread(ranks, algorithm):
     for message in ranks(2)(destroyed_while_another_thread_waits, algorithm, timeout_s=15):
         assert "interrupted" in message or "rank 0" in message

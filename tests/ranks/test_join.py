@@ -91,7 +91,7 @@ def analytical() -> None:
     assert layer.weight.grad.item() == 1.5
 
 
-def test_gradients_are_divided_by_all_ranks_or_by_those_with_inputs(ranks):
+def test_gradients_are_divided_by_all_or_by_the_joined_ranks(ranks):
     ranks(2)(analytical)
 
 
@@ -143,7 +143,7 @@ def sharded_optimizers() -> None:
         dist.Join([sharded])
 
 
-def test_a_sharded_optimizer_steps_with_the_others_when_its_rank_has_run_out(ranks):
+def test_a_sharded_optimizer_steps_on_after_its_inputs_end(ranks):
     ranks(3)(sharded_optimizers)
 
 

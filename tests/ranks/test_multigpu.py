@@ -59,7 +59,7 @@ def reduced_by_two_ranks(results_file: str, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_two_ranks_of_two_tensors_reduce_to_the_very_bits_of_four_ranks(ranks, async_op, tmp_path):
+def test_two_ranks_of_two_tensors_reduce_to_the_bits_of_four(ranks, async_op, tmp_path):
     results_file = str(tmp_path / "results")
     ranks(4)(reduced_by_four_ranks, results_file)
     ranks(2)(reduced_by_two_ranks, results_file, async_op)

@@ -206,7 +206,7 @@ def wait_for_nothing() -> str:
     return str(caught.value)
 
 
-def test_a_message_that_does_not_come_is_told_with_the_rank_it_should_come_from(ranks):
+def test_a_missing_message_is_reported_with_its_sender(ranks):
     assert "rank 1" in ranks(2)(wait_for_nothing)[0]
 
 

@@ -177,7 +177,7 @@ def gradients() -> None:
     assert model["unused"].weight.grad is None
 
 
-def test_the_gradient_is_that_of_the_mean_over_the_step_and_adds_up(ranks):
+def test_the_gradient_is_that_of_the_mean_over_the_step(ranks):
     ranks(3)(gradients)
 
 

@@ -114,7 +114,7 @@ def trained() -> None:
         close(one, other)
 
 
-def test_a_wrapped_model_trains_as_one_process_with_the_whole_batch(ranks):
+def test_a_wrapped_model_trains_as_one_process_would(ranks):
     ranks(2)(trained)
 
 

@@ -133,7 +133,7 @@ def every_optimizer() -> None:
             require_close(sharded.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-def test_every_optimizer_of_torchs_steps_as_unsharded_and_only_those_for_single_elements_get_parts(ranks):
+def test_every_optimizer_of_torchs_steps_as_unsharded(ranks):
     ranks(2)(every_optimizer)
 
 
@@ -196,7 +196,7 @@ def memory() -> list[tuple[int, int, dict[str, int]]]:
     return seen
 
 
-def test_a_rank_holds_its_part_of_what_the_stage_shards_and_no_more(ranks):
+def test_a_rank_holds_only_its_part_of_what_the_stage_shards(ranks):
     for rank in ranks(3)(memory):
         for stage, whole, at in rank:
             assert at["state"] <= 2 * whole * (1 / 3 + 0.05)
@@ -266,5 +266,5 @@ def groups_and_schedules() -> None:
         assert seen[1] == expected[1]
 
 
-def test_groups_that_join_later_and_schedules_count_as_they_do_unsharded(ranks):
+def test_later_parameter_groups_count_as_they_do_unsharded(ranks):
     ranks(2)(groups_and_schedules)

@@ -92,7 +92,7 @@ def leave_out(stage: int) -> None:
     require_same_parameters(sharded, model, reference)
 
 
-def test_a_parameter_that_some_ranks_left_out_is_averaged_and_one_that_all_did_is_left_alone(ranks):
+def test_a_parameter_is_averaged_if_any_rank_used_it(ranks):
     ranks(2)(in_turn, leave_out, [(1,), (2,), (3,)])
 
 
@@ -264,7 +264,7 @@ def under_a_wrapper_it_does_not_know() -> None:
     assert sum(param.grad is not None for param in wrapped.parameters()) < 6
 
 
-def test_stage_two_of_bare_parameters_keeps_what_the_wrapper_still_averages(ranks):
+def test_stage_two_keeps_gradients_that_the_wrapper_averages(ranks):
     ranks(2)(under_a_wrapper_it_does_not_know)
 
 

@@ -70,7 +70,7 @@ def run(kind: str) -> None:
             require_unsharded_steps(model, stage, overlap)
 
 
-def test_a_gradient_still_on_its_way_to_other_layers_is_not_averaged_under_them(ranks):
+def test_a_gradient_that_other_layers_still_read_is_not_changed(ranks):
     ranks(2)(run, "plus")
 
 
@@ -109,6 +109,6 @@ def freeze_the_most() -> list[int]:
     return held
 
 
-def test_frozen_layers_are_freed_when_backward_is_through_with_them(ranks):
+def test_frozen_layers_are_freed_after_their_backward(ranks):
     for held in ranks(2)(freeze_the_most):
         assert max(held) <= 64 * (3 + 1)

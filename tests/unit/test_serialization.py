@@ -115,7 +115,7 @@ def test_tensors_of_every_type_and_shape_come_back(dtype, shape):
     assert same(there_and_back([tensor, {"t": tensor}]), [tensor, {"t": tensor}])
 
 
-def test_tensors_come_back_with_gradients_wanted_and_memory_of_their_own():
+def test_tensors_come_back_with_memory_of_their_own():
     kinds = [
         torch.randn(3, 4).t(),
         torch.randn(3, dtype=torch.complex64).conj(),
@@ -201,7 +201,7 @@ class Color(enum.IntEnum):
         ([[torch.nn.Linear(1, 1)]], r"obj\[0\]\[0\] is a torch.nn.modules.linear.Linear"),
     ],
 )
-def test_what_does_not_travel_is_named_with_its_path_and_what_to_do(value, message):
+def test_what_cannot_be_sent_is_named_with_its_path(value, message):
     with pytest.raises(TypeError, match=message):
         encode(value, "obj")
 
@@ -277,7 +277,7 @@ def test_changed_bytes_are_malformed_and_nothing_else(value):
         b"\x01\x81\x03\x91\x90",
     ],
 )
-def test_lengths_that_lie_are_refused_without_memory_being_had_for_them(body):
+def test_false_lengths_are_refused_without_allocating_memory(body):
     tracemalloc.start()
     with pytest.raises(MalformedPayload):
         decode(body, [])
