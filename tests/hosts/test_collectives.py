@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agreement import agree_with_gloo
+from collectives_vs_gloo import agree_with_gloo
 from values import COMPLEX, FLOATS, INTEGERS, expected, make, supported
 
 import paceline as dist

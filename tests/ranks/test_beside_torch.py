@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import torch_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch_programs import torch_group
 from world import free_port
 
 import paceline

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import torch.distributed.nn.functional as torchs
-from against_gloo import agree, torch_group
+from torch_programs import agree, torch_group
 
 import paceline as dist
 from paceline import functional

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree, torch_group
 from torch.distributed import ReduceOp
+from torch_programs import agree, torch_group
 from values import COMPLEX, FLOATS, make
 
 import paceline.plugin

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree, torch_group
 from torch.distributed import ReduceOp
+from torch_programs import agree, torch_group
 
 LIMIT = timedelta(seconds=30)
 

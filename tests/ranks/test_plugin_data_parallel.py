@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree_closely
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch_programs import agree_closely
 
 Result = list[torch.Tensor]
 

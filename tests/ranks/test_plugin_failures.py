@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import torch_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch_programs import torch_group
 
 import paceline
 

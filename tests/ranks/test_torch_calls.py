@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree, require_equal, torch_group
 from torch_calls import CASES, plain, sparse
+from torch_programs import agree, require_equal, torch_group
 
 import paceline as dist
 
