@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from world import Ranks
 
 from paceline import PacelineError
 from paceline.rendezvous.rendezvous import rendezvous

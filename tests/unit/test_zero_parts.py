@@ -11,7 +11,8 @@ from paceline.parallel.zero.order import Order
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES, divide, is_elementwise
 from paceline.parallel.zero.units import find_units
 
-PARAMS = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40)  # of so many bytes; whether it may be cut
+# The size of each in bytes, and whether it may be cut.
+PARAMS = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40)
 
 
 @given(PARAMS, st.integers(1, 9))
