@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from world import Ranks
 
 import paceline as dist
 
@@ -150,10 +151,25 @@ def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[flo
     return {**done, "epoch": train("cnn", 8, images, file=file, steps=2 if dist.get_world_size() == 2 else 9999)}
 
 
-def test_shards_need_not_be_powers_of_two_nor_read_by_the_rank_nor_finished_by_as_many_ranks(ranks, tmp_path):
-    alone, begun, ended = (ranks(size)(in_other_numbers, digits(), str(tmp_path / "epoch"))[0] for size in (1, 2, 3))
-    for case in ("7 shards", "workers"):
-        assert begun[case] == ended[case] == alone[case]
+@pytest.fixture(scope="module")
+def on_other_numbers(tmp_path_factory):
+    """What one rank computes alone, two of them, who leave the epoch, and three, who end it."""
+    file = tmp_path_factory.mktemp("epoch") / "checkpoint"
+    return [Ranks(size)(in_other_numbers, digits(), str(file))[0] for size in (1, 2, 3)]
+
+
+def test_the_number_of_shards_need_not_be_a_power_of_two(on_other_numbers):
+    alone, two, three = on_other_numbers
+    assert two["7 shards"] == three["7 shards"] == alone["7 shards"]
+
+
+def test_workers_that_read_the_shards_change_no_bit(on_other_numbers):
+    alone, two, three = on_other_numbers
+    assert two["workers"] == three["workers"] == alone["workers"]
+
+
+def test_an_epoch_may_be_finished_by_another_number_of_ranks(on_other_numbers):
+    alone, begun, ended = on_other_numbers
     assert ended["epoch"][0] == alone["epoch"][0]
     assert begun["epoch"][1] + ended["epoch"][1] == alone["epoch"][1]
 
@@ -223,7 +239,7 @@ def replicas() -> None:
         assert model(data[:3])["y"].shape == (3, 2)  # any number, as there is nothing to add up
 
 
-def test_a_deterministic_wrapper_gives_back_the_batch_in_its_order_and_averages_over_shards(ranks):
+def test_a_deterministic_wrapper_averages_over_the_shards(ranks):
     ranks(2)(replicas)
 
 

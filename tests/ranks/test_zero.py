@@ -96,7 +96,7 @@ def test_twenty_steps_end_where_the_unsharded_optimizers_do(ranks, size, names):
 
 
 @pytest.mark.parametrize(("stages", "overlap"), [([1], False), ([2, 3], True)])
-def test_so_they_do_with_data_parallel_modules_and_with_overlap(ranks, stages, overlap):
+def test_wrapped_modules_end_where_unsharded_ones_do(ranks, stages, overlap):
     ranks(2)(like_unsharded, ["AdamW"], stages, True, overlap)
 
 
@@ -126,7 +126,7 @@ def every_optimizer() -> None:
                 its_optimizer.step()
         for mine, other in zip(model.parameters(), reference.module.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        whole = {id(param) for param in model.parameters()}
+        whole = {id(param) for param in model.parameters()}  # only an elementwise optimizer gets parts of parameters
         assert all(id(updated) in whole for updated in sharded.state) == (name in WHOLE), name
         sharded.consolidate_state_dict()
         if dist.get_rank() == 0:
