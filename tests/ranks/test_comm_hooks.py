@@ -173,7 +173,7 @@ def test_error_feedback_makes_the_sum_of_many_steps_right(ranks):
     ranks(2)(what_is_lost_comes_later)
 
 
-def overflow() -> None:
+def overflow_once() -> None:
     dist.init_process_group()
     parameter = nn.Parameter(torch.zeros(20, 30))
     for hook, state in (
@@ -189,10 +189,10 @@ def overflow() -> None:
 
 
 def test_an_overflow_lasts_for_one_step_only(ranks):
-    ranks(2)(overflow)
+    ranks(2)(overflow_once)
 
 
-def mistakes() -> None:
+def hooks_that_go_wrong() -> None:
     dist.init_process_group()
     x = torch.ones(1, 8)
 
@@ -228,7 +228,7 @@ def completed(value: int) -> torch.futures.Future:
 
 
 def test_a_hook_that_goes_wrong_is_told_apart(ranks):
-    ranks(1)(mistakes)
+    ranks(1)(hooks_that_go_wrong)
 
 
 HOOKS = {

@@ -102,7 +102,7 @@ def test_twenty_steps_end_where_torchs_do(ranks, size, tmp_path):
     ranks(size)(like_torch, str(tmp_path / "gloo"))
 
 
-def accumulate() -> None:
+def accumulate_without_sync() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def accumulate() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_sync_accumulates_and_the_next_backward_reduces_all(ranks, size):
-    ranks(size)(accumulate)
+    ranks(size)(accumulate_without_sync)
 
 
 def leave_parameters_out() -> None:

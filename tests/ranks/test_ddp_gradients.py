@@ -201,7 +201,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def checkpointed() -> None:
+def train_checkpointed_layers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     batches = inputs(4, 8)
@@ -226,7 +226,7 @@ def checkpointed() -> None:
 
 
 def test_checkpointed_layers_are_averaged_or_told(ranks):
-    ranks(2)(checkpointed)
+    ranks(2)(train_checkpointed_layers)
 
 
 class Choice(nn.Module):
@@ -288,7 +288,7 @@ class Returns(nn.Module):
         return self._wrap(self.body(x) * scale)
 
 
-def outputs() -> None:
+def return_outputs_of_any_kind() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     batches = inputs(4, 8)
@@ -306,7 +306,7 @@ def outputs() -> None:
 
 
 def test_outputs_may_be_of_any_kind_even_out_of_sight(ranks):
-    ranks(2)(outputs)
+    ranks(2)(return_outputs_of_any_kind)
 
 
 class Calls(nn.Module):
@@ -318,7 +318,7 @@ class Calls(nn.Module):
         return self._call(self, x)
 
 
-def layouts() -> None:
+def gradients_of_any_layout() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -333,10 +333,10 @@ def layouts() -> None:
 
 
 def test_gradients_of_any_layout_are_averaged(ranks):
-    ranks(2)(layouts)
+    ranks(2)(gradients_of_any_layout)
 
 
-def types() -> None:
+def gradients_of_several_types() -> None:
     dist.init_process_group()
     types = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     mixed = Calls(lambda m, scale: sum((p.conj() * scale).abs().sum().double() for p in m.params))
@@ -348,7 +348,7 @@ def types() -> None:
 
 
 def test_gradients_of_several_types_are_averaged(ranks):
-    ranks(2)(types)
+    ranks(2)(gradients_of_several_types)
 
 
 def sparse_gradients() -> None:

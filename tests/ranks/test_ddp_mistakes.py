@@ -30,7 +30,7 @@ def told_by(steps) -> str:
     return "; ".join(str(each.message) for each in warned)
 
 
-def differs(at: int) -> str:
+def wrap_models_that_differ(at: int) -> str:
     dist.init_process_group()
     odd = dist.get_rank() == 1
     modules = [
@@ -45,12 +45,12 @@ def differs(at: int) -> str:
     ("at", "first"), [(0, r"'1\.0\.weight' of shape \[4, 4\]"), (1, r"'1\.weight'"), (2, r"'1\.weight'.*=True; rank 1")]
 )
 def test_models_that_differ_name_their_first_such_parameter(ranks, at, first):
-    for told in ranks(2)(differs, at):
+    for told in ranks(2)(wrap_models_that_differ, at):
         assert re.search(rf"the models differ: rank 0: parameter {first}", told)
         assert "Build the same model on every rank" in told
 
 
-def changed() -> None:
+def change_parameters_after_wrapping() -> None:
     dist.init_process_group()
     module = mlp()
     wrapped = dist.DistributedDataParallel(module)
@@ -61,7 +61,7 @@ def changed() -> None:
 
 
 def test_a_parameter_that_changes_after_wrapping_is_named(ranks):
-    ranks(1)(changed)
+    ranks(1)(change_parameters_after_wrapping)
 
 
 def skips_a_backward(build) -> str:
@@ -122,7 +122,7 @@ class Branches(nn.Module):
         return self.trunk(x)
 
 
-def unused() -> None:
+def leave_parameters_unused() -> None:
     dist.init_process_group()
     told = r"rank \d: .*2 of 4 parameters \(branch\.unused\.weight, branch\.unused\.bias\).*find_unused_parameters=True"
     with pytest.raises(RuntimeError, match=told):
@@ -130,7 +130,7 @@ def unused() -> None:
 
 
 def test_unused_parameters_are_named_by_their_dotted_path(ranks):
-    ranks(2)(unused)
+    ranks(2)(leave_parameters_unused)
 
 
 def same_batches(kind: str) -> str:

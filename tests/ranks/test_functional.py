@@ -201,7 +201,7 @@ def test_derivatives_are_those_of_one_process(ranks):
     assert ranks(3)(derivatives_are_those_of_one_process) == [{}] * 3
 
 
-def forms() -> None:
+def call_every_form() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     _other_types(rank, size)
@@ -293,7 +293,7 @@ def _groups(rank: int) -> None:
 
 
 def test_forms_types_groups_and_refusals(ranks):
-    ranks(3)(forms)
+    ranks(3)(call_every_form)
 
 
 def torchs_functions() -> list[object]:

@@ -72,7 +72,7 @@ def test_uneven_inputs_end_where_torchs_do(ranks, tmp_path):
     ranks(3)(like_torchs, str(tmp_path / "gloo"))
 
 
-def analytical() -> None:
+def divide_gradients() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     for divide, expected in ((True, [1.5, 1.0]), (False, [1.5, 2.0])):
@@ -92,7 +92,7 @@ def analytical() -> None:
 
 
 def test_gradients_are_divided_by_all_or_by_the_joined_ranks(ranks):
-    ranks(2)(analytical)
+    ranks(2)(divide_gradients)
 
 
 def accumulating_with_a_hook() -> None:

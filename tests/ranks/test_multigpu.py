@@ -130,7 +130,7 @@ def test_every_tensor_is_a_member(ranks, size, async_op):
     ranks(size)(every_form, async_op)
 
 
-def refuse() -> None:
+def give_lists_that_do_not_fit() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     one = torch.ones(1)
     with pytest.raises(ValueError, match="tensor_list is empty; it must be a list of tensors, one for each device"):
@@ -148,4 +148,4 @@ def refuse() -> None:
 
 
 def test_lists_that_do_not_fit_are_refused(ranks):
-    ranks(1)(refuse)
+    ranks(1)(give_lists_that_do_not_fit)

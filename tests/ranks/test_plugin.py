@@ -289,7 +289,7 @@ def test_futures_complete_by_themselves(ranks, tmp_path):
     ranks(2)(wait_for_futures, str(tmp_path))
 
 
-def alone() -> None:
+def make_a_group_outside_of_the_world() -> None:
     from torch.distributed import _dist2
 
     paceline.plugin.register()
@@ -307,4 +307,4 @@ def alone() -> None:
 
 def test_a_group_outside_of_the_world(ranks):
     pytest.importorskip("torch.distributed._dist2", reason="this release of torch has no groups outside of its world")
-    ranks(2)(alone)
+    ranks(2)(make_a_group_outside_of_the_world)

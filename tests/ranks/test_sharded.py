@@ -124,7 +124,7 @@ def train_wrapped(kind: str, images: Images, accumulate: int = 1) -> str:
     return hash_of(model)
 
 
-def epochs(images: Images) -> list[object]:
+def train_epochs(images: Images) -> list[object]:
     """What must be the same on any of 1, 2 and 4 ranks."""
     dist.init_process_group()
     return [
@@ -135,9 +135,9 @@ def epochs(images: Images) -> list[object]:
 
 
 def test_an_epoch_has_the_same_bits_on_one_two_and_four_ranks(ranks):
-    (alone,) = ranks(1)(epochs, digits())
-    assert ranks(2)(epochs, digits()) == [alone] * 2
-    assert ranks(4)(epochs, digits()) == [alone] * 4
+    (alone,) = ranks(1)(train_epochs, digits())
+    assert ranks(2)(train_epochs, digits()) == [alone] * 2
+    assert ranks(4)(train_epochs, digits()) == [alone] * 4
     for _, losses in alone[:2]:
         assert sum(losses[-2:]) < sum(losses[:2])
 
@@ -174,7 +174,7 @@ def test_an_epoch_may_be_finished_by_another_number_of_ranks(on_other_numbers):
     assert begun["epoch"][1] + ended["epoch"][1] == alone["epoch"][1]
 
 
-def gradients() -> None:
+def gradients_of_a_step() -> None:
     dist.init_process_group()
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1)})
@@ -194,7 +194,7 @@ def gradients() -> None:
 
 
 def test_the_gradient_is_that_of_the_mean_over_the_step(ranks):
-    ranks(3)(gradients)
+    ranks(3)(gradients_of_a_step)
 
 
 class Several(nn.Module):
@@ -210,7 +210,7 @@ class Several(nn.Module):
         return {"y": y, "norms": (y.square().sum(1), y.mean())}
 
 
-def replicas() -> None:
+def wrap_deterministically() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
@@ -240,10 +240,10 @@ def replicas() -> None:
 
 
 def test_a_deterministic_wrapper_averages_over_the_shards(ranks):
-    ranks(2)(replicas)
+    ranks(2)(wrap_deterministically)
 
 
-def refusals() -> None:
+def share_what_cannot_be_shared() -> None:
     dist.init_process_group()
     with pytest.raises(ValueError, match=r"rank \d: 1 shards cannot be shared by 2 ranks; use a count"):
         dist.LogicalShards(nn.Linear(1, 1), 1)
@@ -270,4 +270,4 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_shared_is_refused_with_the_reason(ranks):
-    ranks(2)(refusals)
+    ranks(2)(share_what_cannot_be_shared)

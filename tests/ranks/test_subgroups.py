@@ -94,7 +94,7 @@ def test_a_group_of_a_group_is_made_by_its_parents_ranks(ranks):
     ranks(4)(groups_of_groups)
 
 
-def refuse() -> None:
+def divide_wrongly() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="cannot be divided into groups of group_size=2"):
@@ -119,7 +119,7 @@ def refuse() -> None:
 
 
 def test_divisions_that_do_not_work_are_refused_on_every_rank(ranks):
-    ranks(3)(refuse)
+    ranks(3)(divide_wrongly)
 
 
 def wait_for_two() -> str:

@@ -180,7 +180,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     }
 
 
-def memory() -> list[tuple[int, int, dict[str, int]]]:
+def measure_memory() -> list[tuple[int, int, dict[str, int]]]:
     """Of each stage and model: the stage, the bytes of the parameters, and what this rank holds."""
     dist.init_process_group()
     seen = []
@@ -197,7 +197,7 @@ def memory() -> list[tuple[int, int, dict[str, int]]]:
 
 
 def test_a_rank_holds_only_its_part_of_what_the_stage_shards(ranks):
-    for rank in ranks(3)(memory):
+    for rank in ranks(3)(measure_memory):
         for stage, whole, at in rank:
             assert at["state"] <= 2 * whole * (1 / 3 + 0.05)
             assert at["gradients"] <= whole * (1 / 3 + 0.05 if stage > 1 else 1)

@@ -288,7 +288,7 @@ def test_a_module_in_parts_is_evaluated_saved_and_loaded(ranks):
     ranks(2)(save_and_evaluate)
 
 
-def recover() -> None:
+def recover_from_a_failed_backward() -> None:
     dist.init_process_group()
     model, reference = mlp(), mlp()
     sharded = dist.ZeroRedundancyOptimizer(model, SGD, stage=2, lr=0.1)
@@ -311,10 +311,10 @@ def recover() -> None:
 
 
 def test_zero_grad_clears_up_after_a_backward_that_failed(ranks):
-    ranks(2)(recover)
+    ranks(2)(recover_from_a_failed_backward)
 
 
-def refusals() -> None:
+def shard_what_cannot_be_sharded() -> None:
     dist.init_process_group()
     with pytest.raises(ValueError, match="stage is 4; it must be 1"):
         dist.ZeroRedundancyOptimizer(mlp(), SGD, stage=4, lr=0.1)
@@ -334,4 +334,4 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_with_the_reason(ranks):
-    ranks(2)(refusals)
+    ranks(2)(shard_what_cannot_be_sharded)

@@ -55,7 +55,7 @@ def require_unsharded_steps(model: nn.Module, stage: int, overlap: bool) -> None
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def run(kind: str) -> None:
+def run_on_each_stage(kind: str) -> None:
     dist.init_process_group()
     for stage in (1, 2, 3):
         for overlap in (False, True):
@@ -71,15 +71,15 @@ def run(kind: str) -> None:
 
 
 def test_a_gradient_that_other_layers_still_read_is_not_changed(ranks):
-    ranks(2)(run, "plus")
+    ranks(2)(run_on_each_stage, "plus")
 
 
 def test_parameters_of_several_types_and_frozen_ones_are_shared(ranks):
-    ranks(2)(run, "mixed")
+    ranks(2)(run_on_each_stage, "mixed")
 
 
 def test_a_parameter_is_cut_as_it_lies_in_memory(ranks):
-    ranks(2)(run, "wide convolution")
+    ranks(2)(run_on_each_stage, "wide convolution")
 
 
 def keep_a_view() -> None:

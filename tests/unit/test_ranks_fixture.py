@@ -13,7 +13,7 @@ import pytest
 from conftest import RankFailed
 
 
-def place(extra: str) -> tuple[str, ...]:
+def place_of_this_rank(extra: str) -> tuple[str, ...]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
     return (*(os.environ[name] for name in names), extra)
 
@@ -73,7 +73,7 @@ def pids_in(directory: Path, size: int) -> list[int]:
 
 
 def test_the_values_of_ranks_come_back_in_rank_order(ranks):
-    told = ranks(3)(place, "x")
+    told = ranks(3)(place_of_this_rank, "x")
     assert told == [(str(rank), str(rank), "3", "3", "127.0.0.1", "1", "x") for rank in range(3)]
 
 
