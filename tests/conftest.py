@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
-from world import RankFailed, World, close_worlds, free_port, places
+from world import RankFailed, Ranks, World, close_worlds
 
 __all__ = ["Hosts", "RankFailed", "Ranks", "World"]
-
-
-class Ranks:
-    """Runs functions of a test module on `size` processes of this machine."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def start(self, fn: Callable[..., object], *args: object) -> World:
-        return World(places([self.size], [None]), ("127.0.0.1", free_port("127.0.0.1")), fn, args)
-
-    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 60) -> list[object]:
-        with self.start(fn, *args) as world:
-            return world.join(timeout_s)
 
 
 @pytest.fixture

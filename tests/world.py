@@ -187,6 +187,20 @@ class World:
         self.close()
 
 
+class Ranks:
+    """Runs functions of a test module on `size` processes of this machine."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def start(self, fn: Callable[..., object], *args: object) -> World:
+        return World(places([self.size], [None]), ("127.0.0.1", free_port("127.0.0.1")), fn, args)
+
+    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 60) -> list[object]:
+        with self.start(fn, *args) as world:
+            return world.join(timeout_s)
+
+
 _worlds: set[World] = set()
 
 

@@ -55,7 +55,7 @@ def test_survivors_of_a_kill_at_any_instant_name_the_dead_rank(ranks, tmp_path, 
             assert told[rank] == ("lost", victim)
 
 
-def test_a_rank_stopped_at_any_instant_is_named_when_the_time_is_over(ranks, tmp_path):
+def test_a_rank_stopped_at_any_instant_is_named_at_the_time_out(ranks, tmp_path):
     with ranks(3).start(reduce_for_ever, str(tmp_path / "ready")) as world:
         while len(list(tmp_path.iterdir())) < 3:
             time.sleep(0.01)

@@ -118,7 +118,7 @@ def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_workers_that_ignore_a_signal_are_killed_after_the_grace_period(start):
+def test_workers_that_ignore_a_signal_are_killed_after_a_while(start):
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     jobs = [start("--shutdown-timeout=0.5", words="ignore") for _ in numbers]
     begun_s = time.monotonic()
@@ -310,13 +310,19 @@ def test_a_job_leaves_no_cgroup(delegated, tmp_path):
 
 
 def _ordeal(number: int, directory: Path) -> str | None:
-    """One job, ended at a random instant in a random way; what was left of it, in words."""
+    """One job, ended at a random instant in a random way; what was left of it, in words.
+
+    One job of every four is up by then, however slow the machine is: a launcher that is killed before it has started
+    anything shows little.
+    """
     chance = random.Random(number)
     words = chance.choice(["", "ignore"])
     flags = (f"--max-restarts={chance.choice([0, 0, 5])}", f"--start-method={chance.choice(['spawn', 'forkserver'])}")
     job = Started(directory, "--shutdown-timeout=0.2", *flags, words=words)
     try:
-        time.sleep(chance.uniform(0.0, 0.6))
+        if number % 4 == 0:
+            wait_until(lambda: job.is_up, 60)
+        time.sleep(chance.uniform(0.0, 0.1 if number % 4 == 0 else 0.6))
         for _ in range(chance.choice([1, 1, 2, 3])):
             mine = [job.process.pid, *job.left()]
             victim = chance.choice([job.process.pid, chance.choice(mine)])

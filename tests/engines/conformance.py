@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from one_world import run_in_turn
 
 import paceline as dist
 from engines import failing, moving, ordering, reducing
@@ -37,18 +38,16 @@ def programs(backend: str) -> dict[str, Program]:
 
 
 def run_all(backend: str) -> dict[str, str]:
-    """Runs on a rank. How each program failed, by its name; nothing for those that did not."""
+    """Runs on a rank: how each program failed, by its name."""
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=_TIMEOUT)
     assert dist.get_backend() == backend
-    reports: dict[str, str] = {}
-    for name, program in programs(backend).items():
-        group = dist.new_group(backend=backend)
-        try:
-            program(group)
-            reports[name] = ""
-        except BaseException:
-            reports[name] = f"rank {dist.get_rank()}:\n{traceback.format_exc()}"
-            break  # the ranks are no longer at the same place
+    reports = run_in_turn(
+        {name: functools.partial(_in_a_group, program, backend) for name, program in programs(backend).items()}
+    )
     dist.destroy_process_group()
     return reports
+
+
+def _in_a_group(program: Program, backend: str) -> None:
+    program(dist.new_group(backend=backend))

@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from one_world import merged, require
+from world import Ranks
 
 from engines import mpirun
 from engines.conformance import programs, run_all
@@ -25,22 +26,12 @@ def _backend(engine: str) -> str:
 def _reports(engine: str, size: int) -> dict[str, str]:
     """How each program failed, of all ranks, by its name."""
     if engine not in mpirun.LIBRARIES:
-        answers = Ranks(size)(run_all, engine, timeout_s=_TIMEOUT_S)
-        return _merged(answers)
+        return merged(Ranks(size)(run_all, engine, timeout_s=_TIMEOUT_S))
     library = mpirun.find(engine)
     assert library is not None
     with tempfile.TemporaryDirectory() as directory:
         mpirun.run(library, size, [directory], _TIMEOUT_S)
-        return _merged([json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(size)])
-
-
-def _merged(answers: list[object]) -> dict[str, str]:
-    merged: dict[str, str] = {}
-    for answer in answers:
-        assert isinstance(answer, dict)
-        for name, report in answer.items():
-            merged[name] = merged.get(name, "") + report
-    return merged
+        return merged(json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(size))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +41,4 @@ def _merged(answers: list[object]) -> dict[str, str]:
 def test_an_engine_conforms(engine, size, program):
     if engine in mpirun.LIBRARIES and mpirun.find(engine) is None:
         pytest.skip(f"there is no {engine} in this environment; `make test` installs it")
-    reports = _reports(engine, size)
-    assert program in reports, f"not reached: {list(reports)[-1]} failed before"
-    assert not reports[program], reports[program]
+    require(_reports(engine, size), program)

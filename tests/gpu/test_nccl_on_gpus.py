@@ -92,7 +92,7 @@ def test_a_rank_that_stays_away_is_named_and_the_gpu_goes_on(ranks):
     assert "rank 1 (" in str(told) and "did not come" in str(told)
 
 
-def share() -> str:
+def share_one_gpu() -> str:
     with pytest.raises(dist.CollectiveError) as caught:
         torch.cuda.set_device(0)
         dist.init_process_group("cpu:paceline,cuda:nccl", timeout=timedelta(seconds=30))
@@ -101,11 +101,11 @@ def share() -> str:
 
 
 def test_two_ranks_on_one_gpu_are_refused(ranks):
-    for message in ranks(2)(share, timeout_s=120):
+    for message in ranks(2)(share_one_gpu, timeout_s=120):
         assert "both use one GPU" in str(message) and "torch.cuda.set_device(LOCAL_RANK)" in str(message)
 
 
-def train() -> None:
+def train_on_gpus() -> None:
     rank, size = start()
     torch.manual_seed(rank)
     make = [torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Linear(256, 8)]
@@ -128,4 +128,4 @@ def train() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_distributed_data_parallel_trains_on_gpus(ranks, size):
-    ranks(size)(train, timeout_s=120)
+    ranks(size)(train_on_gpus, timeout_s=120)

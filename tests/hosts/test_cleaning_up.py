@@ -151,7 +151,7 @@ FAILURES: dict[str, Callable[[str], None]] = {
 }
 
 
-def fail(how: str, directory: str) -> Counter[str]:
+def fail_on_one_rank(how: str, directory: str) -> Counter[str]:
     before = warm_up()
     _use(_init(2))
     say(directory, f"ready {rank()}")  # a failure ends for all what is still under way
@@ -169,7 +169,9 @@ def fail(how: str, directory: str) -> Counter[str]:
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_nothing_is_left_after_a_failure(hosts, how, tmp_path):
-    with hosts([1, 2] if how != "cut" else [1, 1], bridged=how == "cut").start(fail, how, str(tmp_path)) as run:
+    with hosts([1, 2] if how != "cut" else [1, 1], bridged=how == "cut").start(
+        fail_on_one_rank, how, str(tmp_path)
+    ) as run:
         if how == "cut":
             await_word(str(tmp_path), "0", "1")
             run.cut_host(1)

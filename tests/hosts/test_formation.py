@@ -109,7 +109,7 @@ def make_groups(odd: int) -> list[Told]:
 
 
 @pytest.mark.parametrize("odd", [1, 2])
-def test_one_that_dies_before_a_later_group_is_named_to_its_members(hosts, odd):
+def test_a_rank_that_dies_before_a_later_group_is_named(hosts, odd):
     with hosts([2, 1]).start(make_groups, odd) as world:
         told = world.join(30, expect_dead={odd})
     for number in {1, 2} - {odd}:

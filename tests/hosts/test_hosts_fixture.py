@@ -20,7 +20,7 @@ from hosts.talking import accept, await_word, connect, master, pair, rank, recei
 JOINED = pytest.mark.parametrize("bridged", [False, True], ids=["switch", "bridge"])
 
 
-def place(extra: str) -> tuple[str, ...]:
+def place_of_this_rank(extra: str) -> tuple[str, ...]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     return (*(os.environ[name] for name in names), socket.gethostname(), extra)
 
@@ -67,7 +67,7 @@ def seconds_to_receive(nbytes: int) -> float:
         return time.monotonic() - start
 
 
-def interfaces() -> set[str]:
+def interfaces_of_this_host() -> set[str]:
     return {name for _, name in socket.if_nameindex()}
 
 
@@ -118,7 +118,7 @@ def wait_until_nobody_holds(networks: set[str]) -> None:
 
 
 def test_each_rank_finds_its_place_on_a_host_of_its_own_name(hosts):
-    assert hosts([2, 1])(place, "x") == [
+    assert hosts([2, 1])(place_of_this_rank, "x") == [
         ("0", "0", "3", "2", "10.77.0.1", "h0", "x"),
         ("1", "1", "3", "2", "10.77.0.1", "h0", "x"),
         ("2", "0", "3", "1", "10.77.0.1", "h1", "x"),
@@ -134,7 +134,7 @@ def test_hosts_reach_one_another(hosts, bridged, address_of):
 @JOINED
 def test_a_second_network_is_reached_by_the_second_interface(hosts, bridged):
     assert hosts(2, networks=2, bridged=bridged)(greet_over, ipv4(0, network=1)) == [ipv4(1, network=1), "hello"]
-    assert hosts(1, networks=2, bridged=bridged)(interfaces) == [{"lo", "eth0", "eth1"}]
+    assert hosts(1, networks=2, bridged=bridged)(interfaces_of_this_host) == [{"lo", "eth0", "eth1"}]
 
 
 def test_abstract_sockets_and_loopback_reach_the_same_host_only(hosts, tmp_path):
@@ -175,7 +175,7 @@ def test_a_world_that_is_left_leaves_nothing(hosts, bridged, tmp_path):
 def test_a_failing_set_up_leaves_nothing(hosts):
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="tc failed:(?s:.*)rate 0mbit"):
-        hosts(2, rate="0mbit").start(interfaces)
+        hosts(2, rate="0mbit").start(interfaces_of_this_host)
     assert set(os.listdir("/proc/self/fd")) == before
 
 

@@ -45,7 +45,7 @@ def test_a_shorter_delay_does_not_reorder():
     assert [content[-5:] for _, content in wire.arrived(0.02)] == [b"first", b"econd"]
 
 
-def test_a_cut_holds_both_ways_on_every_network_and_for_this_pair_only():
+def test_a_cut_separates_one_pair_only_in_both_directions():
     wire = Wire(PORTS, Conditions(cut=frozenset({(0, 1)})))
     for source, to in [(0, b"host-1"), (1, b"host-0"), (3, b"net1-1"), (2, b"host-1")]:
         wire.send(source, frame(to), 0.0)

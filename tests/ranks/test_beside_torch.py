@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import torch_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch_programs import torch_group
 from world import free_port
 
 import paceline
@@ -62,7 +62,7 @@ def test_a_group_of_its_own_takes_precedence(ranks, tmp_path):
     ranks(2)(keep_apart, str(tmp_path))
 
 
-def shard() -> None:
+def shard_fully() -> None:
     paceline.plugin.register()
     paceline.init_process_group()
     port = [free_port("127.0.0.1")]
@@ -79,10 +79,10 @@ def shard() -> None:
 
 @pytest.mark.skipif(torch.__version__ < (2, 7), reason="fully_shard needs a later torch on CPU")
 def test_fully_shard_makes_a_group_of_paceline_s(ranks):
-    ranks(2)(shard)
+    ranks(2)(shard_fully)
 
 
-def lend(directory: str) -> None:
+def lend_the_default_group(directory: str) -> None:
     with pytest.raises(ValueError, match=r"call paceline.init_process_group\(\) first"):
         paceline.plugin.lend_default_group()
     paceline.init_process_group()
@@ -103,4 +103,4 @@ def lend(directory: str) -> None:
 
 
 def test_a_lent_default_group_is_torchs(ranks, tmp_path):
-    ranks(2)(lend, str(tmp_path))
+    ranks(2)(lend_the_default_group, str(tmp_path))

@@ -97,7 +97,7 @@ for step in range(4):
     assert "('at', 1)" not in done.stdout
 
 
-def debugged(path: str) -> float:
+def stop_in_the_debugger(path: str) -> float:
     """What a plain process does whose stdin is `path`, as multiprocessing leaves it."""
     import torch
 
@@ -115,10 +115,10 @@ def debugged(path: str) -> float:
 def test_plain_processes_read_their_stdin(ranks, tmp_path):
     typed = tmp_path / "typed"
     typed.write_text("value += 2\nc\n")
-    assert ranks(2)(debugged, str(typed)) == [4.0, 4.0]
+    assert ranks(2)(stop_in_the_debugger, str(typed)) == [4.0, 4.0]
 
 
-def refuses() -> str:
+def ask_for_an_absent_rank() -> str:
     dist.init_process_group()
     with pytest.raises(ValueError, match="rank 2 is not in the default group of 2 ranks") as caught:
         dist.breakpoint(2)
@@ -126,4 +126,4 @@ def refuses() -> str:
 
 
 def test_a_rank_that_is_not_there_is_refused(ranks):
-    assert len(set(ranks(2)(refuses))) == 1
+    assert len(set(ranks(2)(ask_for_an_absent_rank))) == 1

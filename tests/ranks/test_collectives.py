@@ -1,16 +1,17 @@
-"""The collectives on real processes, against values computed here and against torch's gloo."""
+"""The collectives on real processes, against values computed here."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from one_world import OneWorld
 from values import COMPLEX, COUNTS, FLOATS, INTEGERS, expected, make, supported
 
 import paceline as dist
 from paceline import ReduceOp
 
 
-def all_reduce_everything() -> None:
+def all_reduce_every_type() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype in [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]:
@@ -28,8 +29,8 @@ def all_reduce_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_reduce_of_every_type_and_reduction_is_the_tree_over_ranks(ranks, size):
-    ranks(size)(all_reduce_everything)
+def test_all_reduce_follows_the_tree_for_every_type(ranks, size):
+    ranks(size)(all_reduce_every_type)
 
 
 def move_everything() -> None:
@@ -80,7 +81,7 @@ def test_tensors_of_every_kind_are_moved_unchanged(ranks, size):
     ranks(size)(move_everything)
 
 
-def reduce_and_scatter() -> None:
+def reduce_and_reduce_scatter() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     for count in [0, 5, 100_000]:
@@ -100,12 +101,11 @@ def reduce_and_scatter() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_reduce_and_reduce_scatter(ranks, size):
-    ranks(size)(reduce_and_scatter)
+def test_only_the_owner_of_a_result_receives_it(ranks, size):
+    ranks(size)(reduce_and_reduce_scatter)
 
 
-def uneven_all_to_all() -> None:
-    dist.init_process_group()
+def splits_of_several_lengths() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows_in = [(rank + r) % size * 40_000 for r in range(size)]
     source = torch.cat([torch.full((n, 2), 10.0 * rank + r) for r, n in enumerate(rows_in)])
@@ -113,42 +113,65 @@ def uneven_all_to_all() -> None:
     dist.all_to_all_single(output, source, rows_in, rows_in)
     wanted = torch.cat([torch.full((n, 2), 10.0 * r + rank) for r, n in enumerate(rows_in)])
     assert torch.equal(output, wanted)
+
+
+def a_pair_that_disagrees() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     wrong = [torch.empty(1 if (rank, r) == (0, 1) else 2) for r in range(size)]
     with pytest.raises(dist.CollectiveMismatchError, match=r"rank 1 .* sends 8 bytes to rank 0 .* expects 4"):
         dist.all_to_all(wrong, [torch.empty(2) for _ in range(size)])
     dist.barrier()
 
 
-def test_all_to_all_with_splits_and_a_pair_that_disagrees(ranks):
-    ranks(3)(uneven_all_to_all)
+ALL_TO_ALL = OneWorld(splits_of_several_lengths, a_pair_that_disagrees)
 
 
-def shapes_and_lists() -> None:
-    dist.init_process_group()
+def test_all_to_all_exchanges_splits_of_several_lengths():
+    ALL_TO_ALL.require(3, "splits_of_several_lengths")
+
+
+def test_a_pair_that_disagrees_about_a_length_is_named():
+    ALL_TO_ALL.require(3, "a_pair_that_disagrees")
+
+
+def a_tensor_that_is_not_contiguous() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     strided = torch.full((6, 4), rank + 1.0).t()[::2]
     assert not strided.is_contiguous()
     dist.all_reduce(strided)
     assert (strided == sum(range(1, size + 1))).all()
 
-    scalar = torch.tensor(rank + 1)
-    dist.all_reduce(scalar)
-    assert scalar.item() == sum(range(1, size + 1))
 
+def a_tensor_without_dimensions() -> None:
+    scalar = torch.tensor(dist.get_rank() + 1)
+    dist.all_reduce(scalar)
+    assert scalar.item() == sum(range(1, dist.get_world_size() + 1))
+
+
+def a_list_of_tensors() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     several = [torch.full((3,), 1.0 * rank), torch.full((70_000,), 2.0 * rank), torch.empty(0), torch.full((2, 2), 3.0)]
     work = dist.all_reduce(several, async_op=True)
     assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
     total = sum(range(size))
     assert (several[0] == total).all() and (several[1] == 2 * total).all() and (several[3] == 3 * size).all()
 
+
+def a_factor_of_each_rank() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     scaled = torch.ones(5)
     dist.all_reduce(scaled, dist.PremulSum(rank + 1.0))
     assert (scaled == sum(range(1, size + 1))).all()
 
+
+def a_conjugate_tensor() -> None:
     conjugate = torch.full((3,), 1 + 2j).conj()
     dist.all_reduce(conjugate)
-    assert (conjugate == size * (1 - 2j)).all()
+    assert (conjugate == dist.get_world_size() * (1 - 2j)).all()
 
+
+def a_call_after_asynchronous_ones() -> None:
+    size = dist.get_world_size()
     works = [dist.all_reduce(torch.ones(n), async_op=True) for n in (1, 100_000, 3)]
     sync = torch.ones(1)
     dist.all_reduce(sync)  # waits its turn behind them
@@ -156,12 +179,23 @@ def shapes_and_lists() -> None:
     assert (works[1].result()[0] == size).all()
 
 
+ALL_REDUCE = OneWorld(
+    a_tensor_that_is_not_contiguous,
+    a_tensor_without_dimensions,
+    a_list_of_tensors,
+    a_factor_of_each_rank,
+    a_conjugate_tensor,
+    a_call_after_asynchronous_ones,
+)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_odd_shapes_lists_and_async(ranks, size):
-    ranks(size)(shapes_and_lists)
+@pytest.mark.parametrize("case", ALL_REDUCE.programs)
+def test_all_reduce_sums(size, case):
+    ALL_REDUCE.require(size, case)
 
 
-def shared() -> None:
+def reduce_shared_tensors() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     values = [make(torch.float32, 300_001, r) for r in range(size)]
@@ -184,78 +218,69 @@ def shared() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shared_tensors_are_reduced_in_place(ranks, size):
-    ranks(size)(shared)
+    ranks(size)(reduce_shared_tensors)
 
 
-def groups() -> None:
-    dist.init_process_group()
-    rank = dist.get_rank()
+def ranks_have_numbers_in_a_group() -> None:
     pair = dist.new_group([3, 1])
-    everyone = dist.new_group()
+    rank = dist.get_rank()
     if rank in (1, 3):
         assert dist.get_rank(pair) == (0 if rank == 3 else 1) and dist.get_process_group_ranks(pair) == [3, 1]
         assert dist.get_global_rank(pair, 0) == 3 and dist.get_group_rank(pair, 1) == 1
+
+
+def src_is_a_global_rank_and_group_src_is_not() -> None:
+    pair = dist.new_group([3, 1])
+    rank = dist.get_rank()
+    if rank in (1, 3):
         tensor = torch.tensor([rank])
         dist.broadcast(tensor, src=1, group=pair)
         assert tensor.item() == 1
         dist.broadcast(tensor.fill_(rank), group_src=0, group=pair)
         assert tensor.item() == 3
-    else:
+
+
+def a_rank_outside_a_group_takes_no_part() -> None:
+    pair = dist.new_group([3, 1])
+    if dist.get_rank() not in (1, 3):
         assert pair is dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(pair) == -1
         assert dist.all_reduce(torch.ones(1), group=pair) is None
-    tensor = torch.ones(1)
-    # Two groups used in different orders by different ranks, asynchronously.
-    first, second = (everyone, dist.group.WORLD) if rank % 2 else (dist.group.WORLD, everyone)
-    works = [dist.all_reduce(torch.ones(100_000), group=g, async_op=True) for g in (first, second)]
+
+
+def ranks_use_two_groups_in_different_orders() -> None:
+    everyone = dist.new_group()
+    order = (everyone, dist.group.WORLD) if dist.get_rank() % 2 else (dist.group.WORLD, everyone)
+    works = [dist.all_reduce(torch.ones(100_000), group=group, async_op=True) for group in order]
     for work in works:
         work.wait()
-    dist.all_reduce(tensor, group=everyone)
+    dist.all_reduce(tensor := torch.ones(1), group=everyone)
     assert tensor.item() == 4
+
+
+def a_destroyed_group_is_refused() -> None:
+    everyone = dist.new_group()
+    dist.barrier(everyone)
     dist.destroy_process_group(everyone)
     with pytest.raises(ValueError, match="was destroyed"):
-        dist.all_reduce(tensor, group=everyone)
+        dist.all_reduce(torch.ones(1), group=everyone)
     dist.barrier()
 
 
-def test_groups(ranks):
-    ranks(4)(groups)
+GROUPS = OneWorld(
+    ranks_have_numbers_in_a_group,
+    src_is_a_global_rank_and_group_src_is_not,
+    a_rank_outside_a_group_takes_no_part,
+    ranks_use_two_groups_in_different_orders,
+    a_destroyed_group_is_refused,
+)
 
 
-def against_gloo(file: str) -> None:
-    import torch.distributed as gloo
-
-    dist.init_process_group()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    gloo.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    for seed in range(20):
-        torch.manual_seed(seed)
-        count = int(torch.randint(1, 200_000, ()))
-        root = seed % size
-        mine = torch.randn(count, generator=torch.Generator().manual_seed(seed * 100 + rank))
-        for call in ("all_reduce", "broadcast", "all_gather"):
-            ours, theirs = mine.clone(), mine.clone()
-            if call == "all_reduce":
-                dist.all_reduce(ours)
-                gloo.all_reduce(theirs)
-            elif call == "broadcast":
-                dist.broadcast(ours, root)
-                gloo.broadcast(theirs, root)
-            else:
-                mine_list = [torch.empty_like(mine) for _ in range(size)]
-                their_list = [torch.empty_like(mine) for _ in range(size)]
-                dist.all_gather(mine_list, ours)
-                gloo.all_gather(their_list, theirs)
-                ours, theirs = torch.cat(mine_list), torch.cat(their_list)
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    gloo.destroy_process_group()
+@pytest.mark.parametrize("claim", GROUPS.programs)
+def test_in_groups(claim):
+    GROUPS.require(4, claim)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_random_inputs_agree_with_gloo(ranks, size, tmp_path):
-    ranks(size)(against_gloo, str(tmp_path / "gloo"))
-
-
-def many_ranks() -> int:
+def sum_on_many_ranks() -> int:
     dist.init_process_group()
     tensor = torch.full((30_000,), float(dist.get_rank()))
     dist.all_reduce(tensor)
@@ -265,11 +290,11 @@ def many_ranks() -> int:
     return int(tensor[0])
 
 
-def test_sixteen_ranks_on_few_cores(ranks):
-    assert ranks(16)(many_ranks, timeout_s=100) == [120] * 16
+def test_sixteen_ranks_sum_on_few_cores(ranks):
+    assert ranks(16)(sum_on_many_ranks, timeout_s=100) == [120] * 16
 
 
-def huge() -> None:
+def sum_more_than_two_to_the_31_elements() -> None:
     dist.init_process_group()
     tensor = torch.full((2**31 + 5,), dist.get_rank() + 1, dtype=torch.int8)
     dist.all_reduce(tensor)
@@ -279,5 +304,5 @@ def huge() -> None:
 
 
 @pytest.mark.soak
-def test_more_than_two_to_the_31_elements(ranks):
-    ranks(2)(huge, timeout_s=110)
+def test_more_than_two_to_the_31_elements_are_summed(ranks):
+    ranks(2)(sum_more_than_two_to_the_31_elements, timeout_s=110)

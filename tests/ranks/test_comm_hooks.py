@@ -103,7 +103,7 @@ def torchs_own() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone.module), gradients(module), strict=True))
 
 
-def test_torchs_hooks_that_use_only_the_bucket_and_our_future_work_unmodified(ranks):
+def test_torchs_hooks_that_need_only_the_bucket_work_unmodified(ranks):
     ranks(2)(torchs_own)
 
 
@@ -127,7 +127,7 @@ def compressed_gradients() -> None:
         require_equal_on_all_ranks(gradients(module))
 
 
-def test_every_hook_averages_to_its_precision_and_to_the_same_bits_on_all_ranks(ranks):
+def test_every_hook_averages_to_its_precision(ranks):
     ranks(3)(compressed_gradients)
 
 
@@ -173,7 +173,7 @@ def test_error_feedback_makes_the_sum_of_many_steps_right(ranks):
     ranks(2)(what_is_lost_comes_later)
 
 
-def overflow() -> None:
+def overflow_once() -> None:
     dist.init_process_group()
     parameter = nn.Parameter(torch.zeros(20, 30))
     for hook, state in (
@@ -188,11 +188,11 @@ def overflow() -> None:
             torch.testing.assert_close(after, torch.ones(600), rtol=0.02, atol=0.02)
 
 
-def test_an_overflow_is_seen_by_grad_scalers_and_forgotten_in_the_next_step(ranks):
-    ranks(2)(overflow)
+def test_an_overflow_lasts_for_one_step_only(ranks):
+    ranks(2)(overflow_once)
 
 
-def mistakes() -> None:
+def hooks_that_go_wrong() -> None:
     dist.init_process_group()
     x = torch.ones(1, 8)
 
@@ -228,7 +228,7 @@ def completed(value: int) -> torch.futures.Future:
 
 
 def test_a_hook_that_goes_wrong_is_told_apart(ranks):
-    ranks(1)(mistakes)
+    ranks(1)(hooks_that_go_wrong)
 
 
 HOOKS = {

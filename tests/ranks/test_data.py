@@ -15,7 +15,7 @@ def outcomes() -> torch.Tensor:
     return torch.rand(LENGTH, 2, generator=torch.Generator().manual_seed(0))
 
 
-def evaluate() -> list[float]:
+def evaluate_in_parts() -> list[float]:
     dist.init_process_group()
     sampler = dist.DistributedEvalSampler(range(LENGTH))
     mine = outcomes()[list(sampler)]
@@ -32,7 +32,7 @@ def evaluate() -> list[float]:
 
 def test_an_evaluation_in_parts_has_the_bits_of_one_in_one_piece(ranks):
     for size in (2, 3, 4):
-        assert ranks(size)(evaluate) == [outcomes().mean(0).tolist()] * size
+        assert ranks(size)(evaluate_in_parts) == [outcomes().mean(0).tolist()] * size
 
 
 def evaluate_less_than_there_are_ranks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import os
 import pickle
 import signal
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from one_world import OneWorld
 from torch import nn
 
 import paceline as dist
@@ -102,7 +102,7 @@ def test_twenty_steps_end_where_torchs_do(ranks, size, tmp_path):
     ranks(size)(like_torch, str(tmp_path / "gloo"))
 
 
-def accumulate() -> None:
+def accumulate_without_sync() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -129,10 +129,10 @@ def accumulate() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_sync_accumulates_and_the_next_backward_reduces_all(ranks, size):
-    ranks(size)(accumulate)
+    ranks(size)(accumulate_without_sync)
 
 
-def unused() -> None:
+def leave_parameters_out() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -155,8 +155,8 @@ def unused() -> None:
     require_equal_on_all_ranks(gradients(model))
 
 
-def test_a_parameter_that_some_ranks_left_out_is_averaged_and_one_that_all_did_is_left_alone(ranks):
-    ranks(2)(unused)
+def test_a_parameter_is_averaged_if_any_rank_used_it(ranks):
+    ranks(2)(leave_parameters_out)
 
 
 def unused_by_mistake() -> None:
@@ -193,35 +193,69 @@ def test_a_parameter_without_a_gradient_is_named(ranks):
     ranks(2)(unused_by_mistake)
 
 
-def construction() -> None:
-    dist.init_process_group(timeout=datetime.timedelta(seconds=20))
-    rank = dist.get_rank()
-    odd = rank == 1
-    shapes = r"ranks 0, 2: parameter 'weight' of shape \[3, 2\].*; rank 1: .*\[4, 2\]"
-    for module, told in (
-        (nn.Linear(2, 3 + odd), shapes),
-        (nn.Linear(2, 2, bias=not odd), r"ranks 0, 2: parameter 'bias'.*rank 1: nothing in its place"),
-        (nn.Linear(2, 2, dtype=torch.float64 if odd else None), r"rank 1: parameter 'weight'.*float64"),
-        (nn.Linear(2, 2).requires_grad_(not odd), r"rank 1 could not wrap.*no parameter|^no parameter"),
-    ):
-        with pytest.raises(RuntimeError, match=told):
-            dist.DistributedDataParallel(module)
-    with pytest.raises(
-        dist.CollectiveMismatchError, match=r"ranks 0, 2: static_graph=False; rank 1: static_graph=True"
-    ):
-        dist.DistributedDataParallel(nn.Linear(2, 2), static_graph=odd)
-    with pytest.raises(ValueError, match="'weight' has no shape yet; call the module once, then wrap it"):
-        dist.DistributedDataParallel(nn.LazyLinear(2))
-    with pytest.raises(ValueError, match=r"'weight' is on meta, .* 'paceline' has no engine for it: module.to_empty"):
-        dist.DistributedDataParallel(nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ValueError, match="bucket_cap_mb is 0"):
-        dist.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=0)
+def require_refusal(module: nn.Module, text: str, kind: type[Exception] = RuntimeError, **options: object) -> None:
+    with pytest.raises(kind, match=text):
+        dist.DistributedDataParallel(module, **options)
+
+
+def shapes_that_differ() -> None:
+    text = r"ranks 0, 2: parameter 'weight' of shape \[3, 2\].*; rank 1: .*\[4, 2\]"
+    require_refusal(nn.Linear(2, 3 + (dist.get_rank() == 1)), text)
+
+
+def a_parameter_that_one_rank_lacks() -> None:
+    text = r"ranks 0, 2: parameter 'bias'.*rank 1: nothing in its place"
+    require_refusal(nn.Linear(2, 2, bias=dist.get_rank() != 1), text)
+
+
+def types_that_differ() -> None:
+    dtype = torch.float64 if dist.get_rank() == 1 else None
+    require_refusal(nn.Linear(2, 2, dtype=dtype), r"rank 1: parameter 'weight'.*float64")
+
+
+def nothing_to_train_on_one_rank() -> None:
+    module = nn.Linear(2, 2).requires_grad_(dist.get_rank() != 1)
+    require_refusal(module, r"rank 1 could not wrap.*no parameter|^no parameter")
+
+
+def options_that_differ() -> None:
+    text = r"ranks 0, 2: static_graph=False; rank 1: static_graph=True"
+    require_refusal(nn.Linear(2, 2), text, dist.CollectiveMismatchError, static_graph=dist.get_rank() == 1)
+
+
+def a_parameter_without_a_shape() -> None:
+    require_refusal(nn.LazyLinear(2), "'weight' has no shape yet; call the module once, then wrap it", ValueError)
+
+
+def a_parameter_on_the_meta_device() -> None:
+    text = r"'weight' is on meta, .* 'paceline' has no engine for it: module.to_empty"
+    require_refusal(nn.Linear(2, 2, device="meta"), text, ValueError)
+
+
+def a_bucket_without_room() -> None:
+    require_refusal(nn.Linear(2, 2), "bucket_cap_mb is 0", ValueError, bucket_cap_mb=0)
+
+
+# The group stays usable: each program follows refusals.
+REFUSALS = OneWorld(
+    shapes_that_differ,
+    a_parameter_that_one_rank_lacks,
+    types_that_differ,
+    nothing_to_train_on_one_rank,
+    options_that_differ,
+    a_parameter_without_a_shape,
+    a_parameter_on_the_meta_device,
+    a_bucket_without_room,
+)
+
+
+@pytest.mark.parametrize("case", REFUSALS.programs)
+def test_what_cannot_be_wrapped_is_refused_on_every_rank(case):
+    REFUSALS.require(3, case)
+
+
+def test_torchs_old_name_for_cpus_is_the_same_class():
     assert dist.DistributedDataParallelCPU is dist.DistributedDataParallel
-    dist.barrier()  # all of it left the group usable
-
-
-def test_what_cannot_be_wrapped_is_refused_on_every_rank(ranks):
-    ranks(3)(construction)
 
 
 def absent_gpus() -> None:
@@ -251,7 +285,7 @@ def test_gpus_that_are_not_there_are_told(ranks):
     ranks(2)(absent_gpus)
 
 
-def changed() -> None:
+def change_after_wrapping() -> None:
     dist.init_process_group()
 
     def wrapped() -> dist.DistributedDataParallel:
@@ -283,10 +317,10 @@ def changed() -> None:
 
 
 def test_a_module_changed_after_wrapping_is_refused(ranks):
-    ranks(1)(changed)
+    ranks(1)(change_after_wrapping)
 
 
-def buffers() -> None:
+def change_buffers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -317,11 +351,11 @@ def buffers() -> None:
     assert (norm.running_mean == rank).all()
 
 
-def test_buffers_follow_rank_0_in_training_and_nobody_waits_in_evaluation(ranks):
-    ranks(2)(buffers)
+def test_buffers_follow_rank_0_in_training_only(ranks):
+    ranks(2)(change_buffers)
 
 
-def copies() -> None:
+def copy_pickle_and_replace() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     wrapped = dist.DistributedDataParallel(build("mlp"), find_unused_parameters=True)
@@ -342,7 +376,7 @@ def copies() -> None:
 
 
 def test_wrappers_are_copied_pickled_and_replaced(ranks):
-    ranks(2)(copies)
+    ranks(2)(copy_pickle_and_replace)
 
 
 def train_until_killed(where: str) -> str:
@@ -368,7 +402,7 @@ def train_until_killed(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["before", "in"])
-def test_a_rank_killed_before_or_in_its_backward_ends_the_others_backward(ranks, where):
+def test_a_killed_rank_ends_the_backward_of_the_others(ranks, where):
     with ranks(3).start(train_until_killed, where) as world:
         told = world.join(20, expect_dead=frozenset({1}))
     assert told[0].startswith("1 rank 1 (") and "died" in told[0]

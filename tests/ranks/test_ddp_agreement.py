@@ -215,5 +215,5 @@ def train_all_beside_torchs(file: str) -> dict[str, str]:
     return wrong
 
 
-def test_twenty_steps_end_where_torchs_do_for_models_of_all_kinds(ranks, tmp_path):
+def test_twenty_steps_of_every_kind_of_model_end_where_torchs_do(ranks, tmp_path):
     assert ranks(2)(train_all_beside_torchs, str(tmp_path / "gloo")) == [{}, {}]

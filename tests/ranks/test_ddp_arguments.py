@@ -61,7 +61,7 @@ def test_a_module_may_place_its_layers_itself(ranks):
     ranks(2)(over_devices)
 
 
-def ignored() -> None:
+def ignore_parameters_and_buffers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4 + rank))  # differs between ranks
@@ -82,7 +82,7 @@ def ignored() -> None:
 
 
 def test_ignored_parameters_and_buffers_are_left_alone(ranks):
-    ranks(2)(ignored)
+    ranks(2)(ignore_parameters_and_buffers)
 
 
 def shared_storage() -> None:
@@ -116,7 +116,7 @@ class Words(nn.Module):
         return self.head(y if y.dim() == 2 else y.mean(1))
 
 
-def sparse() -> None:
+def train_with_sparse_gradients() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     every = [torch.randint(0, 10 + r, (3 + r, 5), generator=torch.Generator().manual_seed(r)) for r in range(3)]
@@ -146,7 +146,7 @@ def sparse() -> None:
 
 
 def test_sparse_gradients_are_averaged_and_stay_sparse(ranks):
-    ranks(3)(sparse)
+    ranks(3)(train_with_sparse_gradients)
 
 
 def only_on_one_rank() -> None:
@@ -210,7 +210,7 @@ class Halves(nn.Module):
         return {"y": checkpoint(self.second, y, use_reentrant=self._reentrant)}
 
 
-def compiled() -> None:
+def compile_before_and_after() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     wrap = dist.DistributedDataParallel
@@ -230,7 +230,7 @@ def compiled() -> None:
 
 
 def test_torch_compile_before_and_after_wrapping(ranks):
-    ranks(2)(compiled, timeout_s=110)
+    ranks(2)(compile_before_and_after, timeout_s=110)
 
 
 def mixed_precision() -> None:
@@ -263,11 +263,11 @@ def mixed_precision() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, wrapped.parameters(), strict=True))
 
 
-def test_autocast_scaled_and_clipped_gradients_are_the_same_on_all_ranks(ranks):
+def test_scaled_and_clipped_gradients_are_the_same_on_all_ranks(ranks):
     ranks(2)(mixed_precision)
 
 
-def fused() -> None:
+def step_in_backward() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     for options in ({}, TINY_BUCKETS, {"find_unused_parameters": True}):
@@ -293,7 +293,7 @@ def fused() -> None:
 
 
 def test_optimizers_in_backward_step_with_averaged_gradients(ranks):
-    ranks(2)(fused)
+    ranks(2)(step_in_backward)
 
 
 def fused_by_others() -> None:

@@ -154,7 +154,7 @@ def test_a_checkpointed_wrapped_module_is_averaged(ranks):
     ranks(2)(whole_modules)
 
 
-def buffers() -> None:
+def recompute_with_buffers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -167,10 +167,10 @@ def buffers() -> None:
 
 
 def test_a_recomputation_copies_no_buffers(ranks):
-    ranks(2)(buffers)
+    ranks(2)(recompute_with_buffers)
 
 
-def deterministic() -> None:
+def recompute_deterministically() -> None:
     dist.init_process_group()
     module = dist.DistributedDataParallel(mlp(), deterministic=True, logical_shards=2)
     with pytest.raises(RuntimeError, match=r"rank \d: .*inside a backward.*deterministic=True.*inside the module"):
@@ -180,4 +180,4 @@ def deterministic() -> None:
 
 
 def test_a_deterministic_module_refuses_recomputation(ranks):
-    ranks(2)(deterministic)
+    ranks(2)(recompute_deterministically)

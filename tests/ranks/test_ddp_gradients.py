@@ -81,7 +81,7 @@ def gradients_in_shared_memory() -> None:
         require_averaged(module, reference, lambda m: [m(x).square().sum() for x in batches])
 
 
-def test_a_gradient_still_on_its_way_to_other_layers_is_not_averaged_under_them(ranks):
+def test_a_gradient_that_other_layers_still_read_is_not_changed(ranks):
     ranks(2)(gradients_in_shared_memory)
 
 
@@ -98,7 +98,7 @@ def one_memory_on_one_rank(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_two_gradients_in_one_memory_on_one_rank_alone_are_averaged_apart(ranks, overlap):
+def test_gradients_that_share_memory_on_one_rank_are_averaged(ranks, overlap):
     ranks(2)(one_memory_on_one_rank, overlap)
 
 
@@ -201,7 +201,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def checkpointed() -> None:
+def train_checkpointed_layers() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     batches = inputs(4, 8)
@@ -226,7 +226,7 @@ def checkpointed() -> None:
 
 
 def test_checkpointed_layers_are_averaged_or_told(ranks):
-    ranks(2)(checkpointed)
+    ranks(2)(train_checkpointed_layers)
 
 
 class Choice(nn.Module):
@@ -264,7 +264,7 @@ def unused_in_a_static_graph() -> None:
             go_another_way()
 
 
-def test_a_static_graph_may_leave_out_other_parameters_on_each_rank(ranks):
+def test_a_static_graph_may_use_other_parameters_on_each_rank(ranks):
     ranks(2)(unused_in_a_static_graph)
 
 
@@ -288,7 +288,7 @@ class Returns(nn.Module):
         return self._wrap(self.body(x) * scale)
 
 
-def outputs() -> None:
+def return_outputs_of_any_kind() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     batches = inputs(4, 8)
@@ -306,7 +306,7 @@ def outputs() -> None:
 
 
 def test_outputs_may_be_of_any_kind_even_out_of_sight(ranks):
-    ranks(2)(outputs)
+    ranks(2)(return_outputs_of_any_kind)
 
 
 class Calls(nn.Module):
@@ -318,7 +318,7 @@ class Calls(nn.Module):
         return self._call(self, x)
 
 
-def layouts_and_types() -> None:
+def gradients_of_any_layout() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -331,14 +331,28 @@ def layouts_and_types() -> None:
     wrapped(batches[rank]).sum().backward()
     require_averaged(conv, reference, lambda m: [m(x).sum() for x in batches])
 
+
+def test_gradients_of_any_layout_are_averaged(ranks):
+    ranks(2)(gradients_of_any_layout)
+
+
+def gradients_of_several_types() -> None:
+    dist.init_process_group()
     types = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
     mixed = Calls(lambda m, scale: sum((p.conj() * scale).abs().sum().double() for p in m.params))
     mixed.params = nn.ParameterList(torch.ones(5, dtype=types[at % 4]) for at in range(12))
     mixed.params.append(torch.ones(5, dtype=torch.complex64))
     wrapped = dist.DistributedDataParallel(mixed, **TINY_BUCKETS)
-    wrapped(float(rank)).backward()
+    wrapped(float(dist.get_rank())).backward()
     assert all((param.grad == 0.5).all() for param in mixed.params)
 
+
+def test_gradients_of_several_types_are_averaged(ranks):
+    ranks(2)(gradients_of_several_types)
+
+
+def sparse_gradients() -> None:
+    dist.init_process_group()
     sparse = Calls(lambda m, x: nn.functional.embedding(x, m.table, sparse=True).sum())
     sparse.table = nn.Parameter(torch.ones(4, 2))
     wrapped = dist.DistributedDataParallel(sparse)
@@ -346,8 +360,8 @@ def layouts_and_types() -> None:
         wrapped(torch.tensor([1])).backward()
 
 
-def test_gradients_of_any_layout_and_type_are_averaged_but_sparse_ones(ranks):
-    ranks(2)(layouts_and_types)
+def test_sparse_gradients_are_refused_with_the_fix(ranks):
+    ranks(2)(sparse_gradients)
 
 
 def errors_of_the_users() -> None:
@@ -365,5 +379,5 @@ def errors_of_the_users() -> None:
         wrapped(torch.ones(1, 8))
 
 
-def test_an_error_in_backward_is_the_users_own_and_the_next_forward_tells_what_it_left(ranks):
+def test_an_error_in_backward_reaches_the_user_unchanged(ranks):
     ranks(2)(errors_of_the_users)

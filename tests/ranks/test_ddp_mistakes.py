@@ -30,7 +30,7 @@ def told_by(steps) -> str:
     return "; ".join(str(each.message) for each in warned)
 
 
-def differs(at: int) -> str:
+def wrap_models_that_differ(at: int) -> str:
     dist.init_process_group()
     odd = dist.get_rank() == 1
     modules = [
@@ -44,13 +44,13 @@ def differs(at: int) -> str:
 @pytest.mark.parametrize(
     ("at", "first"), [(0, r"'1\.0\.weight' of shape \[4, 4\]"), (1, r"'1\.weight'"), (2, r"'1\.weight'.*=True; rank 1")]
 )
-def test_models_that_differ_are_told_by_their_first_different_parameter(ranks, at, first):
-    for told in ranks(2)(differs, at):
+def test_models_that_differ_name_their_first_such_parameter(ranks, at, first):
+    for told in ranks(2)(wrap_models_that_differ, at):
         assert re.search(rf"the models differ: rank 0: parameter {first}", told)
         assert "Build the same model on every rank" in told
 
 
-def changed() -> None:
+def change_parameters_after_wrapping() -> None:
     dist.init_process_group()
     module = mlp()
     wrapped = dist.DistributedDataParallel(module)
@@ -60,8 +60,8 @@ def changed() -> None:
         wrapped(torch.ones(1, 8))
 
 
-def test_a_parameter_that_is_replaced_or_added_after_wrapping_is_named(ranks):
-    ranks(1)(changed)
+def test_a_parameter_that_changes_after_wrapping_is_named(ranks):
+    ranks(1)(change_parameters_after_wrapping)
 
 
 def skips_a_backward(build) -> str:
@@ -78,7 +78,7 @@ def skips_a_backward(build) -> str:
     return told_by(train)
 
 
-def test_a_forward_without_its_backward_is_told_where_buffers_are_copied(ranks):
+def test_a_missing_backward_is_reported_where_buffers_are_copied(ranks):
     skipped, others = ranks(2)(skips_a_backward, normalised)[::-1]
     assert skipped.startswith("CollectiveMismatchError") and others.startswith("CollectiveMismatchError")
     assert "before the 4th forward of Sequential. The forward before it has had no backward on this rank" in skipped
@@ -87,7 +87,7 @@ def test_a_forward_without_its_backward_is_told_where_buffers_are_copied(ranks):
     assert "loss times 0, or train within model.join()" in others
 
 
-def test_a_backward_that_never_ran_on_one_rank_is_told_where_the_others_wait(ranks):
+def test_a_missing_backward_is_reported_where_the_others_wait(ranks):
     told = ranks(2)(skips_a_backward, mlp)[0]
     assert re.match("(CollectiveTimeoutError|PeerLostError): ", told)
     assert "averaged for the 4th time, after 4 forwards" in told
@@ -109,7 +109,7 @@ def forward_twice() -> None:
             torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_a_forward_that_every_rank_makes_without_a_backward_does_no_harm(ranks):
+def test_a_forward_without_backward_on_every_rank_is_harmless(ranks):
     ranks(2)(forward_twice)
 
 
@@ -122,15 +122,15 @@ class Branches(nn.Module):
         return self.trunk(x)
 
 
-def unused() -> None:
+def leave_parameters_unused() -> None:
     dist.init_process_group()
     told = r"rank \d: .*2 of 4 parameters \(branch\.unused\.weight, branch\.unused\.bias\).*find_unused_parameters=True"
     with pytest.raises(RuntimeError, match=told):
         dist.DistributedDataParallel(Branches())(torch.ones(1, 8)).sum().backward()
 
 
-def test_unused_parameters_are_named_by_their_dotted_path_with_the_fix(ranks):
-    ranks(2)(unused)
+def test_unused_parameters_are_named_by_their_dotted_path(ranks):
+    ranks(2)(leave_parameters_unused)
 
 
 def same_batches(kind: str) -> str:
@@ -179,7 +179,7 @@ def too_many_threads() -> str:
     return told[0]
 
 
-def test_more_threads_than_cores_are_told_once_on_one_rank_of_the_host(ranks):
+def test_more_threads_than_cores_are_reported_once_for_a_host(ranks):
     first, second = ranks(2)(too_many_threads)
     assert second == ""
     assert re.search(r"rank 0: the 2 ranks on .* compute with 2000 threads on \d+ cores", first)

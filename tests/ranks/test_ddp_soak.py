@@ -58,7 +58,7 @@ HOOKS = {
 }
 
 
-def grown(kind: str) -> tuple[int, int]:
+def memory_grown_by_steps(kind: str) -> tuple[int, int]:
     """By how many bytes and objects the process grew in 1,000 steps.
 
     The allocator takes a MiB or two at some time or other, of a bare model too; what leaks grows in all three spans.
@@ -83,7 +83,7 @@ def grown(kind: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_thousand_steps_take_no_more_memory_than_the_first(ranks, kind):
-    for nbytes, objects in ranks(2)(grown, kind, timeout_s=300):
+    for nbytes, objects in ranks(2)(memory_grown_by_steps, kind, timeout_s=300):
         print(f"{kind}: {nbytes / 1024:.0f} KiB, {objects} objects more after 1,000 steps")
         assert nbytes < MOST_BYTES
         assert objects < 10

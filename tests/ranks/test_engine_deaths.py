@@ -117,7 +117,7 @@ def test_a_member_that_died_ends_the_forming_of_a_later_group(ranks):
             assert waited_s < 30
 
 
-def versions(backend: str) -> str:
+def run_another_version(backend: str) -> str:
     from paceline.engine import introduction
 
     if os.environ["RANK"] == "1":
@@ -129,5 +129,5 @@ def versions(backend: str) -> str:
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_ranks_of_another_version_are_refused_by_all(ranks, backend):
-    for text in ranks(3)(versions, backend):
+    for text in ranks(3)(run_another_version, backend):
         assert "9.8.7 on rank 1 (" in text and f"{dist.__version__} on rank 0 (" in text and "rank 2 (" in text

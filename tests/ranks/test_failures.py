@@ -107,7 +107,7 @@ def test_a_stopped_rank_ends_in_a_time_out_not_in_a_hang(ranks):
         world.join(20, expect_dead=frozenset({0}))
 
 
-def leave() -> None:
+def leave_early() -> None:
     dist.init_process_group()
     dist.barrier()
     if dist.get_rank() == 1:
@@ -118,7 +118,7 @@ def leave() -> None:
 
 
 def test_a_rank_that_left_is_told_from_one_that_died(ranks):
-    ranks(2)(leave)
+    ranks(2)(leave_early)
 
 
 def exchange_seven_elements() -> None:
@@ -127,7 +127,7 @@ def exchange_seven_elements() -> None:
     dist.all_to_all_single(torch.empty(7), torch.ones(7), sizes, sizes)
 
 
-def disagree() -> None:
+def make_calls_that_do_not_match() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     calls = [
@@ -152,11 +152,11 @@ def disagree() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_calls_that_do_not_fit_fail_on_every_rank_and_harm_nothing(ranks, size):
-    ranks(size)(disagree)
+def test_calls_that_do_not_match_fail_on_every_rank(ranks, size):
+    ranks(size)(make_calls_that_do_not_match)
 
 
-def refuse() -> None:
+def give_bad_arguments() -> None:
     dist.init_process_group()
     with pytest.raises(TypeError, match="AVG is not defined for torch.bool; convert the tensor first"):
         dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
@@ -186,7 +186,7 @@ def refuse() -> None:
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(ranks):
-    ranks(2)(refuse)
+    ranks(2)(give_bad_arguments)
 
 
 def fork_in_between() -> int:
@@ -205,7 +205,7 @@ def test_a_forked_child_is_no_member_and_does_not_disturb(ranks):
     assert ranks(2)(fork_in_between) == [0, 0]
 
 
-def interrupted() -> str:
+def interrupt_a_waiting_call() -> str:
     dist.init_process_group()
     dist.barrier()
     if dist.get_rank() == 1:
@@ -221,7 +221,7 @@ def interrupted() -> str:
 
 
 def test_an_interrupt_ends_a_waiting_call(ranks):
-    results = ranks(2).start(interrupted)
+    results = ranks(2).start(interrupt_a_waiting_call)
     with results as world:
         assert world.join(20, expect_dead=frozenset({1}))[0] == "interrupted"
 
@@ -252,6 +252,6 @@ def destroyed_while_another_thread_waits(algorithm: str | None) -> str:
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring"])
-def test_a_group_that_is_destroyed_while_another_thread_waits_ends_its_wait(ranks, algorithm):
+def test_destroying_a_group_ends_the_wait_of_another_thread(ranks, algorithm):
     for message in ranks(2)(destroyed_while_another_thread_waits, algorithm, timeout_s=15):
         assert "interrupted" in message or "rank 0" in message

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 import torch.distributed.nn.functional as torchs
-from against_gloo import agree, torch_group
+from torch_programs import agree, torch_group
 
 import paceline as dist
 from paceline import functional
@@ -201,7 +201,7 @@ def test_derivatives_are_those_of_one_process(ranks):
     assert ranks(3)(derivatives_are_those_of_one_process) == [{}] * 3
 
 
-def forms() -> None:
+def call_every_form() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     _other_types(rank, size)
@@ -293,7 +293,7 @@ def _groups(rank: int) -> None:
 
 
 def test_forms_types_groups_and_refusals(ranks):
-    ranks(3)(forms)
+    ranks(3)(call_every_form)
 
 
 def torchs_functions() -> list[object]:

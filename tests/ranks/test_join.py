@@ -72,7 +72,7 @@ def test_uneven_inputs_end_where_torchs_do(ranks, tmp_path):
     ranks(3)(like_torchs, str(tmp_path / "gloo"))
 
 
-def analytical() -> None:
+def divide_gradients() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     for divide, expected in ((True, [1.5, 1.0]), (False, [1.5, 2.0])):
@@ -91,8 +91,8 @@ def analytical() -> None:
     assert layer.weight.grad.item() == 1.5
 
 
-def test_gradients_are_divided_by_all_ranks_or_by_those_with_inputs(ranks):
-    ranks(2)(analytical)
+def test_gradients_are_divided_by_all_or_by_the_joined_ranks(ranks):
+    ranks(2)(divide_gradients)
 
 
 def accumulating_with_a_hook() -> None:
@@ -143,7 +143,7 @@ def sharded_optimizers() -> None:
         dist.Join([sharded])
 
 
-def test_a_sharded_optimizer_steps_with_the_others_when_its_rank_has_run_out(ranks):
+def test_a_sharded_optimizer_steps_on_after_its_inputs_end(ranks):
     ranks(3)(sharded_optimizers)
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Ranks
+from world import Ranks
 
 from paceline import PacelineError
 from paceline.rendezvous.rendezvous import rendezvous
@@ -120,7 +120,7 @@ def test_a_port_held_by_another_program_is_reported_with_it(ranks: type[Ranks]) 
     assert f"port {port} of 127.0.0.1 is in use by process {os.getpid()} (" in told
 
 
-def test_a_running_job_is_not_disturbed_by_one_started_at_its_address(ranks: type[Ranks], tmp_path: Path) -> None:
+def test_a_second_job_at_the_same_address_disturbs_nobody(ranks: type[Ranks], tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{_free_port()}"
     with ranks(2).start(_stay, url, str(tmp_path)) as running:
         deadline = time.monotonic() + TIMEOUT_S

@@ -59,7 +59,7 @@ def reduced_by_two_ranks(results_file: str, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_two_ranks_of_two_tensors_reduce_to_the_very_bits_of_four_ranks(ranks, async_op, tmp_path):
+def test_two_ranks_of_two_tensors_reduce_to_the_bits_of_four(ranks, async_op, tmp_path):
     results_file = str(tmp_path / "results")
     ranks(4)(reduced_by_four_ranks, results_file)
     ranks(2)(reduced_by_two_ranks, results_file, async_op)
@@ -130,7 +130,7 @@ def test_every_tensor_is_a_member(ranks, size, async_op):
     ranks(size)(every_form, async_op)
 
 
-def refuse() -> None:
+def give_lists_that_do_not_fit() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     one = torch.ones(1)
     with pytest.raises(ValueError, match="tensor_list is empty; it must be a list of tensors, one for each device"):
@@ -148,4 +148,4 @@ def refuse() -> None:
 
 
 def test_lists_that_do_not_fit_are_refused(ranks):
-    ranks(1)(refuse)
+    ranks(1)(give_lists_that_do_not_fit)

@@ -39,18 +39,18 @@ def test_everything_that_a_group_can_do_is_done_over_nccl(ranks, nccl_library, t
     assert sum(call.startswith("ncclAllReduce count=7 type=7 op=0 peer=-1 depth=1") for call in calls) == 1
 
 
-def conform(library: Path, folder: Path) -> dict[str, str]:
+def conform_to_the_suite(library: Path, folder: Path) -> dict[str, str]:
     nccl_stub.use(library, folder)
     return conformance.run_all("nccl")
 
 
 def test_nccl_conforms_but_for_what_nccl_lacks(ranks, nccl_library, tmp_path):
-    for reports in ranks(2)(conform, nccl_library, tmp_path):
+    for reports in ranks(2)(conform_to_the_suite, nccl_library, tmp_path):
         assert len(reports) > 8
         assert not any(reports.values()), "".join(reports.values())
 
 
-def fail(library: Path, folder: Path) -> dict[str, str]:
+def fail_and_break_the_group(library: Path, folder: Path) -> dict[str, str]:
     """Each failure breaks a group of its own."""
     rank, _ = start(library, folder)
     told: dict[str, str] = {}
@@ -96,7 +96,7 @@ def fail(library: Path, folder: Path) -> dict[str, str]:
 
 
 def test_failures_say_what_was_seen_and_break_the_group(ranks, nccl_library, tmp_path):
-    told, _ = ranks(2)(fail, nccl_library, tmp_path)
+    told, _ = ranks(2)(fail_and_break_the_group, nccl_library, tmp_path)
     host = os.uname().nodename
     assert told["refused"].startswith(f"rank 0 ({host}, pid ")
     assert "all_reduce(float32, 3 elements, SUM) failed: all_reduce: invalid argument" in told["refused"]
@@ -110,7 +110,7 @@ def test_failures_say_what_was_seen_and_break_the_group(ranks, nccl_library, tmp
     assert "reduce(float32, 4 elements, SUM, root 0) as call 2" in told["different"]
 
 
-def die(library: Path, folder: Path) -> str | None:
+def die_in_a_call(library: Path, folder: Path) -> str | None:
     rank, _ = start(library, folder)
     dist.all_reduce(torch.ones(3))
     if rank == 1:
@@ -122,7 +122,7 @@ def die(library: Path, folder: Path) -> str | None:
 
 
 def test_a_rank_that_dies_ends_the_others_calls(ranks, nccl_library, tmp_path):
-    with ranks(2).start(die, nccl_library, tmp_path) as world:
+    with ranks(2).start(die_in_a_call, nccl_library, tmp_path) as world:
         told, _ = world.join(60, expect_dead={1})
     assert "died, seen by rank 0" in str(told)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as torch_dist
+from one_world import OneWorld
 
 import paceline as dist
 
@@ -95,12 +96,9 @@ def test_in_a_group_ranks_are_taken_as_torch_takes_them(ranks):
     ranks(3)(in_a_subgroup)
 
 
-def refuse() -> None:
-    dist.init_process_group()
+def an_object_that_cannot_be_sent() -> None:
     rank = dist.get_rank()
     out: list[object] = [None, None]
-
-    # One rank cannot send: it says why, the other is told who, and both go on.
     expected = pytest.raises(TypeError, match=r"rank 1 .*all_gather_object: obj\['a'\]\[1\] is a .*Setting")
     if rank == 0:
         expected = pytest.raises(
@@ -116,7 +114,10 @@ def refuse() -> None:
     with pytest.raises(TypeError if rank == 1 else dist.CollectiveObjectError):
         dist.gather_object(Setting(1.0) if rank == 1 else 1, out if rank == 0 else None)
 
-    # A pickle is read only where that is wanted.
+
+def a_pickle_that_nobody_asked_for() -> None:
+    rank = dist.get_rank()
+    out: list[object] = [None, None]
     dist.all_gather_object(out, Setting(rank), allow_pickle=True)
     assert out == [Setting(0), Setting(1)]
     one: list[object] = [Setting(2.0) if rank == 1 else None]
@@ -128,6 +129,10 @@ def refuse() -> None:
     else:
         dist.broadcast_object_list(one, src=1, allow_pickle=True)
 
+
+def arguments_that_do_not_fit() -> None:
+    rank = dist.get_rank()
+    out: list[object] = [None, None]
     with pytest.raises(ValueError, match="object_list has 1 entries; it must be a list of 2"):
         dist.all_gather_object([None], 1)
     with pytest.raises(ValueError, match="takes object_gather_list on the destination, rank 0"):
@@ -136,14 +141,32 @@ def refuse() -> None:
         dist.scatter_object_list([], [1, 2])
     with pytest.raises(ValueError, match="device is cuda"):
         dist.broadcast_object_list([1], device=torch.device("cuda"))
+
+
+def lists_of_different_lengths() -> None:
+    rank = dist.get_rank()
     with pytest.raises(dist.CollectiveMismatchError, match="object_list has .* entries here.*2 elements.*4 elements"):
         dist.broadcast_object_list([1] * (1 + rank))
-    dist.all_gather_object(out, rank)
+
+
+def exchange_ranks() -> None:
+    out: list[object] = [None, None]
+    dist.all_gather_object(out, dist.get_rank())
     assert out == [0, 1]
 
 
-def test_what_cannot_be_sent_or_must_not_be_read_is_told_to_all_and_the_group_goes_on(ranks):
-    ranks(2)(refuse)
+REFUSED = OneWorld(
+    an_object_that_cannot_be_sent,
+    a_pickle_that_nobody_asked_for,
+    arguments_that_do_not_fit,
+    lists_of_different_lengths,
+    exchange_ranks,
+)
+
+
+@pytest.mark.parametrize("case", REFUSED.programs)
+def test_what_is_refused_leaves_the_group_usable(case):
+    REFUSED.require(2, case)
 
 
 def send_nonsense() -> None:

@@ -63,7 +63,7 @@ def _run_out(ports: list[int]) -> list[str]:
     return told
 
 
-def test_a_rank_without_descriptors_is_told_apart_from_a_dead_one(ranks):
+def test_a_rank_without_descriptors_is_not_called_dead(ranks):
     rich, poor = ranks(2)(_run_out, [free_port("127.0.0.1") for _ in _SPARE])
     assert (rich[-1], poor[-1]) == ("enough", "enough")
     failed = [(mine, theirs) for mine, theirs in zip(poor, rich, strict=True) if mine != "enough"]

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree, torch_group
 from torch.distributed import ReduceOp
+from torch_programs import agree, torch_group
 from values import COMPLEX, FLOATS, make
 
 import paceline.plugin
@@ -289,7 +289,7 @@ def test_futures_complete_by_themselves(ranks, tmp_path):
     ranks(2)(wait_for_futures, str(tmp_path))
 
 
-def alone() -> None:
+def make_a_group_outside_of_the_world() -> None:
     from torch.distributed import _dist2
 
     paceline.plugin.register()
@@ -307,4 +307,4 @@ def alone() -> None:
 
 def test_a_group_outside_of_the_world(ranks):
     pytest.importorskip("torch.distributed._dist2", reason="this release of torch has no groups outside of its world")
-    ranks(2)(alone)
+    ranks(2)(make_a_group_outside_of_the_world)

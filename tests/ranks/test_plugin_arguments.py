@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree, torch_group
 from torch.distributed import ReduceOp
+from torch_programs import agree, torch_group
 
 LIMIT = timedelta(seconds=30)
 
@@ -58,15 +58,15 @@ def values_for_options() -> list[torch.Tensor]:
     return results
 
 
-def both(directory: str) -> None:
+def give_every_form_of_an_argument(directory: str) -> None:
     agree([gather_coalesced, values_for_options], directory)
 
 
 def test_every_form_of_an_argument_agrees_with_gloo(ranks, tmp_path):
-    ranks(3)(both, str(tmp_path))
+    ranks(3)(give_every_form_of_an_argument, str(tmp_path))
 
 
-def refuse(directory: str) -> None:
+def give_sizes_that_do_not_fit(directory: str) -> None:
     with torch_group("paceline", directory):
         rank = torch_dist.get_rank()
         odd, mine = torch.zeros(7), torch.ones(3)
@@ -86,4 +86,4 @@ def refuse(directory: str) -> None:
 
 
 def test_sizes_that_ranks_cannot_share_are_refused(ranks, tmp_path):
-    ranks(2)(refuse, str(tmp_path))
+    ranks(2)(give_sizes_that_do_not_fit, str(tmp_path))

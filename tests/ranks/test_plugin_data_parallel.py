@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree_closely
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch_programs import Comparison
 
 Result = list[torch.Tensor]
 
@@ -136,15 +135,20 @@ PROGRAMS = [
     *(partial(ddp, options) for options in OPTIONS),
     *(ddp_with_uneven_inputs, unused_parameters, no_sync, zero, fsdp1, fsdp2),
 ]
-OF_TWO = [
-    partial(fsdp2, True),
-    *(partial(ddp, {}, hook) for hook in ("fp16", "C++ all-reduce", "PowerSGD", "local SGD")),
-]
+WORLDS = {
+    2: Comparison(
+        *PROGRAMS,
+        partial(fsdp2, True),
+        *(partial(ddp, {}, hook) for hook in ("fp16", "C++ all-reduce", "PowerSGD", "local SGD")),
+    ),
+    3: Comparison(*PROGRAMS),
+    4: Comparison(partial(fsdp2, False, True)),
+}
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("size", "programs"), [(2, PROGRAMS), (2, OF_TWO), (3, PROGRAMS), (4, [partial(fsdp2, False, True)])]
+    ("size", "program"), [(size, program) for size, world in WORLDS.items() for program in world.programs]
 )
-def test_training_agrees(ranks, tmp_path, size, programs: list[Callable[[], Result]]):
-    ranks(size)(agree_closely, programs, str(tmp_path), timeout_s=180)
+def test_training_agrees_with_gloo(size, program):
+    WORLDS[size].require(size, program)

@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import torch_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch_programs import torch_group
 
 import paceline
 
@@ -67,7 +67,7 @@ def test_a_dead_rank_is_named(ranks, tmp_path, how):
         assert "PeerLostError" in told[rank], told[rank]
 
 
-def disagree(directory: str) -> None:
+def make_calls_that_do_not_match(directory: str) -> None:
     with torch_group("paceline", directory):
         rank = torch_dist.get_rank()
         for wait in ("synchronously", "work", "future"):
@@ -85,7 +85,7 @@ def disagree(directory: str) -> None:
 
 
 def test_calls_that_do_not_fit_fail_and_harm_nothing(ranks, tmp_path):
-    ranks(2)(disagree, str(tmp_path))
+    ranks(2)(make_calls_that_do_not_match, str(tmp_path))
 
 
 def stay_away(directory: str) -> None:
@@ -112,7 +112,7 @@ def test_a_rank_that_stays_away_is_named(ranks, tmp_path):
     ranks(2)(stay_away, str(tmp_path))
 
 
-def refuse(directory: str) -> None:
+def ask_for_what_cannot_be_done(directory: str) -> None:
     with torch_group("paceline", directory):
         group = torch_dist.group.WORLD
         with pytest.raises(TypeError, match=r"no engine for it: make a second group.*pass tensor.cpu"):
@@ -140,7 +140,7 @@ def test_a_mixture_that_pytorch_does_not_make_is_refused(ranks, tmp_path):
 
 
 def test_what_cannot_be_done_is_refused(ranks, tmp_path):
-    ranks(2)(refuse, str(tmp_path))
+    ranks(2)(ask_for_what_cannot_be_done, str(tmp_path))
 
 
 def use_groups(directory: str) -> None:

@@ -42,7 +42,7 @@ def test_the_backend_is_known_whatever_is_imported_first(installed, first):
     assert done.stdout == "True\n", done.stderr
 
 
-def test_a_broken_installation_breaks_no_more_than_its_own_groups(installed):
+def test_a_broken_installation_breaks_only_its_own_groups(installed):
     code = (
         "import sys; sys.modules['paceline._core'] = None; sys.modules['msgspec'] = None\n"
         f"{KNOWN}\n"
@@ -62,7 +62,7 @@ def test_without_autoloading_one_call_makes_it_known(installed):
     assert "paceline" not in done.stderr
 
 
-def test_an_error_inside_is_told_and_does_not_end_the_import_of_torch(installed):
+def test_an_error_inside_does_not_end_the_import_of_torch(installed):
     code = (
         "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; "
         "torch.distributed.Backend.register_backend = None; torch.distributed.Backend.backend_list = ['gloo']; "
@@ -73,6 +73,6 @@ def test_an_error_inside_is_told_and_does_not_end_the_import_of_torch(installed)
     assert "torch.distributed does not get the backend 'paceline': TypeError" in done.stderr
 
 
-def test_importing_torch_loads_no_more_of_the_package_than_the_entry_point(installed):
+def test_importing_torch_loads_only_the_entry_point(installed):
     code = f"{KNOWN}; import sys; print(sorted(name for name in sys.modules if name.startswith('paceline')))"
     assert installed(code).stdout == "True\n['paceline', 'paceline.plugin']\n"

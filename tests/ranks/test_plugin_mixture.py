@@ -16,7 +16,7 @@ import paceline.plugin
 NEEDED = (2, 14)  # before it, PyTorch does not let Python subclass Backend
 
 
-def mix(directory: str, backend: str) -> None:
+def mix_with_gloo(directory: str, backend: str) -> None:
     paceline.plugin.register()
     rank = int(os.environ["RANK"])
     torch_dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=2)
@@ -50,4 +50,4 @@ def mix(directory: str, backend: str) -> None:
 
 @pytest.mark.skipif(torch.__version__ < NEEDED, reason="PyTorch hands the whole group to a backend in Python")
 def test_a_mixture_takes_cpu_tensors_to_paceline(ranks, tmp_path):
-    ranks(2)(mix, str(tmp_path), "cuda:gloo,cpu:paceline")
+    ranks(2)(mix_with_gloo, str(tmp_path), "cuda:gloo,cpu:paceline")

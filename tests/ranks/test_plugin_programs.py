@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
-from against_gloo import agree_closely
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch_programs import Comparison
 from values import make
 
 Result = list[torch.Tensor]
@@ -143,10 +142,16 @@ def saved_and_loaded() -> Result:
     return wanted
 
 
-ON_TWO = [new_groups, tensors, functional_collectives, compiled, compiled_ddp, saved_and_loaded]
+WORLDS = {
+    2: Comparison(new_groups, tensors, functional_collectives, compiled, compiled_ddp, saved_and_loaded),
+    3: Comparison(new_groups, tensors),
+    4: Comparison(mesh),
+}
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("size", "programs"), [(2, ON_TWO), (3, [new_groups, tensors]), (4, [mesh])])
-def test_programs_agree(ranks, tmp_path, size, programs: list[Callable[[], Result]]):
-    ranks(size)(agree_closely, programs, str(tmp_path), timeout_s=180)
+@pytest.mark.parametrize(
+    ("size", "program"), [(size, program) for size, world in WORLDS.items() for program in world.programs]
+)
+def test_a_program_of_torchs_agrees_with_gloo(size, program):
+    WORLDS[size].require(size, program)

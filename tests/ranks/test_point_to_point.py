@@ -125,7 +125,7 @@ def test_in_a_group_ranks_are_taken_as_torch_takes_them(ranks):
     ranks(3)(in_a_group)
 
 
-def objects() -> None:
+def send_objects() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     sent = [{"a": (1, torch.arange(5))}, None, "ä" * 1000]
@@ -156,10 +156,10 @@ def objects() -> None:
 
 
 def test_objects_go_from_rank_to_rank(ranks):
-    ranks(2)(objects)
+    ranks(2)(send_objects)
 
 
-def refuse() -> None:
+def give_bad_arguments() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     tensor = torch.ones(1)
@@ -193,7 +193,7 @@ def refuse() -> None:
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(ranks):
-    ranks(2)(refuse)
+    ranks(2)(give_bad_arguments)
 
 
 def wait_for_nothing() -> str:
@@ -206,7 +206,7 @@ def wait_for_nothing() -> str:
     return str(caught.value)
 
 
-def test_a_message_that_does_not_come_is_told_with_the_rank_it_should_come_from(ranks):
+def test_a_missing_message_is_reported_with_its_sender(ranks):
     assert "rank 1" in ranks(2)(wait_for_nothing)[0]
 
 

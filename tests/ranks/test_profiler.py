@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import torch_group
 from torch.profiler import ProfilerActivity, profile
+from torch_programs import torch_group
 
 import paceline
 

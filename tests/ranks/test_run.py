@@ -51,7 +51,7 @@ def test_a_module_runs_with_m():
     assert "[rank 0] Beautiful is better than ugly." in done.stdout
 
 
-def test_a_group_that_failed_meets_again_and_the_last_failures_traceback_stands_last(script):
+def test_the_traceback_of_the_last_failure_stands_last(script):
     text = """
 import os, torch
 import paceline as dist
@@ -159,7 +159,7 @@ def test_spawn_calls_the_function_on_every_rank(tmp_path, start_method):
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [f"{rank} of 3" for rank in range(3)]
 
 
-def test_what_spawn_starts_reduces_and_the_first_failure_is_raised_with_its_rank(tmp_path):
+def test_spawn_raises_the_first_failure_with_its_rank(tmp_path):
     spawned = dist.spawn(reduce_and_fail, (str(tmp_path),), nprocs=2, join=False, start_method="forkserver")
     assert len(spawned.pids()) == 2
     with pytest.raises(dist.WorkerError, match=r"rank 1 .* failed first(?s:.*)KeyError: 'lost'") as caught:

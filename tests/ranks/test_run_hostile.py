@@ -91,7 +91,7 @@ def test_a_directory_that_was_removed_is_named(script, tmp_path):
     assert b"the current directory has been removed" in done.stderr
 
 
-def test_a_worker_that_somebody_else_interrupts_is_a_failure_that_is_told(script):
+def test_a_worker_that_somebody_else_interrupts_has_failed(script):
     done = run(script("import os, signal; os.kill(os.getpid(), signal.SIGINT)"))
     assert done.returncode == 1
     assert done.stderr.endswith("KeyboardInterrupt\n")

@@ -140,7 +140,7 @@ def test_a_terminal_without_control_sequences_gets_lines(script):
     assert {"[rank 0] out 0", "[rank 0] err 0"} <= set(rows)
 
 
-def test_an_unmodified_torchrun_script_meets_again_and_consequences_are_labelled_with_the_cause_last_and_once(script):
+def test_the_cause_stands_last_after_its_labelled_consequences(script):
     text = """
 import os, torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -181,7 +181,7 @@ main()
         ("sys.exit(7)", 7, "exit code 7"),
     ],
 )
-def test_how_a_worker_ended_is_named_and_kept_and_the_exit_code_is_torchruns(script, tmp_path, end, code, named):
+def test_the_end_of_a_worker_is_named_and_recorded(script, tmp_path, end, code, named):
     done = run("--log-dir", str(tmp_path), "--rdzv-id=j", script(f"import os, signal, sys; {end}"))
     assert done.returncode == 1
     assert named in done.stderr
@@ -272,7 +272,7 @@ def test_a_crash_in_the_script_is_not_called_one_at_exit(script):
     assert "after its script had ended" not in run(script("import os; os.abort()")).stderr
 
 
-def test_workers_keep_the_limit_of_descriptors_they_would_have_had(script):
+def test_workers_keep_their_usual_limit_of_descriptors(script):
     text = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     words = " ".join(command("--nproc-per-node=40", script(text)))
     shell = f"ulimit -S -n 256; exec {words}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from world import Ranks
 
 import paceline as dist
 
@@ -123,7 +124,7 @@ def train_wrapped(kind: str, images: Images, accumulate: int = 1) -> str:
     return hash_of(model)
 
 
-def epochs(images: Images) -> list[object]:
+def train_epochs(images: Images) -> list[object]:
     """What must be the same on any of 1, 2 and 4 ranks."""
     dist.init_process_group()
     return [
@@ -134,9 +135,9 @@ def epochs(images: Images) -> list[object]:
 
 
 def test_an_epoch_has_the_same_bits_on_one_two_and_four_ranks(ranks):
-    (alone,) = ranks(1)(epochs, digits())
-    assert ranks(2)(epochs, digits()) == [alone] * 2
-    assert ranks(4)(epochs, digits()) == [alone] * 4
+    (alone,) = ranks(1)(train_epochs, digits())
+    assert ranks(2)(train_epochs, digits()) == [alone] * 2
+    assert ranks(4)(train_epochs, digits()) == [alone] * 4
     for _, losses in alone[:2]:
         assert sum(losses[-2:]) < sum(losses[:2])
 
@@ -150,15 +151,30 @@ def in_other_numbers(images: Images, file: str) -> dict[str, tuple[str, list[flo
     return {**done, "epoch": train("cnn", 8, images, file=file, steps=2 if dist.get_world_size() == 2 else 9999)}
 
 
-def test_shards_need_not_be_powers_of_two_nor_read_by_the_rank_nor_finished_by_as_many_ranks(ranks, tmp_path):
-    alone, begun, ended = (ranks(size)(in_other_numbers, digits(), str(tmp_path / "epoch"))[0] for size in (1, 2, 3))
-    for case in ("7 shards", "workers"):
-        assert begun[case] == ended[case] == alone[case]
+@pytest.fixture(scope="module")
+def on_other_numbers(tmp_path_factory):
+    """What one rank computes alone, two of them, who leave the epoch, and three, who end it."""
+    file = tmp_path_factory.mktemp("epoch") / "checkpoint"
+    return [Ranks(size)(in_other_numbers, digits(), str(file))[0] for size in (1, 2, 3)]
+
+
+def test_the_number_of_shards_need_not_be_a_power_of_two(on_other_numbers):
+    alone, two, three = on_other_numbers
+    assert two["7 shards"] == three["7 shards"] == alone["7 shards"]
+
+
+def test_workers_that_read_the_shards_change_no_bit(on_other_numbers):
+    alone, two, three = on_other_numbers
+    assert two["workers"] == three["workers"] == alone["workers"]
+
+
+def test_an_epoch_may_be_finished_by_another_number_of_ranks(on_other_numbers):
+    alone, begun, ended = on_other_numbers
     assert ended["epoch"][0] == alone["epoch"][0]
     assert begun["epoch"][1] + ended["epoch"][1] == alone["epoch"][1]
 
 
-def gradients() -> None:
+def gradients_of_a_step() -> None:
     dist.init_process_group()
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1)})
@@ -177,8 +193,8 @@ def gradients() -> None:
     assert model["unused"].weight.grad is None
 
 
-def test_the_gradient_is_that_of_the_mean_over_the_step_and_adds_up(ranks):
-    ranks(3)(gradients)
+def test_the_gradient_is_that_of_the_mean_over_the_step(ranks):
+    ranks(3)(gradients_of_a_step)
 
 
 class Several(nn.Module):
@@ -194,7 +210,7 @@ class Several(nn.Module):
         return {"y": y, "norms": (y.square().sum(1), y.mean())}
 
 
-def replicas() -> None:
+def wrap_deterministically() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
@@ -223,11 +239,11 @@ def replicas() -> None:
         assert model(data[:3])["y"].shape == (3, 2)  # any number, as there is nothing to add up
 
 
-def test_a_deterministic_wrapper_gives_back_the_batch_in_its_order_and_averages_over_shards(ranks):
-    ranks(2)(replicas)
+def test_a_deterministic_wrapper_averages_over_the_shards(ranks):
+    ranks(2)(wrap_deterministically)
 
 
-def refusals() -> None:
+def share_what_cannot_be_shared() -> None:
     dist.init_process_group()
     with pytest.raises(ValueError, match=r"rank \d: 1 shards cannot be shared by 2 ranks; use a count"):
         dist.LogicalShards(nn.Linear(1, 1), 1)
@@ -254,4 +270,4 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_shared_is_refused_with_the_reason(ranks):
-    ranks(2)(refusals)
+    ranks(2)(share_what_cannot_be_shared)

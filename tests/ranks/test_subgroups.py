@@ -90,11 +90,11 @@ def groups_of_groups() -> None:
     assert summed(None) == 1111
 
 
-def test_groups_of_groups_take_group_ranks_and_only_their_parents_call(ranks):
+def test_a_group_of_a_group_is_made_by_its_parents_ranks(ranks):
     ranks(4)(groups_of_groups)
 
 
-def refuse() -> None:
+def divide_wrongly() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="cannot be divided into groups of group_size=2"):
@@ -119,7 +119,7 @@ def refuse() -> None:
 
 
 def test_divisions_that_do_not_work_are_refused_on_every_rank(ranks):
-    ranks(3)(refuse)
+    ranks(3)(divide_wrongly)
 
 
 def wait_for_two() -> str:
@@ -135,7 +135,7 @@ def wait_for_two() -> str:
     return str(caught.value)
 
 
-def test_a_monitored_barrier_names_who_did_not_come_on_every_rank_that_waits(ranks):
+def test_a_monitored_barrier_names_the_absent_on_every_rank(ranks):
     told = ranks(4)(wait_for_two)
     assert "monitored_barrier: ranks [1, 3] did not come within 1 s" in told[0]
     assert "monitored_barrier: rank 1 and 1 more" in told[2]

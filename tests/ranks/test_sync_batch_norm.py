@@ -97,7 +97,7 @@ def test_it_equals_batch_norm_in_float32_too(ranks):
     ranks(2)(in_float32)
 
 
-def trained() -> None:
+def train_a_wrapped_model() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -114,8 +114,8 @@ def trained() -> None:
         close(one, other)
 
 
-def test_a_wrapped_model_trains_as_one_process_with_the_whole_batch(ranks):
-    ranks(2)(trained)
+def test_a_wrapped_model_trains_as_one_process_would(ranks):
+    ranks(2)(train_a_wrapped_model)
 
 
 def empty_and_single() -> None:

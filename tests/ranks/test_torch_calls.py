@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as torch_dist
-from against_gloo import agree, require_equal, torch_group
 from torch_calls import CASES, plain, sparse
+from torch_programs import agree, require_equal, torch_group
 
 import paceline as dist
 
@@ -34,7 +34,7 @@ def meet(directory: str, rank: int, size: int) -> None:
     dist.init_process_group(init_method=f"file://{directory}/store", rank=rank, world_size=size, timeout=10.0)
 
 
-def compare(directory: str, names: list[str]) -> dict[str, str]:
+def compare_every_legal_call(directory: str, names: list[str]) -> dict[str, str]:
     """Runs on a rank; what differs, by the name of the case."""
     told: dict[str, str] = {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -58,7 +58,7 @@ def compare(directory: str, names: list[str]) -> dict[str, str]:
 
 
 def test_every_legal_call_works_as_over_gloo(ranks, tmp_path: Path):
-    for told in ranks(2)(compare, str(tmp_path / "meeting"), sorted(CASES)):
+    for told in ranks(2)(compare_every_legal_call, str(tmp_path / "meeting"), sorted(CASES)):
         assert told == {}, "\n".join(told.values())
 
 

@@ -14,7 +14,7 @@ import torch
 import paceline as dist
 
 
-def ask() -> None:
+def ask_a_work() -> None:
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor = torch.full((5,), rank + 1.0)
@@ -51,7 +51,7 @@ def ask() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_work_answers_as_torch_users_expect(ranks, size):
-    ranks(size)(ask)
+    ranks(size)(ask_a_work)
 
 
 def completes_by_itself() -> None:
@@ -90,7 +90,7 @@ def test_a_future_completes_without_anybody_waiting(ranks):
     ranks(2)(completes_by_itself)
 
 
-def overtakes() -> None:
+def overtake_another_groups_call() -> None:
     dist.init_process_group()
     group = dist.new_group()
     slow = torch.ones(1)
@@ -138,10 +138,10 @@ def test_the_completion_thread_sleeps_until_a_call_is_over(ranks):
 
 
 def test_a_call_that_overtakes_another_groups_completes_first(ranks):
-    ranks(2)(overtakes)
+    ranks(2)(overtake_another_groups_call)
 
 
-def fail() -> str:
+def fail_in_every_way() -> str:
     dist.init_process_group()
     work = dist.all_reduce(torch.ones(3 + dist.get_rank()), async_op=True)
     future = work.get_future()
@@ -169,7 +169,7 @@ def fail() -> str:
 
 
 def test_a_call_that_fails_says_so_in_every_way(ranks):
-    with ranks(2).start(fail) as world:
+    with ranks(2).start(fail_in_every_way) as world:
         assert world.join(30, expect_dead={1})[0] == "told"
 
 

@@ -96,7 +96,7 @@ def test_twenty_steps_end_where_the_unsharded_optimizers_do(ranks, size, names):
 
 
 @pytest.mark.parametrize(("stages", "overlap"), [([1], False), ([2, 3], True)])
-def test_so_they_do_with_data_parallel_modules_and_with_overlap(ranks, stages, overlap):
+def test_wrapped_modules_end_where_unsharded_ones_do(ranks, stages, overlap):
     ranks(2)(like_unsharded, ["AdamW"], stages, True, overlap)
 
 
@@ -126,14 +126,14 @@ def every_optimizer() -> None:
                 its_optimizer.step()
         for mine, other in zip(model.parameters(), reference.module.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        whole = {id(param) for param in model.parameters()}
+        whole = {id(param) for param in model.parameters()}  # only an elementwise optimizer gets parts of parameters
         assert all(id(updated) in whole for updated in sharded.state) == (name in WHOLE), name
         sharded.consolidate_state_dict()
         if dist.get_rank() == 0:
             require_close(sharded.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-def test_every_optimizer_of_torchs_steps_as_unsharded_and_only_those_for_single_elements_get_parts(ranks):
+def test_every_optimizer_of_torchs_steps_as_unsharded(ranks):
     ranks(2)(every_optimizer)
 
 
@@ -180,7 +180,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     }
 
 
-def memory() -> list[tuple[int, int, dict[str, int]]]:
+def measure_memory() -> list[tuple[int, int, dict[str, int]]]:
     """Of each stage and model: the stage, the bytes of the parameters, and what this rank holds."""
     dist.init_process_group()
     seen = []
@@ -196,8 +196,8 @@ def memory() -> list[tuple[int, int, dict[str, int]]]:
     return seen
 
 
-def test_a_rank_holds_its_part_of_what_the_stage_shards_and_no_more(ranks):
-    for rank in ranks(3)(memory):
+def test_a_rank_holds_only_its_part_of_what_the_stage_shards(ranks):
+    for rank in ranks(3)(measure_memory):
         for stage, whole, at in rank:
             assert at["state"] <= 2 * whole * (1 / 3 + 0.05)
             assert at["gradients"] <= whole * (1 / 3 + 0.05 if stage > 1 else 1)
@@ -266,5 +266,5 @@ def groups_and_schedules() -> None:
         assert seen[1] == expected[1]
 
 
-def test_groups_that_join_later_and_schedules_count_as_they_do_unsharded(ranks):
+def test_later_parameter_groups_count_as_they_do_unsharded(ranks):
     ranks(2)(groups_and_schedules)

@@ -92,7 +92,7 @@ def leave_out(stage: int) -> None:
     require_same_parameters(sharded, model, reference)
 
 
-def test_a_parameter_that_some_ranks_left_out_is_averaged_and_one_that_all_did_is_left_alone(ranks):
+def test_a_parameter_is_averaged_if_any_rank_used_it(ranks):
     ranks(2)(in_turn, leave_out, [(1,), (2,), (3,)])
 
 
@@ -264,7 +264,7 @@ def under_a_wrapper_it_does_not_know() -> None:
     assert sum(param.grad is not None for param in wrapped.parameters()) < 6
 
 
-def test_stage_two_of_bare_parameters_keeps_what_the_wrapper_still_averages(ranks):
+def test_stage_two_keeps_gradients_that_the_wrapper_averages(ranks):
     ranks(2)(under_a_wrapper_it_does_not_know)
 
 
@@ -288,7 +288,7 @@ def test_a_module_in_parts_is_evaluated_saved_and_loaded(ranks):
     ranks(2)(save_and_evaluate)
 
 
-def recover() -> None:
+def recover_from_a_failed_backward() -> None:
     dist.init_process_group()
     model, reference = mlp(), mlp()
     sharded = dist.ZeroRedundancyOptimizer(model, SGD, stage=2, lr=0.1)
@@ -311,10 +311,10 @@ def recover() -> None:
 
 
 def test_zero_grad_clears_up_after_a_backward_that_failed(ranks):
-    ranks(2)(recover)
+    ranks(2)(recover_from_a_failed_backward)
 
 
-def refusals() -> None:
+def shard_what_cannot_be_sharded() -> None:
     dist.init_process_group()
     with pytest.raises(ValueError, match="stage is 4; it must be 1"):
         dist.ZeroRedundancyOptimizer(mlp(), SGD, stage=4, lr=0.1)
@@ -334,4 +334,4 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_sharded_is_refused_with_the_reason(ranks):
-    ranks(2)(refusals)
+    ranks(2)(shard_what_cannot_be_sharded)

@@ -55,7 +55,7 @@ def require_unsharded_steps(model: nn.Module, stage: int, overlap: bool) -> None
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def run(kind: str) -> None:
+def run_on_each_stage(kind: str) -> None:
     dist.init_process_group()
     for stage in (1, 2, 3):
         for overlap in (False, True):
@@ -70,16 +70,16 @@ def run(kind: str) -> None:
             require_unsharded_steps(model, stage, overlap)
 
 
-def test_a_gradient_still_on_its_way_to_other_layers_is_not_averaged_under_them(ranks):
-    ranks(2)(run, "plus")
+def test_a_gradient_that_other_layers_still_read_is_not_changed(ranks):
+    ranks(2)(run_on_each_stage, "plus")
 
 
 def test_parameters_of_several_types_and_frozen_ones_are_shared(ranks):
-    ranks(2)(run, "mixed")
+    ranks(2)(run_on_each_stage, "mixed")
 
 
 def test_a_parameter_is_cut_as_it_lies_in_memory(ranks):
-    ranks(2)(run, "wide convolution")
+    ranks(2)(run_on_each_stage, "wide convolution")
 
 
 def keep_a_view() -> None:
@@ -109,6 +109,6 @@ def freeze_the_most() -> list[int]:
     return held
 
 
-def test_frozen_layers_are_freed_when_backward_is_through_with_them(ranks):
+def test_frozen_layers_are_freed_after_their_backward(ranks):
     for held in ranks(2)(freeze_the_most):
         assert max(held) <= 64 * (3 + 1)

@@ -29,13 +29,13 @@ def test_a_bucket_has_one_type_and_tells_its_bytes(model, cap, first_cap):
 
 
 @given(models, caps, caps)
-def test_a_bucket_keeps_to_the_cap_unless_one_parameter_alone_exceeds_it(model, cap, first_cap):
+def test_only_a_single_parameter_makes_a_bucket_exceed_the_cap(model, cap, first_cap):
     for bucket in make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap]):
         assert bucket.nbytes <= cap or sum(model[index][0] > 0 for index in bucket.params) == 1
 
 
 @given(models, caps, caps)
-def test_a_bucket_is_closed_only_when_the_next_parameter_of_its_type_does_not_fit(model, cap, first_cap):
+def test_a_bucket_is_closed_when_the_next_parameter_does_not_fit(model, cap, first_cap):
     buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap])
     for dtype in DTYPES:
         of_type = [bucket for bucket in buckets if model[bucket.params[0]][1] is dtype]
@@ -45,7 +45,7 @@ def test_a_bucket_is_closed_only_when_the_next_parameter_of_its_type_does_not_fi
 
 
 @given(models, caps, caps)
-def test_buckets_follow_the_order_in_which_backward_completes_them(model, cap, first_cap):
+def test_buckets_follow_the_order_in_which_backward_ends_them(model, cap, first_cap):
     buckets = make_buckets([size for size, _ in model], [dtype for _, dtype in model], [min(first_cap, cap), cap])
     last_computed = [min(bucket.params) for bucket in buckets]
     assert last_computed == sorted(last_computed, reverse=True)

@@ -18,7 +18,7 @@ def _claims(*ranks: int, world_size: int = 4) -> list[Claim]:
 
 
 @given(st.permutations(range(5)), st.integers(1, 5))
-def test_the_meeting_is_complete_when_every_rank_is_there_and_not_before(order: list[int], arrived: int) -> None:
+def test_the_meeting_is_complete_once_every_rank_is_there(order: list[int], arrived: int) -> None:
     verdict = verdict_on(_claims(*order[:arrived], world_size=5))
     assert verdict == ("complete" if arrived == 5 else None)
 
@@ -60,7 +60,7 @@ def test_claims_come_back_from_the_store_as_they_were(claims: list[Claim]) -> No
     assert [vars(each) for each in received] == [vars(each) for each in claims]
 
 
-def test_a_claim_after_the_verdict_is_one_too_many_and_disturbs_nobody() -> None:
+def test_a_claim_after_the_verdict_is_one_too_many() -> None:
     store = HashStore()
     agree(store, Claim(0, 1, "a", 1), 5)
     with pytest.raises(RendezvousError, match="claimed twice: by process 1 on a and by process 2 on b"):

@@ -63,7 +63,7 @@ def test_a_nest_is_cut_and_put_together_again(nest):
 @pytest.mark.parametrize(
     ("samples", "devices", "sizes"), [(5, 3, [2, 2, 1]), (2, 3, [1, 1]), (4, 3, [2, 2]), (0, 2, [0])]
 )
-def test_a_batch_is_cut_as_torchs_chunk_does_into_no_more_parts_than_there_are(samples, devices, sizes):
+def test_a_batch_is_cut_as_torchs_chunk_does(samples, devices, sizes):
     assert [len(part) for part in scatter(torch.ones(samples, 2), ["cpu"] * devices)] == sizes
 
 
@@ -167,7 +167,7 @@ def test_replicas_are_no_modules_with_parameters_of_their_own():
     assert replicate(module, TWO, detach=True)[0][0].weight.grad_fn is None
 
 
-def test_threads_take_over_autocast_and_whether_gradients_are_recorded():
+def test_threads_inherit_autocast_and_gradient_mode():
     seen = []
 
     def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def test_threads_take_over_autocast_and_whether_gradients_are_recorded():
     assert seen == [(torch.float32, True)] * 2 + [(torch.bfloat16, False)] * 2
 
 
-def test_an_exception_has_the_replica_its_device_and_the_traceback():
+def test_an_exception_names_the_replica_and_its_device():
     def fail(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if x[0, 0] == 1:
             raise KeyError("mine")

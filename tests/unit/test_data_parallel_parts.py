@@ -117,7 +117,7 @@ def test_a_channels_last_gradient_is_taken_where_it_is():
     assert gradients_of(param).collect(copy_shared=True).pieces[0] == param.grad.data_ptr()
 
 
-def test_a_gradient_of_another_layout_is_reduced_in_a_copy_of_the_parameters_layout():
+def test_a_gradient_of_another_layout_is_reduced_in_a_copy():
     weight = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
     param = with_gradient(weight, torch.randn(2, 3, 4, 4))
     memory = gradients_of(param).collect(copy_shared=False)
@@ -136,7 +136,7 @@ def test_a_conjugate_gradient_is_reduced_in_a_copy():
     assert not memory.tensors[0].is_conj()
 
 
-def test_a_gradient_that_shares_memory_is_reduced_in_place_unless_wary():
+def test_a_shared_gradient_is_reduced_in_place_unless_wary():
     param = with_gradient(torch.ones(4), torch.randn(4))
     other = param.grad.detach()
     assert shares_memory(param.grad)
@@ -145,7 +145,7 @@ def test_a_gradient_that_shares_memory_is_reduced_in_place_unless_wary():
     assert memory.copies == memory.successors == []
 
 
-def test_a_gradient_that_autograd_shares_is_replaced_and_the_other_stays():
+def test_only_one_of_two_gradients_that_share_memory_is_replaced():
     kept = torch.ones(2, 3, requires_grad=True)
     param = nn.Parameter(torch.ones(3, 2))
     (2 * (kept.view(6) + param.view(6))).sum().backward()

@@ -93,7 +93,7 @@ def test_what_is_right_is_left_alone(text):
     assert found(text) == []
 
 
-def test_a_collective_after_an_early_return_of_the_others_is_found():
+def test_a_collective_that_the_others_return_before_is_found():
     assert found("def log():\n    if rank != 0:\n        return\n    dist.barrier()") == [("not-all-ranks", 4)]
 
 

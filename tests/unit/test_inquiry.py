@@ -105,7 +105,7 @@ def test_a_rank_that_left_after_its_time_was_over_left():
     assert "rank 1 (host, pid 101) left the group" in text
 
 
-def test_the_rank_that_died_is_named_and_not_those_that_left_for_it():
+def test_the_rank_that_died_is_named_before_those_that_left():
     store = dist.HashStore()
     store.set("inquiry/1/1", "left")
     ended = dataclasses.replace(Process.mine(), started=1)
@@ -127,7 +127,7 @@ def test_a_process_that_ended_with_the_store_is_not_called_dead():
     assert "rank 0 (host, pid 100) ended (it died or left" in text
 
 
-def test_a_message_to_a_rank_elsewhere_is_given_up_without_a_verdict():
+def test_a_message_to_another_rank_is_given_up_without_verdict():
     them = members(Process.mine(), ELSEWHERE)
     assert Inquiry(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
     assert Inquiry(Gone(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT

@@ -26,7 +26,7 @@ from paceline.launch.nodes.messages import LARGEST, Stopped, encode
 from paceline.launch.output import LinePrefixer, LogFile, prefix_of
 
 
-def test_lines_come_out_whole_with_their_prefix_however_they_are_cut():
+def test_lines_come_out_whole_however_they_are_cut():
     shown: list[bytes] = []
     lines = LinePrefixer(b"[rank 1] ", shown.append)
     for piece in (b"on", b"e\ntwo\r\nth", b"ree\n\xff\n", b"tail"):

@@ -85,7 +85,7 @@ def test_the_order_is_that_of_the_distributed_sampler():
     assert numbers(loader) == list(sampler)
 
 
-def test_an_epoch_that_was_left_goes_on_and_the_next_one_has_another_order():
+def test_an_epoch_that_was_left_goes_on():
     loader = StatefulLoader(range(20), 4, num_replicas=1, rank=0)
     first = numbers(itertools.islice(loader, 2)) + numbers(loader)
     second = numbers(loader)
@@ -94,7 +94,7 @@ def test_an_epoch_that_was_left_goes_on_and_the_next_one_has_another_order():
     assert loader.epoch == 2
 
 
-def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch():
+def test_a_state_after_the_last_batch_ends_the_epoch():
     loader = StatefulLoader(range(8), 4, num_replicas=1, rank=0)
     states = [loader.state_dict() for _ in loader]
     again = StatefulLoader(range(8), 4, num_replicas=1, rank=0)
@@ -102,7 +102,7 @@ def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch():
     assert (again.epoch, list(again), again.epoch) == (0, [], 1)
 
 
-def test_set_epoch_with_the_epoch_of_a_loaded_state_keeps_the_place():
+def test_set_epoch_with_the_loaded_epoch_keeps_the_place():
     loader = StatefulLoader(range(8), 2, num_replicas=1, rank=0)
     loader.set_epoch(5)
     next(iter(loader))

@@ -22,7 +22,7 @@ from paceline.launch.worker import allow_descriptors
         ("node0", [], "192.168.0.9"),
     ],
 )
-def test_a_name_that_leads_to_loopback_here_is_served_on_the_address_others_see(monkeypatch, name, leads_to, served_on):
+def test_a_loopback_name_is_served_on_the_address_others_see(monkeypatch, name, leads_to, served_on):
     def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
         if not leads_to:
             raise socket.gaierror("unknown")

@@ -115,7 +115,7 @@ def test_a_wrong_machine_number_is_refused(number, complaint):
     assert complaint in end.reason
 
 
-def test_between_min_and_max_the_last_call_is_awaited_from_each_arrival():
+def test_each_arrival_between_min_and_max_prolongs_the_wait():
     play = Play(policy(1, 3, last_call_s=0.5))
     play.join("a")
     play.wait(0.4)
@@ -133,7 +133,7 @@ def test_with_max_machines_nobody_is_awaited():
     assert isinstance(play.last("b"), Start)
 
 
-def test_too_few_machines_end_the_wait_with_the_names_of_those_that_came():
+def test_too_few_machines_end_the_wait_with_their_names():
     play = Play(policy(2, 2, join_timeout_s=10))
     play.join("a")
     play.wait(9)
@@ -297,7 +297,7 @@ EVENTS = st.tuples(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(EVENTS, max_size=40), st.booleans())
-def test_whatever_happens_generations_are_whole_and_nobody_runs_in_two(events, is_static):
+def test_whatever_happens_nobody_runs_in_two_generations(events, is_static):
     """Nodes behave as launchers do: one that was told to start or stop answers; the rest is chance."""
     least, most = (2, 2) if is_static else (1, 3)
     play = Play(policy(least, most, is_static=is_static, max_restarts=2))

@@ -219,7 +219,7 @@ def test_a_start_that_nobody_joins_is_aborted(functions, tmp_path):
     assert (tmp_path / "log").read_text().splitlines()[-1] == "ncclCommAbort"
 
 
-def test_calls_of_a_plan_are_one_group_and_a_refusal_has_the_librarys_words(functions, tmp_path):
+def test_calls_of_a_plan_form_one_group(functions, tmp_path):
     made = alone(functions)
     stream = nccl_stub.stand_in_for_cuda(loader.find().path).stubOpenStream()
     memory = torch.ones(6)

@@ -155,7 +155,7 @@ def test_every_schedule_runs_in_the_order_of_its_steps(algorithm, size):
                 torch.testing.assert_close(outputs, wanted, msg=lambda text, at=(operation, op, rank): f"{at}: {text}")
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked():
+def test_the_wait_for_an_absent_rank_ends_at_its_time_out():
     links: _Links = defaultdict(_Link)
     tensor = torch.ones(_COUNT)
     call = Call(Operation.ALL_REDUCE, DTYPE_CODES[torch.float32], ReduceCode.SUM, -1, _COUNT, 0, [], [_pieces(tensor)])

@@ -151,7 +151,7 @@ def test_control_sequences_may_be_cut_anywhere(shown):
     assert shown.rows() == ["two"]
 
 
-def test_text_without_control_characters_takes_the_short_way_alike():
+def test_text_without_control_characters_comes_out_the_same():
     text = b"one\n\ntwo three\nfour"
     short, long = Rows(), Rows(b"")
     short.feed(text)

@@ -62,5 +62,7 @@ def test_examples_in_docstrings_run(module):
 
 def test_the_readmes_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for task in set(re.findall(r"make (\w+)\s+#", (ROOT / "README.md").read_text())):
+    tasks = set(re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.M))
+    assert tasks, "the README names no task of make"
+    for task in tasks:
         assert re.search(rf"^{task}:", makefile, re.M), f"make {task} is not in the Makefile"

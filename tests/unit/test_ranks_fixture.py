@@ -13,7 +13,7 @@ import pytest
 from conftest import RankFailed
 
 
-def place(extra: str) -> tuple[str, ...]:
+def place_of_this_rank(extra: str) -> tuple[str, ...]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
     return (*(os.environ[name] for name in names), extra)
 
@@ -72,12 +72,12 @@ def pids_in(directory: Path, size: int) -> list[int]:
     return [int(pid) for file in directory.glob("*.pids") for pid in file.read_text().split()]
 
 
-def test_each_rank_finds_its_place_and_its_value_comes_back_in_order(ranks):
-    told = ranks(3)(place, "x")
+def test_the_values_of_ranks_come_back_in_rank_order(ranks):
+    told = ranks(3)(place_of_this_rank, "x")
     assert told == [(str(rank), str(rank), "3", "3", "127.0.0.1", "1", "x") for rank in range(3)]
 
 
-def test_ranks_share_a_port_and_a_secret_that_other_worlds_do_not_have(ranks):
+def test_each_world_has_a_port_and_a_secret_of_its_own(ranks):
     (first, second), (other, _) = ranks(2)(meeting_point), ranks(2)(meeting_point)
     assert first == second
     assert first[1] != other[1]
@@ -107,7 +107,7 @@ def test_at_the_deadline_the_silent_ranks_are_named_and_killed(ranks, tmp_path):
     wait_until(lambda: not any(map(alive, pids)))
 
 
-def test_a_stopped_rank_and_what_ranks_have_started_end_with_the_world(ranks, tmp_path):
+def test_what_ranks_have_started_ends_with_the_world(ranks, tmp_path):
     with ranks(2).start(sleep_for_ever, str(tmp_path)) as world:
         pids = pids_in(tmp_path, 2)
         world.kill(0, signal.SIGSTOP)

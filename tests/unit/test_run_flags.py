@@ -57,7 +57,7 @@ def job(*arguments: str, environment: dict[str, str] | None = None, script: str 
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
-def test_the_flag_is_read_in_both_spellings_and_from_its_variable(flag):
+def test_the_flag_has_two_spellings_and_a_variable(flag):
     if flag.name in REFUSED:
         return
     text, meaning = VALUES.get(flag.name, (None, True))
@@ -181,7 +181,7 @@ def test_many_workers_a_core_are_forks_unless_told_otherwise():
     assert [job(*flags).forks for flags in cases] == [False, True, False, True]
 
 
-def test_the_time_to_end_comes_from_the_flag_then_torchruns_variable():
+def test_the_flag_for_the_time_to_end_precedes_the_variable():
     assert job().shutdown_timeout_s == 30.0
     assert job(environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "12"}).shutdown_timeout_s == 12.0
     assert job("--shutdown-timeout=3").shutdown_timeout_s == 3.0

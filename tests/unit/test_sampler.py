@@ -50,7 +50,7 @@ def forget_nothing(sampler):
         return list(sampler)
 
 
-def test_a_second_epoch_in_the_same_order_is_told_once_with_the_fix():
+def test_a_second_epoch_in_the_same_order_is_reported_once():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
     forget_nothing(sampler)
     with pytest.warns(UserWarning, match=r"rank 1: .* epoch 0 .*Call sampler\.set_epoch\(epoch\).*shuffle=False"):
@@ -83,12 +83,15 @@ def test_looks_at_the_first_batches_are_no_epochs():
             list(sampler)
 
 
-def test_set_epoch_a_look_at_the_first_batch_and_a_fixed_order_are_no_mistakes():
+def test_epochs_that_are_set_cause_no_warning():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=1)
     next(iter(sampler))
     for epoch in (0, 1, 1):
         sampler.set_epoch(epoch)
         forget_nothing(sampler)
+
+
+def test_a_fixed_order_causes_no_warning():
     in_order = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
     forget_nothing(in_order)
     forget_nothing(in_order)

@@ -74,7 +74,7 @@ def test_steps_that_are_no_schedule_are_named(step: Step) -> None:
         made([good, step])
 
 
-def test_a_schedule_whose_blocks_the_call_lacks_is_an_error_that_says_so() -> None:
+def test_a_schedule_with_blocks_that_the_call_lacks_is_refused() -> None:
     schedule = made([(COPY, 0, -1, OUTPUT, 0, 1, OUTPUT, 1, 1), (SEND, 0, 1, OUTPUT, 0, 0, OUTPUT, 1, 2)])
     with Pair() as pair:
         outcome = pair.run(schedule, Operation.ALL_REDUCE, [], [torch.ones(4)])

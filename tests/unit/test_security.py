@@ -40,9 +40,7 @@ def test_without_a_secret_there_is_none() -> None:
     assert job_secret() is None
 
 
-def test_the_descriptor_comes_before_the_variable_before_the_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_descriptor_precedes_the_variable_and_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("f" * 32 + "\n")
     file.chmod(0o600)

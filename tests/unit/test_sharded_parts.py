@@ -55,7 +55,7 @@ def test_the_runs_of_the_ranks_follow_each_other(shards, ranks):
     assert [shard for run in runs for shard in run] == list(range(shards))
 
 
-def test_a_stream_depends_on_its_key_alone_and_leaves_others_alone():
+def test_a_random_stream_depends_on_its_key_alone():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)

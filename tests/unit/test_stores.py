@@ -390,7 +390,7 @@ def test_a_store_closed_here_says_so_and_wakes_its_waiters() -> None:
     server.close()
 
 
-def test_a_forked_child_may_not_use_the_connection_and_does_not_harm_it() -> None:
+def test_a_forked_child_may_not_use_the_connection() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     child = os.fork()
     if child == 0:

@@ -19,7 +19,7 @@ class Net(nn.Module):
         self.inner = nn.ModuleList([nn.BatchNorm2d(2, affine=False), nn.LayerNorm(3), nn.BatchNorm3d(2)])
 
 
-def test_every_batch_norm_is_replaced_and_keeps_its_parameters_and_buffers():
+def test_a_replaced_batch_norm_keeps_parameters_and_buffers():
     module = Net().eval()
     before = dict(module.named_parameters()) | dict(module.named_buffers())
     converted = dist.convert_sync_batchnorm(module)

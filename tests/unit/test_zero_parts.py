@@ -11,18 +11,25 @@ from paceline.parallel.zero.parameters import Order
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES, divide, is_elementwise
 from paceline.parallel.zero.units import find_units
 
+# The size of each in bytes, and whether it may be cut.
+PARAMS = st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40)
 
-@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=40), st.integers(1, 9))
-def test_parameters_are_given_completely_and_no_rank_has_more_than_an_even_part_and_what_cannot_be_cut(params, ranks):
-    sizes, may_cut = [size for size, _ in params], [cut for _, cut in params]
-    loads = [0] * ranks
-    parts = divide(sizes, may_cut, loads)
-    for size, cut, its_parts in zip(sizes, may_cut, parts, strict=True):
+
+@given(PARAMS, st.integers(1, 9))
+def test_parameters_are_given_to_the_ranks_completely(params, ranks):
+    parts = divide([size for size, _ in params], [cut for _, cut in params], [0] * ranks)
+    for (size, cut), its_parts in zip(params, parts, strict=True):
         assert [part.start for part in its_parts] == [0, *(part.stop for part in its_parts[:-1])]
         assert its_parts[-1].stop == size
         assert len(its_parts) == len({part.owner for part in its_parts})
         assert cut or len(its_parts) == 1
         assert all(part.start % ALIGNMENT_BYTES == 0 for part in its_parts)
+
+
+@given(PARAMS, st.integers(1, 9))
+def test_no_rank_has_more_than_an_even_part_and_one_uncut(params, ranks):
+    sizes, loads = [size for size, _ in params], [0] * ranks
+    parts = divide(sizes, [cut for _, cut in params], loads)
     flat = [part for its_parts in parts for part in its_parts]
     assert loads == [sum(part.stop - part.start for part in flat if part.owner == rank) for rank in range(ranks)]
     largest_whole = max((size for size, cut in params if not cut), default=0)
@@ -30,7 +37,7 @@ def test_parameters_are_given_completely_and_no_rank_has_more_than_an_even_part_
 
 
 @given(st.lists(st.integers(1, 50), min_size=1), st.lists(st.integers(1, 50)))
-def test_parameters_that_join_later_are_given_to_those_with_least(first, later):
+def test_later_parameters_go_to_the_ranks_with_least(first, later):
     loads = [0, 0, 0]
     divide(first, [False] * len(first), loads)
     before = list(loads)
@@ -38,7 +45,7 @@ def test_parameters_that_join_later_are_given_to_those_with_least(first, later):
     assert not later or before[parts[later.index(max(later))][0].owner] == min(before)
 
 
-def test_only_optimizers_that_are_known_to_treat_each_element_by_itself_get_parts_of_parameters():
+def test_only_elementwise_optimizers_get_parts_of_parameters():
     class Derived(torch.optim.SGD):
         pass
 
@@ -47,9 +54,16 @@ def test_only_optimizers_that_are_known_to_treat_each_element_by_itself_get_part
     assert not is_elementwise(torch.optim.LBFGS)
 
 
-def test_the_layer_that_follows_is_told_from_the_pass_before_and_learnt_anew_when_it_changes():
+def test_the_next_layer_is_the_one_of_the_pass_before():
     order = Order()
     assert [order.visit(layer) for layer in "abcd"] == [None, None, None, None]
+    assert [order.visit(layer) for layer in "abcd"] == ["b", "c", "d", None]
+
+
+def test_a_change_of_the_order_of_layers_is_learnt():
+    order = Order()
+    for layer in "abcd":
+        order.visit(layer)
     assert [order.visit(layer) for layer in "acd"] == ["b", "d", None]
     assert [order.visit(layer) for layer in "ab"] == ["c", "c"]
 
@@ -64,13 +78,13 @@ def test_the_layers_of_a_model_are_gathered_one_by_one():
     assert units_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3))) == {"0": 6, "2": 9}
 
 
-def test_a_layer_that_reads_its_parts_parameters_is_gathered_as_a_whole():
+def test_a_layer_that_reads_its_childrens_parameters_is_whole():
     layer = nn.TransformerEncoderLayer(4, 2, 8)
     found = units_of(nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4), enable_nested_tensor=False))
     assert found == {"layers.0": sum(p.numel() for p in layer.parameters()), "layers.1": found["layers.0"], "": 8}
 
 
-def test_a_layer_within_a_layer_is_gathered_apart_from_the_rest_of_it():
+def test_a_layer_within_a_layer_is_gathered_on_its_own():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -80,7 +94,7 @@ def test_a_layer_within_a_layer_is_gathered_apart_from_the_rest_of_it():
     assert units_of(nn.Sequential(Block())) == {"0": 1, "0.layers.0": 6}
 
 
-def test_what_several_layers_share_belongs_to_the_module_as_a_whole():
+def test_what_several_layers_share_belongs_to_the_whole_module():
     first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     second.weight = first.weight
     assert units_of(nn.Sequential(first, second)) == {"0": 2, "": 4}

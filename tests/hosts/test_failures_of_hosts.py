@@ -82,7 +82,7 @@ MISMATCHES: dict[str, tuple[Call, Call]] = {
 _UNEQUAL = [150_000, 150_001, 150_001, 150_001]
 
 
-def disagree() -> list[tuple[str, str, float]]:
+def make_calls_that_do_not_match() -> list[tuple[str, str, float]]:
     dist.init_process_group(timeout=timedelta(seconds=15))
     told = []
     for usual, odd in MISMATCHES.values():
@@ -110,7 +110,7 @@ def disagree() -> list[tuple[str, str, float]]:
 
 def test_calls_that_do_not_fit_are_named_on_every_rank(hosts):
     named = [what for what in MISMATCHES for _ in range(2)]
-    for number, told in enumerate(hosts(2, 2)(disagree)):
+    for number, told in enumerate(hosts(2, 2)(make_calls_that_do_not_match)):
         for (error, message, took_s), what in zip(told, named, strict=True):
             assert error == "CollectiveMismatchError", message
             assert message.startswith(f"rank {number} (h{number // 2}, pid ")
@@ -319,7 +319,7 @@ def test_a_host_that_vanishes_is_noticed(hosts, fn, tmp_path):
         assert message.startswith(lost) and "seen by" in message, message
 
 
-def test_a_time_out_that_is_due_before_the_silence_is_noticed_comes_first(hosts, tmp_path):
+def test_a_time_out_due_before_the_silence_limit_comes_first(hosts, tmp_path):
     with hosts(2, 1, bridged=True).start(reduce_on, str(tmp_path), 3) as run:
         await_word(str(tmp_path), "0", "1")
         time.sleep(0.3)
@@ -354,7 +354,7 @@ def reduce_until(ready: str) -> int:
     return wrong
 
 
-def leave() -> list[tuple[str, tuple[str, str, float]]]:
+def leave_early() -> list[tuple[str, tuple[str, str, float]]]:
     dist.init_process_group(timeout=timedelta(seconds=20))
     told = []
     for name, call in CALLS.items():
@@ -371,7 +371,7 @@ def leave() -> list[tuple[str, tuple[str, str, float]]]:
 
 @pytest.mark.parametrize("layout", [(3, 1), ([2, 1],)], ids=str)
 def test_a_rank_that_left_is_told_from_one_that_died(hosts, layout):
-    for number, told in enumerate(hosts(*layout)(leave)):
+    for number, told in enumerate(hosts(*layout)(leave_early)):
         for name, (error, message, took_s) in told:
             assert error == "PeerLostError", f"{name}: {message}"
             assert took_s < 1, f"{name}: {took_s}"
@@ -417,7 +417,7 @@ def test_more_than_one_death(hosts):
         assert message.startswith(("rank 1 (h0, pid ", "rank 3 (h1, pid "))
 
 
-def interrupt() -> str:
+def interrupt_one_rank() -> str:
     dist.init_process_group()
     dist.barrier()
     if rank() == 1:
@@ -431,7 +431,7 @@ def interrupt() -> str:
 
 
 def test_an_interrupt_is_told_to_the_others(hosts):
-    for number, message in enumerate(hosts(2, 1)(interrupt)):
+    for number, message in enumerate(hosts(2, 1)(interrupt_one_rank)):
         assert message.startswith(f"rank {number} (h{number}, pid ") and "interrupted" in message
         assert "  " not in message
         assert number == 0 or "on rank 0 (h0, pid " in message, message

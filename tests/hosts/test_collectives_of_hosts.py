@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agreement import agree_with_gloo
+from collectives_vs_gloo import agree_with_gloo
 from values import COMPLEX, FLOATS, INTEGERS, expected, make, supported
 
 import paceline as dist
@@ -82,7 +82,7 @@ def moves(group: dist.ProcessGroup, dtypes: list[torch.dtype]) -> None:
             assert all(torch.equal(outputs[r], sent(100 * r + rank)) for r in range(size))
 
 
-def everything(algorithm: str | None, all_types: bool) -> None:
+def every_collective(algorithm: str | None, all_types: bool) -> None:
     dist.init_process_group(algorithm=algorithm)
     world = dist.GroupMember.WORLD
     every = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
@@ -106,18 +106,18 @@ def everything(algorithm: str | None, all_types: bool) -> None:
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1), (4, 2), ([2, 1],)], ids=str)
 def test_every_collective_between_hosts(hosts, layout):
-    hosts(*layout)(everything, None, layout == (2, 2), timeout_s=110)
+    hosts(*layout)(every_collective, None, layout == (2, 2), timeout_s=110)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("layout", [(2, 2), ([1, 2],)], ids=str)
 def test_every_algorithm_between_hosts(hosts, algorithm, layout):
-    hosts(*layout)(everything, algorithm, False)
+    hosts(*layout)(every_collective, algorithm, False)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_on_one_host(ranks, algorithm):
-    ranks(3)(everything, algorithm, False)
+    ranks(3)(every_collective, algorithm, False)
 
 
 def test_random_inputs_agree_with_gloo_between_hosts(hosts, tmp_path):

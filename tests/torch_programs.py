@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as torch_dist
+from one_world import OneWorld, Program, merged, name_of, run_in_turn
+from world import Ranks
 
 import paceline.plugin
 
@@ -37,34 +41,51 @@ def torch_group(backend: str, directory: str, timeout_s: float = 60) -> Iterator
             torch_dist.destroy_process_group()
 
 
-def agree(programs: Sequence[Callable[[], object]], directory: str, tolerance: float = 0.0) -> None:
-    """Runs on a rank: each program returns the same with either backend, whose default group they share."""
-    results: dict[str, list[object]] = {}
+# Sums of another order differ in their last bits.
+TRAINING = 1e-5
+
+
+def compare(programs: Sequence[Program], directory: str, tolerance: float = TRAINING) -> dict[str, str]:
+    """Runs on a rank: how each program, by its name, failed to return the same with either backend; see `one_world`."""
+    results: dict[str, dict[str, object]] = {}
+    reports: dict[str, str] = {}
     os.makedirs(directory, exist_ok=True)
     for backend in ("gloo", "paceline"):
+        results[backend] = {}
         with torch_group(backend, directory):
-            results[backend] = [_run(program, backend) for program in programs]
-    for program, ours, theirs in zip(programs, results["paceline"], results["gloo"], strict=True):
-        require_equal(ours, theirs, tolerance, _name(program))
+            done = run_in_turn({name_of(each): partial(_keep, each, results[backend]) for each in programs})
+        if backend == "gloo" and any(done.values()):
+            return {name: f"over gloo: {report}" for name, report in done.items() if report}
+        reports = done
+    for name, theirs in results["gloo"].items():
+        if not reports.get(name, "not reached"):
+            ours = results["paceline"][name]
+            reports.update(run_in_turn({name: partial(require_equal, ours, theirs, tolerance, name)}))
+    return reports
 
 
-def agree_closely(programs: Sequence[Callable[[], object]], directory: str) -> None:
-    """`agree` for programs that train: sums of another order differ in their last bits."""
-    agree(programs, directory, tolerance=1e-5)
+def agree(programs: Sequence[Program], directory: str, tolerance: float = 0.0) -> None:
+    """Runs on a rank: each program returns the same with either backend, whose default group they share."""
+    for report in compare(programs, directory, tolerance).values():
+        assert not report, report
 
 
-def _run(program: Callable[[], object], backend: str) -> object:
+def _keep(program: Program, results: dict[str, object]) -> None:
     torch.manual_seed(0)
-    try:
-        return program()
-    except Exception as error:
-        raise AssertionError(f"{_name(program)} over {backend} raised") from error
+    results[name_of(program)] = program()
 
 
-def _name(program: Callable[[], object]) -> str:
-    """With its arguments, where it is a `functools.partial`."""
-    given = getattr(program, "args", ())
-    return f"{getattr(program, 'func', program).__name__}{given}" if given else program.__name__
+class Comparison(OneWorld):
+    """Programs that share a world, whose results over Paceline must be those over gloo."""
+
+    def __init__(self, *programs: Program, tolerance: float = TRAINING) -> None:
+        super().__init__(*programs, timeout_s=180)
+        self._tolerance = tolerance
+
+    def run(self, size: int) -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as directory:
+            arguments = (list(self.programs.values()), directory, self._tolerance)
+            return merged(Ranks(size)(compare, *arguments, timeout_s=self.timeout_s))
 
 
 def require_equal(ours: object, theirs: object, tolerance: float, at: str = "result") -> None:

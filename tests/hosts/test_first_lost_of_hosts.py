@@ -15,7 +15,7 @@ from hosts.talking import rank
 _MESSENGER, _VICTIM = 0, 3
 
 
-def lose(end: str) -> tuple[int, str] | None:
+def leave_because_of_another(end: str) -> tuple[int, str] | None:
     """The victim goes, rank 0 sees it in the default group and leaves; the others have a group with rank 0 alone."""
     dist.init_process_group(timeout=timedelta(seconds=20))
     pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2)]
@@ -38,7 +38,7 @@ def lose(end: str) -> tuple[int, str] | None:
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
 def test_a_rank_that_left_because_of_another_names_that(hosts, end):
-    with hosts([1, 1, 2]).start(lose, end) as world:
+    with hosts([1, 1, 2]).start(leave_because_of_another, end) as world:
         told = world.join(30, expect_dead={_VICTIM} if end == "dies" else set())
         first = f"rank {_VICTIM} (h2, pid {world.pids[_VICTIM]}) {'died' if end == 'dies' else 'left the group'}"
         messenger = f"rank {_MESSENGER} (h0, pid {world.pids[_MESSENGER]})"

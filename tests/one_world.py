@@ -1,0 +1,83 @@
+"""Several programs on the ranks of one world, and a test for each: what fails in one is not laid at another's door.
+
+A world costs about a second to start, a program a few milliseconds; so the programs of a file share a world.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+
+from world import RankFailed, Ranks
+
+Program = Callable[[], object]
+
+
+def name_of(program: Program) -> str:
+    """With its arguments, where it is a `functools.partial`."""
+    given = getattr(program, "args", ())
+    return f"{getattr(program, 'func', program).__name__}{given}" if given else program.__name__
+
+
+def run_in_turn(programs: Mapping[str, Program]) -> dict[str, str]:
+    """Runs on a rank. Returns how each program failed, by its name, and "" for one that did not.
+
+    The ranks are no longer at the same place after a failure, so the programs behind it are not run.
+    """
+    reports: dict[str, str] = {}
+    for name, program in programs.items():
+        try:
+            program()
+        except BaseException:
+            reports[name] = f"rank {os.environ['RANK']}:\n{traceback.format_exc()}"
+            break
+        reports[name] = ""
+    return reports
+
+
+def merged(answers: Iterable[object]) -> dict[str, str]:
+    """The reports of all ranks, by program."""
+    together: dict[str, str] = {}
+    for answer in answers:
+        assert isinstance(answer, dict)
+        for name, report in answer.items():
+            together[name] = together.get(name, "") + report
+    return together
+
+
+def require(reports: Mapping[str, str], name: str) -> None:
+    """Fails the test of the program `name` if it failed on any rank."""
+    assert name in reports, f"not reached: {list(reports)[-1]} failed before"
+    assert not reports[name], reports[name]
+
+
+class OneWorld:
+    """Programs that share a world of each size, which runs when the first of their tests does."""
+
+    def __init__(self, *programs: Program, timeout_s: float = 60) -> None:
+        self.programs = {name_of(program): program for program in programs}
+        self.timeout_s = timeout_s
+
+    def require(self, size: int, name: str) -> None:
+        require(_reports(self, size), name)
+
+    def run(self, size: int) -> dict[str, str]:
+        """The reports of all ranks, by program."""
+        return merged(Ranks(size)(_in_a_group, self.programs, timeout_s=self.timeout_s))
+
+
+@functools.cache
+def _reports(world: OneWorld, size: int) -> dict[str, str]:
+    try:
+        return world.run(size)
+    except RankFailed as error:  # remembered too: each test would wait for the time-out again
+        return dict.fromkeys(world.programs, str(error))
+
+
+def _in_a_group(programs: Mapping[str, Program]) -> dict[str, str]:
+    import paceline as dist
+
+    dist.init_process_group()
+    return run_in_turn(programs)
