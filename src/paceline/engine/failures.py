@@ -12,6 +12,7 @@ from paceline.engine.codes import Operation, ReduceCode, dtype_name
 from paceline.engine.processes import Process
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from paceline.schedule.registry import ALGORITHMS
+from paceline.wording import and_more
 
 
 class Code(IntEnum):
@@ -241,5 +242,4 @@ def _select(members: Sequence[Member], group_ranks: Sequence[int]) -> list[Membe
 
 
 def _names(members: Sequence[Member], most: int = 4) -> str:
-    named = ", ".join(map(str, members[:most]))
-    return named + (f" and {len(members) - most} more" if len(members) > most else "")
+    return and_more(members, most)

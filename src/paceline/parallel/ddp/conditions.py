@@ -27,7 +27,7 @@ def why_not(
     """Why a module cannot be wrapped, None if it can; it must be on the first of `device_ids`, if there are any."""
     absent = say_absent(device_ids, output_device)
     if absent is not None:
-        return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
+        return ValueError(f"rank {group.me.rank}: {absent}")
     device = device_ids[0] if device_ids else None
     for name, tensor in (members.trained | members.frozen | members.buffers).items():
         if torch.nn.parameter.is_lazy(tensor):
@@ -81,7 +81,7 @@ def warn_of_too_many_threads(everyones: Sequence[Facts], group: ProcessGroup) ->
     if len(here) > cores:
         advice.append(f"Start no more than {cores} ranks here")
     warnings.warn(
-        f"rank {group.ranks[group.rank()]}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
+        f"rank {group.me.rank}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
         f"{cores} cores, so they slow each other down. {'. '.join(advice)}",
         stacklevel=4,
     )

@@ -168,7 +168,7 @@ class Reducer:
         raise RuntimeError(f"{self._me()}: {told}")
 
     def _me(self) -> str:
-        return f"rank {self._group.ranks[self._group.rank()]}"
+        return f"rank {self._group.me.rank}"
 
     def _output_hook(self) -> Callable[[torch.Tensor], None]:
         reached = False
