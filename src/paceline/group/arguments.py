@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from paceline.engine.failures import Member
     from paceline.group.process_group import ProcessGroup
 
 
 class Ranked(Protocol):
     """A group, as far as it matters here."""
 
-    ranks: list[int]
-
-    def rank(self) -> int:
-        """This process's rank in the group."""
+    @property
+    def me(self) -> Member:
+        """This rank, by its number in the default group."""
         ...
 
     def size(self) -> int:
@@ -65,11 +65,11 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: Ranked, call: str, nam
     """
     if whole.numel() != count * group.size():
         raise ValueError(
-            f"{own_rank(group)}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
+            f"rank {group.me.rank}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
             f"elements it must have {count * group.size()}"
         )
     if not whole.is_contiguous():
-        raise ValueError(f"{own_rank(group)}: {call}: {name} is not contiguous; pass {name}.contiguous()")
+        raise ValueError(f"rank {group.me.rank}: {call}: {name} is not contiguous; pass {name}.contiguous()")
     flat = whole.detach().view(-1)
     return [flat[r * count : (r + 1) * count] for r in range(group.size())]
 
@@ -86,18 +86,13 @@ def rows_by_rank(
     if sizes is None:
         if rows % group.size():
             raise ValueError(
-                f"{own_rank(group)}: {call}: {name} has {rows} rows, which {group.size()} ranks cannot share evenly; "
-                f"give {name}_split_sizes"
+                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which {group.size()} ranks cannot share "
+                f"evenly; give {name}_split_sizes"
             )
         sizes = [rows // group.size()] * group.size()
     if len(sizes) != group.size() or sum(sizes) != rows:
         raise ValueError(
-            f"{own_rank(group)}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
+            f"rank {group.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
             f"{rows}"
         )
     return list(whole.detach().split(list(sizes)))
-
-
-def own_rank(group: Ranked) -> str:
-    """How messages name this rank: by its rank in the default group."""
-    return f"rank {group.ranks[group.rank()]}"

@@ -93,6 +93,11 @@ class ProcessGroup(TorchMethods):
         return len(self.ranks)
 
     @property
+    def me(self) -> Member:
+        """This rank with its host and process; in a message it reads "rank 3 (host, pid 4711)"."""
+        return self._members[self._rank]
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """The ranks with their hosts and processes, by group rank."""
         return tuple(self._members)
@@ -219,7 +224,7 @@ class ProcessGroup(TorchMethods):
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
         if bool(outputs) != (self._rank == root):
             raise ValueError(
-                f"rank {self.ranks[self._rank]}: gather takes gather_list on the destination, rank {self.ranks[root]}, "
+                f"rank {self.me.rank}: gather takes gather_list on the destination, rank {self.ranks[root]}, "
                 "and on no other rank"
             )
         return self._gather(Operation.GATHER, outputs or [], tensors, root, async_op, timeout)
@@ -275,7 +280,7 @@ class ProcessGroup(TorchMethods):
             return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
         if bool(inputs) != (self._rank == root):
             raise ValueError(
-                f"rank {self.ranks[self._rank]}: scatter takes scatter_list on the source, rank {self.ranks[root]}, "
+                f"rank {self.me.rank}: scatter takes scatter_list on the source, rank {self.ranks[root]}, "
                 "and on no other rank"
             )
         written = as_list(output, "scatter")
@@ -489,7 +494,7 @@ class ProcessGroup(TorchMethods):
 
     def _closed_error(self) -> ValueError:
         return ValueError(
-            f"rank {self.ranks[self._rank]}: this process group was destroyed (destroy_process_group); "
+            f"rank {self.me.rank}: this process group was destroyed (destroy_process_group); "
             "make a new one with init_process_group or new_group"
         )
 
@@ -518,7 +523,7 @@ class ProcessGroup(TorchMethods):
         for at, each in enumerate(lists):
             if _count(each) != count:
                 raise ValueError(
-                    f"rank {self.ranks[self._rank]}: {call}: entry {at} of {argument} has {_count(each)} elements; "
+                    f"rank {self.me.rank}: {call}: entry {at} of {argument} has {_count(each)} elements; "
                     f"all must have {count}"
                 )
 

@@ -95,7 +95,7 @@ def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | N
     others = [rank for rank, each in zip(group.ranks, kinds, strict=True) if each != kinds[group.rank()]]
     if others:
         raise CollectiveMismatchError(
-            f"{group.members[group.rank()]}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
+            f"{group.me}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
             f"this rank, whose has {kind}. Pass tensors that are alike on all ranks. The group remains usable"
         )
     return [int(count) for count in counts]

@@ -158,7 +158,7 @@ def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
     others = [parent.ranks[rank] for rank, each in enumerate(everyone) if int(each[1]) != wanted]
     if others:
         raise CollectiveMismatchError(
-            f"{parent.members[parent.rank()]}: {call}: ranks {others} want other groups than rank {parent.ranks[0]}; "
+            f"{parent.me}: {call}: ranks {others} want other groups than rank {parent.ranks[0]}; "
             f"this rank wants {lists} (ranks of {parent}). Pass the same lists on all ranks. The group remains usable"
         )
     return int(identity)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.durations import Timeout, to_seconds
+from paceline.engine.failures import Member
 from paceline.errors import CollectiveTimeoutError
 from paceline.group.arguments import parts_by_rank, rows_by_rank
 from paceline.group.buffers import Tensors
@@ -24,11 +25,11 @@ from paceline.group.work import Work, ended
 class _Calls(ABC):
     """What `ProcessGroup` has itself, and these methods call."""
 
-    ranks: list[int]
     name: str
 
+    @property
     @abstractmethod
-    def rank(self) -> int: ...
+    def me(self) -> Member: ...
 
     @abstractmethod
     def size(self) -> int: ...

@@ -76,7 +76,7 @@ def gather_object(
     here = chosen.rank() == root
     if (object_gather_list is not None) != here:
         raise ValueError(
-            f"rank {chosen.ranks[chosen.rank()]}: {call} takes object_gather_list on the destination, rank "
+            f"rank {chosen.me.rank}: {call} takes object_gather_list on the destination, rank "
             f"{chosen.ranks[root]}, and on no other rank"
         )
     if object_gather_list is not None:
