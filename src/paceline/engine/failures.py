@@ -147,8 +147,8 @@ def to_error(
         return CollectiveTimeoutError(
             f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' on {reporter}'}{_absence(missing, absent, me)}. "
-            "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
-            f"(look where it waits). {lost}"
+            "Either it needs more time than the timeout allows (raise timeout=) or it took another way through the "
+            f"program (look where it waits). {lost}"
         )
     where = "" if reporter is me else f" on {reporter}"
     waiting = f" while {_names(missing)} had not come" if missing else ""

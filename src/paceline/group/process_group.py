@@ -359,7 +359,7 @@ class ProcessGroup(TorchMethods):
         code = dtype_code(tensors, name)
         buffers = Buffers()
         pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)
-        recording = Recording(name, tensors) if profiler._is_profiler_enabled else None
+        recording = Recording("recvAnySource" if peer < 0 else name, tensors) if profiler._is_profiler_enabled else None
         opened = self._devices.of(tensors, name)
         links = opened.links
         lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST
