@@ -19,6 +19,7 @@ from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work, ended
@@ -26,6 +27,7 @@ from paceline.group.work import Work, ended
 BUFFER_SIZE = 250 << 20  # bytes, what DistributedDataParallel takes in torch
 
 
+@eager
 def all_reduce_coalesced(
     tensors: Tensors,
     op: Reduction = ReduceOp.SUM,
@@ -44,6 +46,7 @@ def all_reduce_coalesced(
     )
 
 
+@eager
 def broadcast_coalesced(
     tensors: Tensors,
     src: int | None = None,
@@ -70,6 +73,7 @@ def broadcast_coalesced(
     return ended(works, call, listed)
 
 
+@eager
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[torch.Tensor]],
     input_tensor_list: Sequence[torch.Tensor],
@@ -94,6 +98,7 @@ def all_gather_coalesced(
     return _each_type(call, inputs, [tensor for outputs in output_tensor_lists for tensor in outputs], gather)
 
 
+@eager
 def all_gather_into_tensor_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensors: Sequence[torch.Tensor],
@@ -122,6 +127,7 @@ def all_gather_into_tensor_coalesced(
     )
 
 
+@eager
 def reduce_scatter_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensor_lists: Sequence[Sequence[torch.Tensor]],
@@ -142,6 +148,7 @@ def reduce_scatter_coalesced(
     return _reduce_scatter(call, chosen, outputs, input_tensor_lists, op, async_op, timeout)
 
 
+@eager
 def reduce_scatter_tensor_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensors: Sequence[torch.Tensor],

@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, root_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager, outside
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work, ended
 from paceline.schedule.steps import OPERATIONS, Operation
@@ -40,10 +42,13 @@ def all_reduce(
     bfloat16 are accumulated in float32. A sparse COO tensor is coalesced afterwards; since the ranks must know first
     how many values each has, a call on one returns only when all ranks have made it, also with `async_op=True`.
     """
+    if is_compiling():
+        return outside(all_reduce, tensor, op, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)
 
 
+@eager
 def broadcast(
     tensor: Tensors,
     src: int | None = None,
@@ -59,6 +64,7 @@ def broadcast(
     return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
 
 
+@eager
 def reduce(
     tensor: Tensors,
     dst: int | None = None,
@@ -75,6 +81,7 @@ def reduce(
     return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
 
 
+@eager
 def all_gather(
     tensor_list: Sequence[Tensors],
     tensor: Tensors,
@@ -87,6 +94,7 @@ def all_gather(
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout)
 
 
+@eager
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -120,6 +128,7 @@ def all_gather_single(
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout)
 
 
+@eager
 def reduce_scatter(
     output: Tensors,
     input_list: Sequence[Tensors],
@@ -133,6 +142,7 @@ def reduce_scatter(
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout)
 
 
+@eager
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -165,6 +175,7 @@ def reduce_scatter_single(
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout)
 
 
+@eager
 def gather(
     tensor: Tensors,
     gather_list: Sequence[Tensors] | None = None,
@@ -184,6 +195,7 @@ def gather(
     return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
 
 
+@eager
 def scatter(
     tensor: Tensors,
     scatter_list: Sequence[Tensors] | None = None,
@@ -205,6 +217,7 @@ def scatter(
     )
 
 
+@eager
 def all_to_all(
     output_tensor_list: Sequence[Tensors],
     input_tensor_list: Sequence[Tensors],
@@ -220,6 +233,7 @@ def all_to_all(
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
 
 
+@eager
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -244,6 +258,7 @@ def all_to_all_single(
     return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
+@eager
 def barrier(
     group: Group = None,
     async_op: bool = False,

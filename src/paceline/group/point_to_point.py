@@ -23,12 +23,14 @@ from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, get_global_rank, resolve
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
 
 ANY_SOURCE = -1
 
 
+@eager
 def send(
     tensor: Tensors,
     dst: int | None = None,
@@ -45,6 +47,7 @@ def send(
     chosen.send(as_list(tensor, "send"), peer, _checked(tag, "send"), False, timeout)
 
 
+@eager
 def recv(
     tensor: Tensors,
     src: int | None = None,
@@ -68,6 +71,7 @@ def recv(
     return chosen.ranks[peer]
 
 
+@eager
 def isend(
     tensor: Tensors,
     dst: int | None = None,
@@ -84,6 +88,7 @@ def isend(
     return chosen.send(as_list(tensor, "isend"), peer, _checked(tag, "isend"), True, timeout)
 
 
+@eager
 def irecv(
     tensor: Tensors,
     src: int | None = None,
@@ -140,6 +145,7 @@ class P2POp:
         return f"P2POp({name}, peer={self.peer}, tag={self.tag}, {self._count} elements)"
 
 
+@eager
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Starts all of the sends and receives; the order of sends among receives does not matter.
 

@@ -25,11 +25,13 @@ from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
 from paceline.group.arguments import root_rank
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.exchange import all_gather_pieces, gather_pieces, scatter_pieces
 from paceline.group.objects.wire import Incoming, Outgoing, announcement_for
 from paceline.group.process_group import ProcessGroup
 
 
+@eager
 def all_gather_object(
     object_list: list[Any],
     obj: Any,
@@ -54,6 +56,7 @@ def all_gather_object(
     object_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
 
 
+@eager
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -90,6 +93,7 @@ def gather_object(
         object_gather_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
 
 
+@eager
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -134,6 +138,7 @@ def broadcast_object_list(
     object_list[:] = incoming.objects(allow_pickle)
 
 
+@eager
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,

@@ -8,6 +8,7 @@ import torch
 
 from paceline.durations import Timeout
 from paceline.group.default import Group, get_global_rank, resolve
+from paceline.group.eager import eager
 from paceline.group.objects.collectives import require_cpu
 from paceline.group.objects.wire import Incoming, Outgoing, announcement_for
 from paceline.group.point_to_point import peer_rank, receive_from_any
@@ -15,6 +16,7 @@ from paceline.group.point_to_point import peer_rank, receive_from_any
 _TAG = 0
 
 
+@eager
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -48,6 +50,7 @@ def send_object_list(
             chosen.send(pieces, peer, _TAG, False, timeout)
 
 
+@eager
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
