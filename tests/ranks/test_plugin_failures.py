@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import gc
 import os
+import re
 import signal
 import time
 from datetime import timedelta
