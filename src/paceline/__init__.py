@@ -10,22 +10,19 @@ from importlib import import_module
 
 _PUBLIC = {
     # process groups
-    "paceline.group.default": (
-        "GroupMember",
-        "destroy_process_group",
+    "paceline.group.default": ("GroupMember",),
+    "paceline.group.init": ("default_pg_timeout", "destroy_process_group", "init_process_group", "new_group"),
+    "paceline.group.queries": (
         "get_backend",
         "get_global_rank",
         "get_group_rank",
-        "default_pg_timeout",
         "get_node_local_rank",
         "get_pg_count",
         "get_process_group_ranks",
         "get_rank",
         "get_world_size",
-        "init_process_group",
         "is_available",
         "is_initialized",
-        "new_group",
     ),
     "paceline.group.availability": ("is_gloo_available", "is_mpi_available", "is_nccl_available"),
     "paceline.group.backends": (

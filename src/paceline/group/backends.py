@@ -7,7 +7,8 @@ import os
 import torch
 
 from paceline.engine.registry import choose, engines_for, missing_piece
-from paceline.group.default import Group, get_backend
+from paceline.group.default import Group
+from paceline.group.queries import get_backend
 from paceline.group.reduce_op import ReduceOp, Reduction
 
 _BEST = {"cpu": "paceline", "cuda": "nccl"}

@@ -22,9 +22,10 @@ import torch
 from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.buffers import Tensors, as_list
-from paceline.group.default import Group, get_global_rank, resolve
+from paceline.group.default import Group, resolve
 from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
+from paceline.group.queries import get_global_rank
 from paceline.group.work import Work
 
 ANY_SOURCE = -1
