@@ -186,7 +186,7 @@ def require_cpu(device: torch.device | str | None, call: str) -> None:
         ValueError: it is not the CPU.
     """
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"{call}: device is {device}; the paceline engine works on CPU tensors, leave it out")
+        raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")
 
 
 def _announce_to_all(group: ProcessGroup, call: str, outgoing: Outgoing, timeout: Timeout | None) -> list[Incoming]:
