@@ -3,8 +3,8 @@
 Every rank of a group makes the same calls in the same order. These rules hold for all of them:
 
 - A tensor may be on any device for which the group's backend has an engine: the CPU always, CUDA with "nccl". All
-  tensors of one call are on one device and of one dtype. Wherever a tensor is taken, a list of tensors is taken too, as if they
-  were concatenated.
+  tensors of one call are on one device and of one dtype. Wherever a tensor is taken, a list of tensors is taken too, as
+  if they were concatenated.
 - `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
 - `group` is the default group if None. On a rank that is not in `group` a call does nothing and returns None.
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
