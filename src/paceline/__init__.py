@@ -24,12 +24,14 @@ _PUBLIC = {
         "is_available",
         "is_initialized",
     ),
-    "paceline.group.availability": ("is_gloo_available", "is_mpi_available", "is_nccl_available"),
     "paceline.group.backends": (
         "Backend",
         "get_backend_config",
         "get_default_backend_for_device",
         "is_backend_available",
+        "is_gloo_available",
+        "is_mpi_available",
+        "is_nccl_available",
         "is_torchelastic_launched",
         "is_ucc_available",
         "is_xccl_available",
@@ -44,6 +46,7 @@ _PUBLIC = {
     "paceline.store.tcp": ("TCPStore",),
     # collectives
     "paceline.engine.native.shared": ("empty_shared",),
+    "paceline.group.barriers": ("barrier", "monitored_barrier"),
     "paceline.group.coalesced": (
         "all_gather_coalesced",
         "all_gather_into_tensor_coalesced",
@@ -59,7 +62,6 @@ _PUBLIC = {
         "all_reduce",
         "all_to_all",
         "all_to_all_single",
-        "barrier",
         "broadcast",
         "explain",
         "gather",
@@ -86,7 +88,6 @@ _PUBLIC = {
     ),
     "paceline.group.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp", "reduce_op"),
-    "paceline.group.monitored": ("monitored_barrier",),
     "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.group.torch_names": (
         "AllToAllOptions",

@@ -75,6 +75,21 @@ def get_backend_config(group: Group = None) -> str:
     return ",".join(f"{device_type}:{name}" for device_type, name in chosen.engines.items())
 
 
+def is_nccl_available() -> bool:
+    """Returns whether backend="nccl" can be used here."""
+    return missing_piece("nccl") is None
+
+
+def is_mpi_available() -> bool:
+    """Returns whether backend="mpi" can be used here."""
+    return missing_piece("mpi") is None
+
+
+def is_gloo_available() -> bool:
+    """Returns whether backend="gloo" can be used here."""
+    return missing_piece("gloo") is None
+
+
 def is_ucc_available() -> bool:
     """Whether backend="ucc" can be used: never, Paceline has no engine for it."""
     return False

@@ -1,12 +1,12 @@
 """Collectives on lists of tensors.
 
-Every collective takes a list of tensors of one type for what would be one tensor; these take lists of several types,
-and make one call for each type. The ranks' lists have the same types and numbers of elements, in the same order. With
-`async_op=True` a `Work` for all of them is returned (its `get_future()` is what torch.distributed returns).
+Every collective takes a list of tensors of one dtype in the place of a tensor. These functions take lists with several
+dtypes, and make one call for each dtype. All ranks pass the same dtypes and numbers of elements in the same order. With
+`async_op=True` they return one `Work` for all calls (torch.distributed returns what its `get_future()` returns).
 
 All raise:
-    ValueError: lists that belong together are not of the same length.
-    And what collectives raise.
+    ValueError: lists that belong together differ in length.
+    The errors of `collectives.py`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def broadcast_coalesced(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `tensors` to all ranks. Source: rank 0.
+    """Copies the source's `tensors` to all ranks. The default source is the first rank of the group.
 
-    `buffer_size` is the number of bytes (or the one tensor that has more) that one call takes.
+    One call takes tensors of up to `buffer_size` bytes together, or one tensor that is larger.
     """
     call = "broadcast_coalesced"
     chosen = resolve(group)

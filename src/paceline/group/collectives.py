@@ -337,27 +337,6 @@ def all_to_all_single(
     return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
-@eager
-def barrier(
-    group: Group = None,
-    async_op: bool = False,
-    device_ids: Sequence[int] | None = None,
-    timeout: Timeout | None = None,
-) -> Work | None:
-    """Waits until every rank of the group has called it. It does not wait for kernels on a GPU.
-
-    Args:
-        device_ids: must be None; a barrier uses no device.
-
-    Raises:
-        ValueError: `device_ids` is given.
-    """
-    if device_ids is not None:
-        raise ValueError(f"barrier: device_ids is {device_ids}; a barrier uses no device here, leave device_ids out")
-    chosen = resolve(group)
-    return None if chosen is None else chosen.barrier(async_op, timeout)
-
-
 def explain(operation: Operation, nbytes: int, group: Group = None) -> str:
     """Returns a table to print: the algorithm that `group` uses for a call, the times of the others, and why.
 

@@ -13,9 +13,9 @@ from multiprocessing import util
 
 import torch
 
-from paceline.group import torch_backend
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
+from paceline.group.torch_backend import offer, withdraw
 from paceline.store.base import Store
 
 
@@ -83,11 +83,11 @@ class OwnWorld(World):
         self._owns_store = owns_store
         # Processes of multiprocessing end without running what atexit knows.
         self._leaving = util.Finalize(None, leave, exitpriority=0)
-        torch_backend.offer()
+        offer()
 
     def close(self) -> None:
         """Ends all groups for this rank, and the store if Paceline opened it."""
-        torch_backend.withdraw()
+        withdraw()
         self._leaving.cancel()
         super().close()
         if self._owns_store:

@@ -39,25 +39,25 @@ def init_process_group(
     algorithm: str | None = None,
     between_hosts: str | None = None,
 ) -> None:
-    """Makes the default process group; every rank calls this once, and it returns when all have come.
+    """Makes the default process group; every rank calls this once, and it returns when all ranks have.
 
     Without this call the default group of torch.distributed is used, if its backend is "paceline". While the group
     exists, torch.distributed takes Paceline for CPU tensors where a program names no backend, as `fully_shard` does.
 
     Args:
         backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
-            "cpu:gloo,cuda:nccl"; by default the best that is there for each. CPU tensors go by "paceline" if no other
-            is named for them.
+            "cpu:gloo,cuda:nccl"; by default the best one available for each. CPU tensors use "paceline" if no other
+            engine is named for them.
         init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. With "mpi" the ranks
             that mpirun started need none.
         timeout: how long to wait for the other ranks, here and in every later call, as a timedelta or in seconds; 30
             minutes by default.
         world_size, rank: the number of ranks and this one's; from the environment with env://.
         store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
-        group_name: for messages.
-        pg_options: is for engines that have options; None.
-        device_id: of a CUDA device: this rank's, which is made the current one.
-        interface: where this host is reached by others: an interface's name or one of its addresses; by default
+        group_name: the group's name in messages.
+        pg_options: must be None; no engine has options.
+        device_id: this rank's CUDA device; it becomes the current device.
+        interface: the network interface by which other hosts reach this one: its name or an address of it; by default
             PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
         algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical" for every collective that it has; by
             default PACELINE_ALGORITHM, or else shared memory on one host and the fastest between hosts.
@@ -65,8 +65,8 @@ def init_process_group(
             has reduced within each host; "paceline" itself if None.
 
     Raises:
-        ValueError: a rule is broken; the message names it and the fix.
-        RendezvousError: a rank is there twice, gave up or died, or world sizes differ.
+        ValueError: the default group exists already, or an argument is wrong; the message says what to do.
+        RendezvousError: two processes claim one rank, a rank gave up or died, or world sizes differ.
         RendezvousTimeoutError: ranks are missing; the message names them.
         AuthenticationError: a process without this job's secret answered.
     """
@@ -141,8 +141,8 @@ def new_group(
         ranks: ranks of the default group, in the order of their group ranks; None for all.
         timeout: for calls on the group; the default group's if None.
         backend: as for `init_process_group`; by default the default group's.
-        pg_options: is for engines that have options; None.
-        use_local_synchronization: only the members call this; those who are in several groups in the same order.
+        pg_options: must be None; no engine has options.
+        use_local_synchronization: only the members call this; members of several groups do so in the same order.
         group_desc: the group's name, for messages.
         device_id: as for `init_process_group`.
         sort_ranks: number the members in the order of their ranks, whatever the order of `ranks` (torch's default).
@@ -186,7 +186,7 @@ def open_group(
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> ProcessGroup:
-    """The group of `ranks` of the default group, of which this is one; `identity` as for `Engine.open_group`."""
+    """Opens the group of `ranks` of the default group, this one among them; `identity` as for `Engine.open_group`."""
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
     timeout = world.timeout if timeout is None else timeout
@@ -246,7 +246,7 @@ def require_no_options(pg_options: None, call: str) -> None:
     """Refuses the options of torch's backends.
 
     Raises:
-        ValueError: there are some.
+        ValueError: options are given.
     """
     if pg_options is not None:
         raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")

@@ -10,7 +10,7 @@ of `group`. `timeout` (default: the group's) is for each of the two or three col
 rank that is not in `group` a call does nothing.
 
 All raise:
-    TypeError: an object does not travel; the message has its place in what was passed, and what to send instead.
+    TypeError: an object cannot be sent; the message names its place in the argument and what to send instead.
     CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
     CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
 """

@@ -1,8 +1,8 @@
 """Objects as bytes and back: msgpack, and beside it the memory of tensors, arrays and long bytes as it is.
 
 An object comes back equal and of the same type, or is refused before anything is sent. A body is one byte (`Form`) and
-then msgpack or, if the sender allowed it, a pickle. Reading msgpack makes nothing but the kinds of `values.py` and
-`arrays.py`: no class is looked up by name, no code is run.
+then msgpack or, if the sender allowed it, a pickle. Reading msgpack makes nothing but the kinds of
+`builtin_kinds.py` and `array_kinds.py`: no class is looked up by name, no code is run.
 
 What is not kept: that two places held the same object (each gets its own), and how a tensor's elements were laid out
 (they arrive contiguous).
