@@ -102,8 +102,8 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future of `result()`, the same one each time.
 
-        The future completes by itself, on a thread of its own that also runs the callbacks given to `then`; if the call fails,
-        its `wait` and `value` raise what `wait` here raises.
+        The future completes by itself, on a thread of its own that also runs the callbacks given to `then`. If the
+        call fails, `wait` and `value` of the future raise what `wait` raises here.
         """
         with self._lock:
             if self._future is not None:
