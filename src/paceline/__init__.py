@@ -10,29 +10,28 @@ from importlib import import_module
 
 _PUBLIC = {
     # process groups
-    "paceline.group.default": (
-        "GroupMember",
-        "destroy_process_group",
+    "paceline.group.default": ("GroupMember",),
+    "paceline.group.init": ("default_pg_timeout", "destroy_process_group", "init_process_group", "new_group"),
+    "paceline.group.queries": (
         "get_backend",
         "get_global_rank",
         "get_group_rank",
-        "default_pg_timeout",
         "get_node_local_rank",
         "get_pg_count",
         "get_process_group_ranks",
         "get_rank",
         "get_world_size",
-        "init_process_group",
         "is_available",
         "is_initialized",
-        "new_group",
     ),
-    "paceline.group.availability": ("is_gloo_available", "is_mpi_available", "is_nccl_available"),
     "paceline.group.backends": (
         "Backend",
         "get_backend_config",
         "get_default_backend_for_device",
         "is_backend_available",
+        "is_gloo_available",
+        "is_mpi_available",
+        "is_nccl_available",
         "is_torchelastic_launched",
         "is_ucc_available",
         "is_xccl_available",
@@ -47,6 +46,7 @@ _PUBLIC = {
     "paceline.store.tcp": ("TCPStore",),
     # collectives
     "paceline.engine.native.shared": ("empty_shared",),
+    "paceline.group.barriers": ("barrier", "monitored_barrier"),
     "paceline.group.coalesced": (
         "all_gather_coalesced",
         "all_gather_into_tensor_coalesced",
@@ -62,7 +62,6 @@ _PUBLIC = {
         "all_reduce",
         "all_to_all",
         "all_to_all_single",
-        "barrier",
         "broadcast",
         "explain",
         "gather",
@@ -89,7 +88,6 @@ _PUBLIC = {
     ),
     "paceline.group.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp", "reduce_op"),
-    "paceline.group.monitored": ("monitored_barrier",),
     "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.group.torch_names": (
         "AllToAllOptions",

@@ -19,7 +19,9 @@ EXPECTED: list[Event] = [
     ("barrier", ()),
     ("broadcast", ((2, 3),)),
     ("recv", ((2, 3),)),
+    ("recvAnySource", ((2, 3),)),
     ("reduce_scatter", ((3,), (3,))),
+    ("send", ((2, 3),)),
     ("send", ((2, 3),)),
 ]
 
@@ -40,12 +42,16 @@ def calls(of: object) -> list[Event]:
         sending = of.isend(mine, other)
         of.recv(mine.clone(), other)
         sending.wait()
+        sending = of.isend(mine, other)
+        of.recv(mine.clone())
+        sending.wait()
         of.barrier()
     of.all_reduce(mine)
     names = [event for event in profiled.events() if event.name.startswith("paceline:")]
     events = [(event.name[len("paceline:") :], tuple(map(tuple, event.input_shapes))) for event in names]
     events.remove(("barrier", ()))
     assert all(event.time_range.end > event.time_range.start for event in names)
+    assert all(event.is_async for event in names)
     return sorted(events)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sized
 from torch.utils.data import Sampler
 
 from paceline.data.order import epoch_order
-from paceline.group.default import get_rank, get_world_size
+from paceline.group.queries import get_rank, get_world_size
 
 
 class DistributedSampler(Sampler[int]):

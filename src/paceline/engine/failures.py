@@ -12,6 +12,7 @@ from paceline.engine.codes import Operation, ReduceCode, dtype_name
 from paceline.engine.processes import Process
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from paceline.schedule.registry import ALGORITHMS
+from paceline.wording import and_more
 
 
 class Code(IntEnum):
@@ -146,8 +147,8 @@ def to_error(
         return CollectiveTimeoutError(
             f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s"
             f"{'' if reporter is me else f' on {reporter}'}{_absence(missing, absent, me)}. "
-            "Either it needs longer than the time-out (raise timeout=) or it took another way through the program "
-            f"(look where it waits). {lost}"
+            "Either it needs more time than the timeout allows (raise timeout=) or it took another way through the "
+            f"program (look where it waits). {lost}"
         )
     where = "" if reporter is me else f" on {reporter}"
     waiting = f" while {_names(missing)} had not come" if missing else ""
@@ -241,5 +242,4 @@ def _select(members: Sequence[Member], group_ranks: Sequence[int]) -> list[Membe
 
 
 def _names(members: Sequence[Member], most: int = 4) -> str:
-    named = ", ".join(map(str, members[:most]))
-    return named + (f" and {len(members) - most} more" if len(members) > most else "")
+    return and_more(members, most)

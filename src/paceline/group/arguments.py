@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from paceline.group.process_group import ProcessGroup
+from paceline.group.base import BaseGroup
+from paceline.group.buffers import Tensors, as_list, count_elements
 
 
-class Ranked(Protocol):
-    """A group, as far as it matters here."""
-
-    ranks: list[int]
-
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        ...
-
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-
-def group_rank_of(group: ProcessGroup, rank: int) -> int:
+def group_rank_of(group: BaseGroup, rank: int) -> int:
     """The group rank of a rank of the default group.
 
     Raises:
@@ -37,7 +22,7 @@ def group_rank_of(group: ProcessGroup, rank: int) -> int:
 
 
 def root_rank(
-    group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
+    group: BaseGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
 ) -> int:
     """The group rank that is meant by `rank`, one of the default group, or by `group_rank`.
 
@@ -57,7 +42,7 @@ def root_rank(
     return group_rank
 
 
-def parts_by_rank(whole: torch.Tensor, count: int, group: Ranked, call: str, name: str) -> list[torch.Tensor]:
+def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, name: str) -> list[torch.Tensor]:
     """The ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
 
     Raises:
@@ -65,17 +50,17 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: Ranked, call: str, nam
     """
     if whole.numel() != count * group.size():
         raise ValueError(
-            f"{own_rank(group)}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
+            f"rank {group.me.rank}: {call}: {name} has {whole.numel()} elements; with {group.size()} ranks of {count} "
             f"elements it must have {count * group.size()}"
         )
     if not whole.is_contiguous():
-        raise ValueError(f"{own_rank(group)}: {call}: {name} is not contiguous; pass {name}.contiguous()")
+        raise ValueError(f"rank {group.me.rank}: {call}: {name} is not contiguous; pass {name}.contiguous()")
     flat = whole.detach().view(-1)
     return [flat[r * count : (r + 1) * count] for r in range(group.size())]
 
 
 def rows_by_rank(
-    whole: torch.Tensor, sizes: Sequence[int] | None, group: Ranked, call: str, name: str
+    whole: torch.Tensor, sizes: Sequence[int] | None, group: BaseGroup, call: str, name: str
 ) -> list[torch.Tensor]:
     """The ranks' parts of `whole` along its first dimension: `sizes[r]` rows each, or with None equally many.
 
@@ -86,18 +71,40 @@ def rows_by_rank(
     if sizes is None:
         if rows % group.size():
             raise ValueError(
-                f"{own_rank(group)}: {call}: {name} has {rows} rows, which {group.size()} ranks cannot share evenly; "
-                f"give {name}_split_sizes"
+                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which {group.size()} ranks cannot share "
+                f"evenly; give {name}_split_sizes"
             )
         sizes = [rows // group.size()] * group.size()
     if len(sizes) != group.size() or sum(sizes) != rows:
         raise ValueError(
-            f"{own_rank(group)}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
+            f"rank {group.me.rank}: {call}: {name}_split_sizes is {list(sizes)}; it needs {group.size()} with the sum "
             f"{rows}"
         )
     return list(whole.detach().split(list(sizes)))
 
 
-def own_rank(group: Ranked) -> str:
-    """How messages name this rank: by its rank in the default group."""
-    return f"rank {group.ranks[group.rank()]}"
+def lists_by_rank(lists: Sequence[Tensors], group: BaseGroup, call: str, argument: str) -> list[list[torch.Tensor]]:
+    """Returns `lists`, one entry for each rank, each as a list of tensors.
+
+    Raises:
+        ValueError: there is not one entry for each rank.
+        TypeError: an entry is neither a tensor nor a list of tensors.
+    """
+    if isinstance(lists, torch.Tensor) or len(lists) != group.size():
+        seen = type(lists).__name__ if isinstance(lists, torch.Tensor) else f"{len(lists)} entries"
+        raise ValueError(f"{call}: {argument} needs one entry for each of the {group.size()} ranks, not {seen}")
+    return [as_list(each, f"{call}: {argument}") for each in lists]
+
+
+def require_counts(lists: Sequence[list[torch.Tensor]], count: int, group: BaseGroup, call: str, argument: str) -> None:
+    """Requires that each of `lists` has `count` elements.
+
+    Raises:
+        ValueError: one has another number.
+    """
+    for at, each in enumerate(lists):
+        if count_elements(each) != count:
+            raise ValueError(
+                f"rank {group.me.rank}: {call}: entry {at} of {argument} has {count_elements(each)} elements; "
+                f"all must have {count}"
+            )

@@ -7,7 +7,8 @@ import os
 import torch
 
 from paceline.engine.registry import choose, engines_for, missing_piece
-from paceline.group.default import Group, get_backend
+from paceline.group.default import Group
+from paceline.group.queries import get_backend
 from paceline.group.reduce_op import ReduceOp, Reduction
 
 _BEST = {"cpu": "paceline", "cuda": "nccl"}
@@ -72,6 +73,21 @@ def get_backend_config(group: Group = None) -> str:
     """
     chosen = choose(get_backend(group))
     return ",".join(f"{device_type}:{name}" for device_type, name in chosen.engines.items())
+
+
+def is_nccl_available() -> bool:
+    """Returns whether backend="nccl" can be used here."""
+    return missing_piece("nccl") is None
+
+
+def is_mpi_available() -> bool:
+    """Returns whether backend="mpi" can be used here."""
+    return missing_piece("mpi") is None
+
+
+def is_gloo_available() -> bool:
+    """Returns whether backend="gloo" can be used here."""
+    return missing_piece("gloo") is None
 
 
 def is_ucc_available() -> bool:

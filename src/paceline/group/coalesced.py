@@ -1,12 +1,12 @@
 """Collectives on lists of tensors.
 
-Every collective takes a list of tensors of one type for what would be one tensor; these take lists of several types,
-and make one call for each type. The ranks' lists have the same types and numbers of elements, in the same order. With
-`async_op=True` a `Work` for all of them is returned (its `get_future()` is what torch.distributed returns).
+Every collective takes a list of tensors of one dtype in the place of a tensor. These functions take lists with several
+dtypes, and make one call for each dtype. All ranks pass the same dtypes and numbers of elements in the same order. With
+`async_op=True` they return one `Work` for all calls (torch.distributed returns what its `get_future()` returns).
 
 All raise:
-    ValueError: lists that belong together are not of the same length.
-    And what collectives raise.
+    ValueError: lists that belong together differ in length.
+    The errors of `collectives.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, root_rank
 from paceline.group.buffers import Tensors, as_list
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work, ended
@@ -26,6 +27,7 @@ from paceline.group.work import Work, ended
 BUFFER_SIZE = 250 << 20  # bytes, what DistributedDataParallel takes in torch
 
 
+@eager
 def all_reduce_coalesced(
     tensors: Tensors,
     op: Reduction = ReduceOp.SUM,
@@ -44,6 +46,7 @@ def all_reduce_coalesced(
     )
 
 
+@eager
 def broadcast_coalesced(
     tensors: Tensors,
     src: int | None = None,
@@ -53,9 +56,9 @@ def broadcast_coalesced(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `tensors` to all ranks. Source: rank 0.
+    """Copies the source's `tensors` to all ranks. The default source is the first rank of the group.
 
-    `buffer_size` is the number of bytes (or the one tensor that has more) that one call takes.
+    One call takes tensors of up to `buffer_size` bytes together, or one tensor that is larger.
     """
     call = "broadcast_coalesced"
     chosen = resolve(group)
@@ -70,6 +73,7 @@ def broadcast_coalesced(
     return ended(works, call, listed)
 
 
+@eager
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[torch.Tensor]],
     input_tensor_list: Sequence[torch.Tensor],
@@ -94,6 +98,7 @@ def all_gather_coalesced(
     return _each_type(call, inputs, [tensor for outputs in output_tensor_lists for tensor in outputs], gather)
 
 
+@eager
 def all_gather_into_tensor_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensors: Sequence[torch.Tensor],
@@ -122,6 +127,7 @@ def all_gather_into_tensor_coalesced(
     )
 
 
+@eager
 def reduce_scatter_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensor_lists: Sequence[Sequence[torch.Tensor]],
@@ -142,6 +148,7 @@ def reduce_scatter_coalesced(
     return _reduce_scatter(call, chosen, outputs, input_tensor_lists, op, async_op, timeout)
 
 
+@eager
 def reduce_scatter_tensor_coalesced(
     output_tensors: Sequence[torch.Tensor],
     input_tensors: Sequence[torch.Tensor],

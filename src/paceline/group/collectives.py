@@ -1,15 +1,23 @@
 """The collectives as users call them.
 
-Every rank of a group makes the same calls in the same order. `src`, `dst` and the like are ranks of the default group,
-`group_src` and `group_dst` ranks of `group`. Wherever a tensor is taken, a list of tensors of one type is taken too, as
-if they were one. With `async_op=True` a call returns a `Work` at once; without, None when it is done. A `timeout` is a
-timedelta or a number of seconds. On a rank that is not in `group` a call does nothing and returns None.
+Every rank of a group makes the same calls in the same order. These rules hold for all of them:
+
+- A tensor may be on any device for which the group's backend has an engine: the CPU always, CUDA with "nccl". All
+  tensors of one call are on one device and of one dtype. Wherever a tensor is taken, a list of tensors is taken too, as
+  if they were concatenated.
+- `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
+- `group` is the default group if None. On a rank that is not in `group` a call does nothing and returns None.
+- With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
+  Otherwise the call returns None when it is complete.
+- `timeout` is a timedelta or a number of seconds; the group's if None.
+- Under torch.compile each call breaks the graph.
 
 All raise:
-    TypeError: tensors that are not dense tensors of one supported type, or a reduction not defined for it.
-    CollectiveMismatchError: the ranks made different calls; on every rank, naming both. The group stays usable.
-    CollectiveTimeoutError: a rank did not come within `timeout` (default: the group's). The group is broken.
-    PeerLostError: a rank died or left. The group is broken: later calls raise the same.
+    TypeError: a tensor's device, layout or dtype is not supported, or the reduction is not defined for its dtype.
+    CollectiveMismatchError: the ranks made different calls. Every rank gets it, and it names both calls. On one host
+        the group stays usable.
+    CollectiveTimeoutError: a rank did not make the call within `timeout`. The group can no longer be used.
+    PeerLostError: a rank died or left. The group can no longer be used, and later calls raise the same error.
 """
 
 from __future__ import annotations
@@ -17,11 +25,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, root_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager, outside
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work, ended
 from paceline.schedule.steps import OPERATIONS, Operation
@@ -34,16 +44,27 @@ def all_reduce(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces `tensor` over all ranks, in place; afterwards it is bitwise the same on every rank.
+    """Reduces `tensor` over all ranks, in place.
 
-    The order of summation is fixed by rank (a pairwise tree), so it is also the same from run to run. float16 and
-    bfloat16 are accumulated in float32. A sparse COO tensor is coalesced afterwards; since the ranks must know first
-    how many values each has, a call on one returns only when all ranks have made it, also with `async_op=True`.
+    With the engine "paceline" every rank gets the same bits, in this run and in every other. The order of summation is
+    fixed by the algorithm, the number of elements and the ranks, and never by the order in which ranks arrive: on one
+    host it is a pairwise tree in rank order. Other engines sum in the order of their library. float16 and bfloat16 are
+    accumulated in float32.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank, dense or sparse COO. A sparse tensor
+            is coalesced afterwards, and a call on one returns only when all ranks have made it, even with
+            `async_op=True`, since the ranks first exchange their numbers of values.
+        op: the reduction; a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
+        group, async_op, timeout: see above.
     """
+    if is_compiling():
+        return outside(all_reduce, tensor, op, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)
 
 
+@eager
 def broadcast(
     tensor: Tensors,
     src: int | None = None,
@@ -52,13 +73,22 @@ def broadcast(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies the source's `tensor` to all ranks."""
+    """Copies the source's `tensor` into that of every other rank.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank; read on the source, written elsewhere.
+        src, group_src: the source.
+
+    Raises:
+        ValueError: there is no source, or it is given twice, or it is not in the group.
+    """
     chosen = resolve(group)
     if chosen is None:
         return None
     return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
 
 
+@eager
 def reduce(
     tensor: Tensors,
     dst: int | None = None,
@@ -68,13 +98,23 @@ def reduce(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces `tensor` over all ranks into the destination's; on the other ranks it stays as it is."""
+    """Reduces `tensor` over all ranks into that of the destination. Tensors of the other ranks are unchanged.
+
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank.
+        dst, group_dst: the destination.
+        op: the reduction. The default is SUM.
+
+    Raises:
+        ValueError: there is no destination, or it is given twice, or it is not in the group.
+    """
     chosen = resolve(group)
     if chosen is None:
         return None
     return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
 
 
+@eager
 def all_gather(
     tensor_list: Sequence[Tensors],
     tensor: Tensors,
@@ -82,11 +122,20 @@ def all_gather(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to `tensor_list` of all ranks, by rank; all have the same number of elements."""
+    """Copies every rank's `tensor` to all ranks: rank r's into `tensor_list[r]`.
+
+    Args:
+        tensor_list: one tensor for each rank, of the dtype and number of elements of `tensor`.
+        tensor: a tensor of the same dtype and number of elements on every rank.
+
+    Raises:
+        ValueError: `tensor_list` does not have one entry for each rank, or an entry has another number of elements.
+    """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout)
 
 
+@eager
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -94,12 +143,14 @@ def all_gather_into_tensor(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `input_tensor` into `output_tensor`, one behind the other by rank.
+    """Copies every rank's `input_tensor` into `output_tensor` on all ranks, concatenated in rank order.
 
-    `output_tensor` is contiguous and has `world_size` times as many elements, of any shape.
+    Args:
+        output_tensor: a contiguous tensor of any shape with `world_size` times as many elements as `input_tensor`.
+        input_tensor: a tensor of the same dtype and number of elements on every rank.
 
     Raises:
-        ValueError: it has not.
+        ValueError: `output_tensor` has another number of elements, or is not contiguous.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -116,10 +167,11 @@ def all_gather_single(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """The name of `all_gather_into_tensor` in torch 2.13."""
+    """Does what `all_gather_into_tensor` does, whose name this is in torch 2.13."""
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout)
 
 
+@eager
 def reduce_scatter(
     output: Tensors,
     input_list: Sequence[Tensors],
@@ -128,11 +180,21 @@ def reduce_scatter(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces the ranks' `input_list[r]` into rank r's `output`; all have the same number of elements."""
+    """Reduces the ranks' `input_list[r]` into the `output` of rank r.
+
+    Args:
+        output: a tensor of the same dtype and number of elements on every rank.
+        input_list: one tensor for each rank, of the dtype and number of elements of `output`.
+        op: the reduction. The default is SUM.
+
+    Raises:
+        ValueError: `input_list` does not have one entry for each rank, or an entry has another number of elements.
+    """
     chosen = resolve(group)
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout)
 
 
+@eager
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -141,10 +203,15 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Like `reduce_scatter`, with the inputs one behind the other in the contiguous tensor `input`.
+    """Reduces the ranks' `input`, of which each rank gets its part; the parts are concatenated in rank order.
+
+    Args:
+        output: a tensor of the same dtype and number of elements on every rank.
+        input: a contiguous tensor of any shape with `world_size` times as many elements as `output`.
+        op: the reduction. The default is SUM.
 
     Raises:
-        ValueError: `input` does not have `world_size` times as many elements as `output`, or is not contiguous.
+        ValueError: `input` has another number of elements, or is not contiguous.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -161,10 +228,11 @@ def reduce_scatter_single(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """The name of `reduce_scatter_tensor` in torch 2.13."""
+    """Does what `reduce_scatter_tensor` does, whose name this is in torch 2.13."""
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout)
 
 
+@eager
 def gather(
     tensor: Tensors,
     gather_list: Sequence[Tensors] | None = None,
@@ -174,9 +242,15 @@ def gather(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies every rank's `tensor` to `gather_list` of the destination (default: rank 0), by rank.
+    """Copies every rank's `tensor` to the destination: rank r's into `gather_list[r]` there.
 
-    Elsewhere `gather_list` is None or empty.
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank.
+        gather_list: on the destination one tensor for each rank, like `tensor`; None or empty on other ranks.
+        dst, group_dst: the destination. The default is the first rank of the group.
+
+    Raises:
+        ValueError: `gather_list` is missing on the destination, does not fit, or is given on another rank.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -184,6 +258,7 @@ def gather(
     return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
 
 
+@eager
 def scatter(
     tensor: Tensors,
     scatter_list: Sequence[Tensors] | None = None,
@@ -193,9 +268,15 @@ def scatter(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies `scatter_list[r]` of the source (default: rank 0) to rank r's `tensor`.
+    """Copies the source's `scatter_list[r]` into the `tensor` of rank r.
 
-    Elsewhere `scatter_list` is None or empty.
+    Args:
+        tensor: a tensor of the same dtype and number of elements on every rank.
+        scatter_list: on the source one tensor for each rank, like `tensor`; None or empty on other ranks.
+        src, group_src: the source. The default is the first rank of the group.
+
+    Raises:
+        ValueError: `scatter_list` is missing on the source, does not fit, or is given on another rank.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -205,6 +286,7 @@ def scatter(
     )
 
 
+@eager
 def all_to_all(
     output_tensor_list: Sequence[Tensors],
     input_tensor_list: Sequence[Tensors],
@@ -212,14 +294,22 @@ def all_to_all(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Copies `input_tensor_list[r]` to rank r, into the entry of its `output_tensor_list` that is this rank's.
+    """Copies one tensor from each rank to each rank: `input_tensor_list[r]` goes to rank r.
 
-    Sizes may differ from pair to pair; a pair that disagrees is a `CollectiveMismatchError` on every rank.
+    Rank r receives it in the entry of its `output_tensor_list` for this rank.
+
+    Args:
+        output_tensor_list, input_tensor_list: one tensor for each rank, all of one dtype. Sizes may differ from pair to
+            pair; where a sender and its receiver disagree, every rank gets a `CollectiveMismatchError`.
+
+    Raises:
+        ValueError: a list does not have one entry for each rank, or this rank's entries for itself differ in size.
     """
     chosen = resolve(group)
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
 
 
+@eager
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -229,12 +319,15 @@ def all_to_all_single(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Like `all_to_all`, with the parts one behind the other along the first dimension.
+    """Copies rows of `input` to each rank, and rows from each rank into `output`, both in rank order.
 
-    The split sizes are numbers of rows, one a rank; None or an empty list splits evenly.
+    Args:
+        output, input: tensors of one dtype, which are divided among the ranks along the first dimension.
+        output_split_sizes, input_split_sizes: the number of rows from and to each rank; None or an empty list divides
+            the rows evenly.
 
     Raises:
-        ValueError: they do not add up to the number of rows, or that cannot be split evenly.
+        ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -244,25 +337,12 @@ def all_to_all_single(
     return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])
 
 
-def barrier(
-    group: Group = None,
-    async_op: bool = False,
-    device_ids: Sequence[int] | None = None,
-    timeout: Timeout | None = None,
-) -> Work | None:
-    """Returns when every rank of the group has called it. `device_ids` is for GPUs and must be None."""
-    if device_ids is not None:
-        raise ValueError("barrier: device_ids is for GPUs; the paceline engine works on CPU tensors, leave it out")
-    chosen = resolve(group)
-    return None if chosen is None else chosen.barrier(async_op, timeout)
-
-
 def explain(operation: Operation, nbytes: int, group: Group = None) -> str:
-    """Which algorithm `group` takes for a call, what the others would take, and why: a table to be printed.
+    """Returns a table to print: the algorithm that `group` uses for a call, the times of the others, and why.
 
     Args:
         operation: the name of a collective, such as "all_reduce".
-        nbytes: the size of the longest buffer of a rank: the tensor, or all parts of a gather or scatter together.
+        nbytes: the size of the longest buffer of a rank in bytes: the tensor, or all parts of a gather or scatter.
 
     Raises:
         ValueError: there is no such operation, or this rank is not in the group.

@@ -22,7 +22,7 @@ from paceline.engine.channel import Pending
 _ANNOUNCED = (_core.Work, _core.Message)
 _SHORTEST_WAIT_NS = 200_000
 _LONGEST_WAIT_NS = 5_000_000
-_FOR_EVER_NS = 1 << 62
+FOR_EVER_NS = 1 << 62
 
 
 _Arrival = tuple[Pending, Callable[[], None]]
@@ -65,7 +65,7 @@ class CompletionThread:
                 self._tell(over)
                 wait_ns = _SHORTEST_WAIT_NS
             elif all(isinstance(call, _ANNOUNCED) for call, _ in pending):
-                _core.await_ending(ends, _FOR_EVER_NS)
+                _core.await_ending(ends, FOR_EVER_NS)
             else:
                 _core.await_ending(ends, wait_ns)
                 wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.durations import Timeout
-
-if TYPE_CHECKING:
-    from paceline.group.process_group import ProcessGroup
+from paceline.group.base import BaseGroup
 
 
 def as_tensor(data: bytes | bytearray) -> torch.Tensor:
@@ -41,7 +38,7 @@ def room_for(lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def all_gather_pieces(
-    group: ProcessGroup,
+    group: BaseGroup,
     mine: Sequence[torch.Tensor],
     rooms: Sequence[Sequence[torch.Tensor]],
     timeout: Timeout | None,
@@ -57,7 +54,7 @@ def all_gather_pieces(
 
 
 def gather_pieces(
-    group: ProcessGroup,
+    group: BaseGroup,
     mine: Sequence[torch.Tensor],
     rooms: Sequence[Sequence[torch.Tensor]],
     root: int,
@@ -70,7 +67,7 @@ def gather_pieces(
 
 
 def scatter_pieces(
-    group: ProcessGroup,
+    group: BaseGroup,
     theirs: Sequence[Sequence[torch.Tensor]],
     room: Sequence[torch.Tensor],
     root: int,

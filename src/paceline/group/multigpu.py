@@ -18,12 +18,14 @@ import torch
 from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.local_reduction import divided, reduce_locally
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work, ended
 
 
+@eager
 def broadcast_multigpu(
     tensor_list: Sequence[torch.Tensor],
     src: int,
@@ -44,6 +46,7 @@ def broadcast_multigpu(
     return ended([work], call, tensor_list, lambda: _spread(through, tensor_list))
 
 
+@eager
 def all_reduce_multigpu(
     tensor_list: Sequence[torch.Tensor],
     op: Reduction = ReduceOp.SUM,
@@ -63,6 +66,7 @@ def all_reduce_multigpu(
     return ended(works, call, tensor_list, lambda: _spread(divide(total), tensor_list))
 
 
+@eager
 def reduce_multigpu(
     tensor_list: Sequence[torch.Tensor],
     dst: int,
@@ -86,6 +90,7 @@ def reduce_multigpu(
     return ended(works, call, tensor_list, lambda: _spread(divide(total), into))
 
 
+@eager
 def all_gather_multigpu(
     output_tensor_lists: Sequence[Sequence[torch.Tensor]],
     input_tensor_list: Sequence[torch.Tensor],
@@ -116,6 +121,7 @@ def all_gather_multigpu(
     return ended([work], call, [tensor for each in output_tensor_lists for tensor in each], spread)
 
 
+@eager
 def reduce_scatter_multigpu(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_lists: Sequence[Sequence[torch.Tensor]],

@@ -1,4 +1,4 @@
-"""What the option objects of torch.distributed's calls say, such as `AllreduceOptions`.
+"""Reads the option objects of torch.distributed's calls, such as `AllreduceOptions`.
 
 They are recognised by their attributes, so that this module works with every release of torch.
 """
@@ -29,23 +29,27 @@ class Options(Protocol):
 
 
 def are_options(argument: object) -> TypeIs[Options]:
-    """Whether it is an option object, where a number or a reduction would be as good."""
+    """Returns whether `argument` is an option object, and not the value that would be in one."""
     return hasattr(argument, "timeout")
 
 
 def time_limit(opts: object, timeout: Timeout | None = None) -> Timeout | None:
-    """How long the call may take; None for the group's limit."""
-    if are_options(opts):
-        timeout = opts.timeout
-        return timeout if timeout is not None and timeout > _UNSET else None
-    return timeout
+    """Returns how long the call may take, by either argument; None for the group's limit.
+
+    Args:
+        opts: an option object, or the time limit itself.
+        timeout: takes precedence over `opts`.
+    """
+    if timeout is None:
+        timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+    return None if isinstance(timeout, timedelta) and timeout <= _UNSET else timeout
 
 
 def reduction_of(op: object) -> Reduction:
-    """The reduction that is asked for: by options, by torch's `ReduceOp` or by Paceline's; SUM if by nothing.
+    """Returns the reduction that options, torch's `ReduceOp` or Paceline's ask for; SUM for None.
 
     Raises:
-        TypeError: it is none of these, or one that Paceline does not have.
+        TypeError: `op` is none of these, or a reduction that Paceline does not have.
     """
     op = getattr(op, "reduceOp", op)
     if op is None or are_options(op):
@@ -65,16 +69,18 @@ def reduction_of(op: object) -> Reduction:
     return ours
 
 
-def one_list(lists: Sequence[Tensors], call: str) -> Sequence[Tensors]:
-    """The only list among those that torch's programs pass, one a device; a list of tensors stands for itself.
+def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
+    """Returns the only list among `lists`, of which torch's programs pass one for each device.
+
+    A list of tensors by itself is returned as it is.
 
     Raises:
-        ValueError: there are several.
+        ValueError: there is not exactly one list.
     """
     if lists and isinstance(lists[0], torch.Tensor):
-        return lists
+        return cast("Sequence[torch.Tensor]", lists)
     if len(lists) != 1:
         raise ValueError(
             f"{call}: there are {len(lists)} lists of tensors; a process has one device here, so pass one list"
         )
-    return cast("Sequence[Tensors]", lists[0])
+    return cast("Sequence[torch.Tensor]", lists[0])

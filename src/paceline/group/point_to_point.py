@@ -1,16 +1,17 @@
-"""From one rank to another.
+"""Messages from one rank to another.
 
-`src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`. Messages between two ranks
-with the same `tag` arrive in the order in which they are sent; a receiver takes the tag it asks for. Wherever a tensor
-is taken, a list of tensors of one type is taken too; both sides pass the same type and number of elements. `timeout` is
-the group's if None. On a rank that is not in `group` a call does nothing.
+`src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two. The
+default group is used if `group` is None, and on a rank that is not in `group` a call does nothing. Messages between two
+ranks with the same `tag`, an integer of at least 0, arrive in the order in which they are sent; a receiver takes the
+messages with the tag that it asks for. Wherever a tensor is taken, a list of tensors of one dtype is taken too. Both
+sides pass the same dtype and number of elements. `timeout` is a timedelta or a number of seconds; the group's if None.
 
 All raise:
     ValueError: the peer is this rank, or not in the group, or given twice, or not at all; or the tag is negative.
-    TypeError: tensors that are not dense CPU tensors of one supported type.
-    CollectiveMismatchError: the two sides do not agree on the type or the number of elements.
-    CollectiveTimeoutError: the other side did not come in time.
-    PeerLostError: it died or left.
+    TypeError: a tensor's device, layout or dtype is not supported.
+    CollectiveMismatchError: the two sides do not agree on the dtype or the number of elements. The group stays usable.
+    CollectiveTimeoutError: the other side did not come in time. The message says whether the group stays usable.
+    PeerLostError: the peer died or left.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ import torch
 from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.buffers import Tensors, as_list
-from paceline.group.default import Group, get_global_rank, resolve
+from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.process_group import ProcessGroup
+from paceline.group.queries import get_global_rank
 from paceline.group.work import Work
 
 ANY_SOURCE = -1
 
 
+@eager
 def send(
     tensor: Tensors,
     dst: int | None = None,
@@ -37,7 +41,7 @@ def send(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> None:
-    """Sends `tensor`; returns when it may be changed again."""
+    """Sends `tensor` to rank `dst`, and returns when the tensor may be changed again."""
     chosen = resolve(group)
     if chosen is None:
         return
@@ -45,6 +49,7 @@ def send(
     chosen.send(as_list(tensor, "send"), peer, _checked(tag, "send"), False, timeout)
 
 
+@eager
 def recv(
     tensor: Tensors,
     src: int | None = None,
@@ -53,9 +58,10 @@ def recv(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> int:
-    """Receives into `tensor`, from any rank if no source is given; the rank (of the default group) it came from.
+    """Receives a message into `tensor`, from any rank of the group if no source is given.
 
-    -1 on a rank that is not in the group.
+    Returns:
+        The sender's rank in the default group, or -1 on a rank that is not in `group`.
     """
     chosen = resolve(group)
     if chosen is None:
@@ -68,6 +74,7 @@ def recv(
     return chosen.ranks[peer]
 
 
+@eager
 def isend(
     tensor: Tensors,
     dst: int | None = None,
@@ -76,7 +83,11 @@ def isend(
     group_dst: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Like `send`, at once; `tensor` must not be changed before the returned work is over."""
+    """Starts to send `tensor` to rank `dst`.
+
+    Returns:
+        A `Work`, before whose end `tensor` must not be changed; None on a rank that is not in `group`.
+    """
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -84,6 +95,7 @@ def isend(
     return chosen.send(as_list(tensor, "isend"), peer, _checked(tag, "isend"), True, timeout)
 
 
+@eager
 def irecv(
     tensor: Tensors,
     src: int | None = None,
@@ -92,7 +104,12 @@ def irecv(
     group_src: int | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Like `recv`, at once; when the returned work is over, its `source_rank()` is the group rank it came from."""
+    """Starts to receive a message into `tensor`, from any rank of the group if no source is given.
+
+    Returns:
+        A `Work`, before whose end `tensor` must not be touched, and whose `source_rank()` is the sender's group rank;
+        None on a rank that is not in `group`.
+    """
     chosen = resolve(group)
     if chosen is None:
         return None
@@ -106,8 +123,8 @@ class P2POp:
 
     Args:
         op: `isend` or `irecv`.
-        tensor: what is sent or received.
-        peer, group_peer: the other rank, of the default group or of `group`; one of the two.
+        tensor: the tensor that is sent or received into.
+        peer, group_peer: the other rank, in the default group or in `group`; give one of the two.
         group: the default group if None.
         tag: as for `send`.
     """
@@ -140,15 +157,16 @@ class P2POp:
         return f"P2POp({name}, peer={self.peer}, tag={self.tag}, {self._count} elements)"
 
 
+@eager
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts all of the sends and receives; the order of sends among receives does not matter.
+    """Starts all sends and receives of a list, whose order among one another does not matter.
 
     Returns:
-        Their works, in the order of the list, without those of groups that this rank is not in.
+        A `Work` for each entry, in the order of the list, without entries for groups that this rank is not in.
 
     Raises:
         ValueError: the list is empty.
-        TypeError: it has something else than `P2POp`.
+        TypeError: an entry is not a `P2POp`.
     """
     if not p2p_op_list:
         raise ValueError("batch_isend_irecv: the list is empty; it must have at least one P2POp")
@@ -165,10 +183,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, call: str, name: str) -> int:
-    """The group rank of the other side.
+    """Returns the group rank of the other side.
 
     Raises:
-        ValueError: it is this rank, or `root_rank` raises it.
+        ValueError: that is this rank, or `root_rank` raises it.
     """
     peer = root_rank(group, rank, group_rank, call, name)
     if peer == group.rank():
@@ -179,7 +197,7 @@ def peer_rank(group: ProcessGroup, rank: int | None, group_rank: int | None, cal
 
 
 def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int, timeout: Timeout | None) -> int:
-    """Receives what comes first; the group rank it came from."""
+    """Receives the message that arrives first, and returns its sender's group rank."""
     work = group.recv(tensors, ANY_SOURCE, tag, True, timeout)
     assert work is not None
     work.wait()

@@ -1,25 +1,64 @@
-"""Calls as `torch.profiler` shows them: `paceline:all_reduce` with the shapes of its tensors, from the call to its end.
+"""Shows calls in a `torch.profiler` profile: `paceline:all_reduce`, with the shapes of its tensors, from start to end.
 
-Whoever makes a call looks at `torch.autograd.profiler._is_profiler_enabled` first: it costs nanoseconds, and PyTorch's
-own Python looks at it for the same purpose.
+Callers check `torch.autograd.profiler._is_profiler_enabled` before they record anything. The check costs nanoseconds,
+and PyTorch's own Python code makes it for the same purpose.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 _autograd: Any = torch.autograd  # its stubs do not list what is used here
+_other_thread: ThreadPoolExecutor | None = None
+_starting = threading.Lock()
 
 
 class Recording:
-    """One call in the profile, from the making of this object to `end`, which any thread may call."""
+    """One call in the profile, from the creation of this object until `end`, which any thread may call.
+
+    Programs select the calls of a backend among a profile's events by `is_async`, which torch sets on every event of
+    its own backends. An event that was recorded from Python has it only if another thread than the one that began the
+    event ends it. Therefore `end` changes threads where a call was synchronous.
+    """
 
     def __init__(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._begun_by = threading.get_ident()
         self._record = _autograd._record_function_with_args_enter(f"paceline:{call}", *tensors)
 
     def end(self) -> None:
-        """The call is over."""
+        """Records that the call is over; returns when that is in the profile."""
+        if threading.get_ident() != self._begun_by:
+            self._exit()
+            return
+        try:
+            ended = _thread().submit(self._exit)
+        except RuntimeError:  # the interpreter exits, and its threads take no more work
+            self._exit()
+        else:
+            ended.result()
+
+    def _exit(self) -> None:
         _autograd._record_function_with_args_exit(self._record)
+
+
+def _thread() -> ThreadPoolExecutor:
+    """Returns the thread that ends synchronous calls, which starts with the first of them."""
+    global _other_thread
+    with _starting:
+        if _other_thread is None:
+            _other_thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-profiling")
+        return _other_thread
+
+
+def _forget_in_child() -> None:
+    global _other_thread, _starting
+    _other_thread, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
+from paceline.group.base import BaseGroup
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 from paceline.group.work import Work, ended
 
-if TYPE_CHECKING:
-    from paceline.group.process_group import ProcessGroup
-
 
 def all_reduce_sparse(
-    group: ProcessGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
+    group: BaseGroup, tensor: torch.Tensor, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> Work | None:
     """Reduces a sparse COO tensor over all ranks, in place; afterwards it is coalesced.
 
@@ -69,7 +66,7 @@ class GatheredRows:
         rooms: what rank r sends goes to `rooms[r]`.
     """
 
-    def __init__(self, group: ProcessGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, group: BaseGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
         self._shape = mine.shape
         indices, values = mine.indices().T.contiguous(), mine.values().contiguous()
         self._rows = [
@@ -86,7 +83,7 @@ class GatheredRows:
         return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()
 
 
-def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
+def _counts_of_all(group: BaseGroup, mine: torch.Tensor, timeout: Timeout | None) -> list[int]:
     kind = f"shape {list(mine.shape)}, {mine.dtype}, {mine.sparse_dim()} sparse dimensions"
     told = torch.tensor([mine._nnz(), zlib.crc32(kind.encode())], device="cpu")
     everyone = [torch.empty_like(told) for _ in group.ranks]
@@ -95,7 +92,7 @@ def _counts_of_all(group: ProcessGroup, mine: torch.Tensor, timeout: Timeout | N
     others = [rank for rank, each in zip(group.ranks, kinds, strict=True) if each != kinds[group.rank()]]
     if others:
         raise CollectiveMismatchError(
-            f"{group.members[group.rank()]}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
+            f"{group.me}: all_reduce of a sparse tensor: ranks {others} pass other tensors than "
             f"this rank, whose has {kind}. Pass tensors that are alike on all ranks. The group remains usable"
         )
     return [int(count) for count in counts]

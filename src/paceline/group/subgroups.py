@@ -16,16 +16,9 @@ import torch
 from paceline.durations import Timeout
 from paceline.engine.registry import choose
 from paceline.errors import CollectiveMismatchError
-from paceline.group.default import (
-    Group,
-    GroupMember,
-    NonMember,
-    default_group,
-    open_group,
-    require_no_options,
-    resolve,
-)
+from paceline.group.default import Group, GroupMember, NonMember, default_group, resolve
 from paceline.group.engines import agreed_identity
+from paceline.group.init import open_group, require_no_options
 from paceline.group.process_group import ProcessGroup
 
 Subgroups = tuple[ProcessGroup | NonMember, list[ProcessGroup | NonMember]]
@@ -158,7 +151,7 @@ def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
     others = [parent.ranks[rank] for rank, each in enumerate(everyone) if int(each[1]) != wanted]
     if others:
         raise CollectiveMismatchError(
-            f"{parent.members[parent.rank()]}: {call}: ranks {others} want other groups than rank {parent.ranks[0]}; "
+            f"{parent.me}: {call}: ranks {others} want other groups than rank {parent.ranks[0]}; "
             f"this rank wants {lists} (ranks of {parent}). Pass the same lists on all ranks. The group remains usable"
         )
     return int(identity)

@@ -7,7 +7,6 @@ as `broadcast`, take both forms.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -15,70 +14,14 @@ import torch
 from paceline.durations import Timeout, to_seconds
 from paceline.errors import CollectiveTimeoutError
 from paceline.group.arguments import parts_by_rank, rows_by_rank
+from paceline.group.base import BaseGroup
 from paceline.group.buffers import Tensors
 from paceline.group.options import Options, one_list, reduction_of, time_limit
-from paceline.group.reduce_op import ReduceOp, Reduction
+from paceline.group.reduce_op import Reduction
 from paceline.group.work import Work, ended
 
 
-class _Calls(ABC):
-    """What `ProcessGroup` has itself, and these methods call."""
-
-    ranks: list[int]
-    name: str
-
-    @abstractmethod
-    def rank(self) -> int: ...
-
-    @abstractmethod
-    def size(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def timeout(self) -> Timeout: ...
-
-    @abstractmethod
-    def all_reduce(
-        self, tensors: Tensors, op: Reduction = ReduceOp.SUM, async_op: bool = False, timeout: Timeout | None = None
-    ) -> Work | None: ...
-
-    @abstractmethod
-    def all_gather(
-        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
-    ) -> Work | None: ...
-
-    @abstractmethod
-    def reduce_scatter(
-        self,
-        output: Tensors,
-        inputs: Sequence[Tensors],
-        op: Reduction | Options = ReduceOp.SUM,
-        async_op: bool | None = None,
-        timeout: Timeout | None = None,
-    ) -> Work | None: ...
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        outputs: Sequence[Tensors],
-        inputs: Sequence[Tensors],
-        async_op: bool = False,
-        timeout: Timeout | None = None,
-    ) -> Work | None: ...
-
-    @abstractmethod
-    def barrier(self, async_op: bool | Options | None = None, timeout: Timeout | None = None) -> Work | None: ...
-
-    @abstractmethod
-    def recv(
-        self, tensors: Tensors, src: int = -1, tag: int = 0, async_op: bool = True, timeout: Timeout | None = None
-    ) -> Work: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class TorchMethods(_Calls):
+class TorchMethods(BaseGroup):
     """What `ProcessGroup` gets from here."""
 
     @property

@@ -12,15 +12,13 @@ import torch
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.channel import Message, Outcome, Pending
 from paceline.errors import CollectiveTimeoutError
-from paceline.group.completion import when_done
-
-_FOR_EVER_NS = 1 << 62
+from paceline.group.completion import FOR_EVER_NS, when_done
 
 
 class Work:
-    """What a call with `async_op=True` returns. Its tensors must not be touched before `wait` has returned.
+    """A call that runs in the background: what a call with `async_op=True` returns.
 
-    It may be asked from several threads at once.
+    The call's tensors must not be touched before `wait` has returned. Several threads may call the methods at once.
     """
 
     def __init__(
@@ -48,21 +46,21 @@ class Work:
     def __del__(self) -> None:
         # The core still writes to the tensors that this object keeps alive.
         if not getattr(self, "_settled", True) and self._work is not None and not self._work.done():
-            self._work.wait(_FOR_EVER_NS)
+            self._work.wait(FOR_EVER_NS)
 
     def wait(self, timeout: Timeout | None = None) -> bool:
-        """Waits until the tensors are ready; True.
+        """Waits until the call is over and its tensors are ready. Returns True.
 
         Args:
-            timeout: give up waiting after this long; the call itself goes on and can be waited for again. Without one
-                the call's own time-out applies.
+            timeout: how long to wait, as a timedelta or in seconds; the call itself continues and can be waited for
+                again. If None, only the call's own time-out applies.
 
         Raises:
-            CollectiveTimeoutError: `timeout` was over, or the call's.
+            CollectiveTimeoutError: `timeout` or the call's own time-out expired.
             PeerLostError, CollectiveMismatchError: as for the synchronous call.
         """
         if not self._settled:
-            timeout_ns = _FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
+            timeout_ns = FOR_EVER_NS if timeout is None else to_nanoseconds(timeout)
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
                     f"wait() timed out: {self._name} was not done after the {timeout_ns / 1e9:.1f} s that it was "
@@ -73,7 +71,7 @@ class Work:
         return True
 
     def pause(self, timeout_ns: int) -> bool:
-        """Waits up to `timeout_ns` for the end, whatever it is; whether it came."""
+        """Waits up to `timeout_ns` nanoseconds, and returns whether the call is over by then."""
         if not self._settled:
             assert self._work is not None
             if not self._work.wait(timeout_ns):
@@ -82,30 +80,30 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Returns whether the call is over, whether or not it succeeded. Does not wait."""
         if not self._settled and self._work is not None and self._work.done():
             self._settle()
         return self._settled
 
     def is_success(self) -> bool:
-        """Whether it is over and went well."""
+        """Returns whether the call is over and succeeded. Does not wait."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Why it failed; None while it runs or when it went well."""
+        """Returns the error of a failed call; None while the call runs and after it succeeded."""
         self.is_completed()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors it wrote; waits for them."""
+        """Waits for the call, and returns the tensors that it wrote."""
         self.wait()
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of `result()`; the same one each time.
+        """Returns a future of `result()`, the same one each time.
 
-        It completes by itself, on a thread of its own that also runs the callbacks given to `then`; if the call fails,
-        its `wait` and `value` raise what `wait` here raises.
+        The future completes by itself, on a thread of its own that also runs the callbacks given to `then`. If the
+        call fails, `wait` and `value` of the future raise what `wait` raises here.
         """
         with self._lock:
             if self._future is not None:
@@ -114,10 +112,10 @@ class Work:
         self.when_over(lambda: self._complete(future))
         return future
 
-    def yielding(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
-        """This work with `results` for its result and `finish` for its last step.
+    def with_results(self, results: Sequence[torch.Tensor], finish: Callable[[], None] | None = None) -> Work:
+        """Returns this work, with `results` as its result and `finish` as its last step.
 
-        For the call that makes it, before anybody else has it.
+        Only for the function that created the Work, before it is returned.
         """
         self._results = results
         if finish is not None:
@@ -145,7 +143,7 @@ class Work:
             future.set_result(list(self._results))
 
     def source_rank(self) -> int:
-        """The group rank that a receive got its message from; waits for it. -1 if this was no receive."""
+        """Waits for a receive, and returns its sender's group rank; -1 for calls that are not receives."""
         self.wait()
         return cast(Message, self._work).source() if hasattr(self._work, "source") else -1
 
@@ -257,7 +255,7 @@ def ended(
             finish()
         return None
     work = running[0] if len(running) == 1 else JoinedWork(running, name, results)
-    return work.yielding(results, finish)
+    return work.with_results(results, finish)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

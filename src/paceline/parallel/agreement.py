@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from paceline.errors import CollectiveMismatchError
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.tracked_tensors import TrackedTensors
+from paceline.wording import and_more
 
 Entry = list[object]
 
@@ -66,7 +67,7 @@ def require_same_module(
     for rank, other in zip(group.ranks, everyone, strict=True):
         if other["problem"] is not None:
             raise CollectiveMismatchError(
-                f"rank {group.ranks[group.rank()]}: rank {rank} could not wrap its module, so no rank can: "
+                f"rank {group.me.rank}: rank {rank} could not wrap its module, so no rank can: "
                 f"{other['problem']}. Build the same model on every rank and wrap it the same way"
             )
     for option, value in options.items():
@@ -74,13 +75,12 @@ def require_same_module(
         if any(each != value for each in values):
             told = _sides([f"{option}={each!r}" for each in values], group.ranks)
             raise CollectiveMismatchError(
-                f"rank {group.ranks[group.rank()]}: the module is not wrapped alike: {told}. "
-                "Pass the same arguments on every rank"
+                f"rank {group.me.rank}: the module is not wrapped alike: {told}. Pass the same arguments on every rank"
             )
     if any(other["digest"] != digest for other in everyone):
         descriptions = [json.loads(data) for data in group.all_gather_bytes(json.dumps(description).encode())]
         raise CollectiveMismatchError(
-            f"rank {group.ranks[group.rank()]}: the models differ: {_first_difference(descriptions, group.ranks)}. "
+            f"rank {group.me.rank}: the models differ: {_first_difference(descriptions, group.ranks)}. "
             "Build the same model on every rank (same arguments, same order of layers) before wrapping it"
         )
     return [RankFacts(**other["facts"]) for other in everyone]
@@ -101,7 +101,7 @@ def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
         holders.setdefault(value, []).append(rank)
     told = []
     for value, who in holders.items():
-        listed = ", ".join(map(str, who[:most])) + (f" and {len(who) - most} more" if len(who) > most else "")
+        listed = and_more(who, most)
         told.append(f"rank{'s' if len(who) > 1 else ''} {listed}: {value}")
     return "; ".join(told)
 

@@ -36,7 +36,7 @@ def unsupported_reason(
     """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:
-        return ValueError(f"rank {group.ranks[group.rank()]}: {absent}")
+        return ValueError(f"rank {group.me.rank}: {absent}")
     device = device_ids[0] if device_ids else None
     for name, tensor in (tracked.trained | tracked.frozen | tracked.buffers).items():
         if torch.nn.parameter.is_lazy(tensor):
@@ -90,7 +90,7 @@ def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup
     if len(here) > cores:
         advice.append(f"Start no more than {cores} ranks here")
     warnings.warn(
-        f"rank {group.ranks[group.rank()]}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
+        f"rank {group.me.rank}: the {len(here)} ranks on {mine.host} compute with {threads} threads on "
         f"{cores} cores, so they slow each other down. {'. '.join(advice)}",
         stacklevel=4,
     )

@@ -136,7 +136,7 @@ class Join:
             hook.post_hook(shadowed == 0)
 
     def _me(self) -> int:
-        return self._group.ranks[self._group.rank()]
+        return self._group.me.rank
 
     def _count_active(self) -> int:
         active = torch.zeros(1, device=self._device)
@@ -170,7 +170,7 @@ class Join:
             group.all_reduce(stopped)
             if stopped.item():
                 raise RuntimeError(
-                    f"rank {group.ranks[group.rank()]}: {int(stopped.item())} of {group.size()} ranks ran out of "
+                    f"rank {group.me.rank}: {int(stopped.item())} of {group.size()} ranks ran out of "
                     "inputs, and throw_on_early_termination=True says to stop then; leave it out to go on without them"
                 )
         return work

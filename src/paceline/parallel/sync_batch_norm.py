@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from paceline.group.default import default_group, is_initialized
+from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
+from paceline.group.queries import is_initialized
 from paceline.parallel.statistics import Statistics, combine, measure
 
 M = TypeVar("M", bound=nn.Module)

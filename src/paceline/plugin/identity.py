@@ -95,8 +95,9 @@ class Identity(torch_dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """None until torch has taken the group into its world: to a new one with devices torch 2.15 attaches a recorder
-        that works on backends in C++ only.
+        """Returns no device until torch has registered the group.
+
+        torch 2.15 attaches a recorder to new groups that report devices, and it supports C++ backends only.
         """
         return [_CPU] if self in _world.pg_map else []
 

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch.distributed import Work as TorchWork
 
+from paceline.durations import Timeout
 from paceline.group import coalesced, collectives
 from paceline.group.arguments import parts_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import World
+from paceline.group.options import one_list, reduction_of, time_limit
 from paceline.group.work import JoinedWork, Work
 from paceline.plugin.identity import Identity
-from paceline.plugin.options import asynchronous, one_list, reduction, root_rank, time_limit
 from paceline.plugin.works import FinishedWork, RunningWork, kept
 
-Call = Callable[[bool, timedelta | None], Work | None]
+Call = Callable[[bool, Timeout | None], Work | None]
 Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
@@ -37,13 +38,13 @@ class TorchProcessGroup(Identity):
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
-        """Of one tensor, or several as if they were one."""
-        by = reduction(opts if op is None else op)
+        """Reduces one tensor, or several as if they were one, over all ranks."""
+        by = reduction_of(opts if op is None else op)
         return self._finish(opts, timeout, tensors, lambda a, t: self._group.all_reduce(_only(tensors), by, a, t))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Of several tensors, of several types."""
-        by = reduction(opts)
+        """Reduces tensors of several types over all ranks."""
+        by = reduction_of(opts)
         return self._finish(
             opts, None, tensors, lambda a, t: coalesced.all_reduce_coalesced(tensors, by, self._group, a, t)
         )
@@ -51,8 +52,8 @@ class TorchProcessGroup(Identity):
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> TorchWork:
-        """From the root."""
-        source = root_rank(opts if root is None else root)
+        """Copies the root's tensors to all ranks."""
+        source = _root(opts if root is None else root)
         return self._finish(opts, timeout, tensors, lambda a, t: self._group.broadcast(tensors, source, a, t))
 
     def reduce(
@@ -64,16 +65,16 @@ class TorchProcessGroup(Identity):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """To the root."""
-        target = root_rank(opts if root is None else root)
-        by = reduction(opts if op is None and hasattr(opts, "reduceOp") else op)
+        """Reduces the tensors of all ranks into those of the root."""
+        target = _root(opts if root is None else root)
+        by = reduction_of(opts if op is None and hasattr(opts, "reduceOp") else op)
         return self._finish(opts, timeout, tensors, lambda a, t: self._group.reduce(tensors, target, by, a, t))
 
     def allgather(
         self, output_tensors: Lists, input_tensors: Tensors, opts: Any = None, *, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Every rank's tensor to all."""
-        outputs = one_list(output_tensors)
+        """Copies every rank's tensor to all ranks."""
+        outputs = one_list(output_tensors, "allgather")
         return self._finish(opts, timeout, outputs, lambda a, t: self._group.all_gather(outputs, input_tensors, a, t))
 
     def allgather_coalesced(
@@ -88,7 +89,7 @@ class TorchProcessGroup(Identity):
         )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Every rank's tensor to one of all, concatenated in rank order."""
+        """Copies every rank's tensor to all ranks, concatenated in rank order."""
         return self._finish(
             opts, None, [output], lambda a, t: collectives.all_gather_into_tensor(output, input, self._group, a, t)
         )
@@ -96,7 +97,7 @@ class TorchProcessGroup(Identity):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Several of `all_gather_single`."""
+        """Does what `all_gather_single` does, for several tensors."""
         return self._finish(
             opts,
             None,
@@ -113,16 +114,16 @@ class TorchProcessGroup(Identity):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Every rank's tensor to the root."""
-        target = root_rank(opts if root is None else root)
-        outputs = one_list(output_tensors) if self.rank() == target else None
+        """Copies every rank's tensor to the root."""
+        target = _root(opts if root is None else root)
+        outputs = one_list(output_tensors, "gather") if self.rank() == target else None
         return self._finish(
             opts, timeout, outputs or [], lambda a, t: self._group.gather(outputs, input_tensors, target, a, t)
         )
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Every rank's tensor to one of the root's, concatenated in rank order."""
-        target = root_rank(opts)
+        """Copies every rank's tensor to the root, concatenated in rank order."""
+        target = _root(opts)
         parts = None
         if self.rank() == target:
             parts = parts_by_rank(output, input.numel(), self._group, "gather_single", "output")
@@ -137,9 +138,9 @@ class TorchProcessGroup(Identity):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """One tensor of the root's to each rank."""
-        source = root_rank(opts if root is None else root)
-        inputs = one_list(input_tensors) if self.rank() == source else None
+        """Copies one of the root's tensors to each rank."""
+        source = _root(opts if root is None else root)
+        inputs = one_list(input_tensors, "scatter") if self.rank() == source else None
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.scatter(output_tensors, inputs, source, a, t)
         )
@@ -153,15 +154,15 @@ class TorchProcessGroup(Identity):
         *,
         op: Any = None,
     ) -> TorchWork:
-        """Every rank gets the reduction of its part."""
-        by, inputs = reduction(opts if op is None else op), one_list(input_tensors)
+        """Reduces the ranks' lists of tensors, of which each rank gets its own entry."""
+        by, inputs = reduction_of(opts if op is None else op), one_list(input_tensors, "reduce_scatter")
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, by, a, t)
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Like `reduce_scatter`, of parts that are concatenated in rank order."""
-        by = reduction(opts)
+        """Does what `reduce_scatter` does, for parts that are concatenated in rank order."""
+        by = reduction_of(opts)
         return self._finish(
             opts, None, [output], lambda a, t: collectives.reduce_scatter_tensor(output, input, by, self._group, a, t)
         )
@@ -169,8 +170,8 @@ class TorchProcessGroup(Identity):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Several of `reduce_scatter_single`."""
-        by = reduction(opts)
+        """Does what `reduce_scatter_single` does, for several tensors."""
+        by = reduction_of(opts)
         return self._finish(
             opts,
             None,
@@ -186,7 +187,7 @@ class TorchProcessGroup(Identity):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """One tensor from each rank to each."""
+        """Copies one tensor from each rank to each rank."""
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.all_to_all(output_tensors, input_tensors, a, t)
         )
@@ -201,7 +202,7 @@ class TorchProcessGroup(Identity):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Like `alltoall`, of parts that are concatenated in rank order; without split sizes they are equally long."""
+        """Does what `alltoall` does, for parts that are concatenated in rank order and equal without split sizes."""
         given, taken = output_split_sizes or None, input_split_sizes or None
         return self._finish(
             opts,
@@ -211,23 +212,23 @@ class TorchProcessGroup(Identity):
         )
 
     def barrier(self, opts: Any = None, *, timeout: timedelta | None = None) -> TorchWork:
-        """Over when all ranks have come."""
+        """Waits until all ranks have called it."""
         return self._finish(opts, timeout, [], self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who did not come, which all calls do."""
+        """Waits until all ranks have called it; its error names those that did not, as every call's error does."""
         self._group.barrier(timeout=timeout)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> TorchWork:
-        """To one rank."""
+        """Sends tensors to one rank."""
         return self._as_torchs(self._group.send(tensors, dst, tag, async_op=True), tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> TorchWork:
-        """From one rank."""
+        """Receives tensors from one rank."""
         return self._as_torchs(self._group.recv(tensors, src, tag, async_op=True), tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> TorchWork:
-        """From any rank."""
+        """Receives tensors from any rank."""
         return self._as_torchs(self._group.recv(tensors, -1, tag, async_op=True), tensors)
 
     # The names that these had, or have, in other releases.
@@ -247,7 +248,8 @@ class TorchProcessGroup(Identity):
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
     def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
-        background = self._coalescing is not None or asynchronous(opts)
+        # Releases of torch whose options have no `asyncOp` wait by themselves.
+        background = self._coalescing is not None or getattr(opts, "asyncOp", True)
         return self._as_torchs(call(background, time_limit(opts, timeout)), results)
 
     def _as_torchs(self, work: Work | None, results: Tensors) -> TorchWork:
@@ -260,5 +262,10 @@ class TorchProcessGroup(Identity):
 
 
 def _only(tensors: Tensors) -> Tensors:
-    """One tensor by itself takes the fastest way."""
+    """Returns the tensor of a list of one, which then takes the fast path of `all_reduce`."""
     return tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
+
+
+def _root(opts: Any) -> int:
+    """Returns the root's group rank from an option object or a number; 0 for None, as in torch's options."""
+    return 0 if opts is None else int(getattr(opts, "rootRank", opts))

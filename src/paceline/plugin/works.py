@@ -22,7 +22,7 @@ class RunningWork(TorchWork):
 
     def __init__(self, work: Work, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._running = work.yielding(results)
+        self._running = work.with_results(results)
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
         """Waits for it, at most as long as `timeout` if that is positive."""

@@ -33,6 +33,7 @@ from paceline.rendezvous.verdict import (
 )
 from paceline.store.base import Store
 from paceline.store.remote import StoreServerLostError
+from paceline.wording import and_more
 
 _HEARD = "heard"
 _HEARING_S, _HEARING_POLL_S = 5.0, 0.01
@@ -99,9 +100,7 @@ def describe_absence(claims: list[Claim], world_size: int, waited_s: float) -> s
 
 
 def _list(ranks: list[int], most: int = 20) -> str:
-    if not ranks:
-        return "none"
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    return and_more(ranks, most) or "none"
 
 
 def agree(store: Store, claim: Claim, timeout_s: float) -> None:

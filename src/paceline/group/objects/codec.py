@@ -6,15 +6,14 @@ is a map with one integer key, the tag of its `Kind`, so that no other map can b
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from types import NoneType
 from typing import Any
 
 import torch
-
-from paceline.group.objects.advice import advice_for
 
 MAX_DEPTH = 128
 
@@ -37,7 +36,7 @@ class Refused(Exception):
         self.path: list[str] = []
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """A type that travels under a tag: `pack` takes a value apart, `unpack` puts it together.
 
@@ -100,7 +99,7 @@ class Packer:
         else:
             tag = self._tag_of(kind)
             if tag is None:
-                raise Refused(advice_for(value))
+                raise Refused(_advice_for(value))
             packed = {tag: self._kinds[tag].pack(value, self)}
         self._depth -= 1
         return packed
@@ -216,3 +215,28 @@ def _has_containers(nodes: Collection[object]) -> bool:
     if not kinds <= _READ:
         raise MalformedPayload(f"{sorted(kind.__name__ for kind in kinds - _READ)} stand for nothing")
     return not kinds.isdisjoint(_CONTAINERS)
+
+
+def _advice_for(value: object) -> str:
+    """Returns what `value` is, and what can be sent in its place."""
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        f"a {name}, which does not travel between ranks; {_instead_of(value)}, or pass allow_pickle=True on every rank "
+        "if you trust them all (a pickle can run any code where it is read)"
+    )
+
+
+def _instead_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return "send a plain tensor (tensor.detach().as_subclass(torch.Tensor))"
+    if dataclasses.is_dataclass(value):
+        return "send dataclasses.asdict(it)"
+    if isinstance(value, enum.Enum):
+        return "send its .value"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "send its ._asdict()"
+    for plain in (dict, list, tuple, str, bytes, int, float):
+        if isinstance(value, plain):
+            return f"send {plain.__name__}(it)"
+    return "send a dict, list or tuple of what it holds"

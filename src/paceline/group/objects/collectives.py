@@ -10,7 +10,7 @@ of `group`. `timeout` (default: the group's) is for each of the two or three col
 rank that is not in `group` a call does nothing.
 
 All raise:
-    TypeError: an object does not travel; the message has its place in what was passed, and what to send instead.
+    TypeError: an object cannot be sent; the message names its place in the argument and what to send instead.
     CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
     CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
 """
@@ -25,11 +25,13 @@ from paceline.durations import Timeout
 from paceline.errors import CollectiveMismatchError
 from paceline.group.arguments import root_rank
 from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.exchange import all_gather_pieces, gather_pieces, scatter_pieces
 from paceline.group.objects.wire import Incoming, Outgoing, announcement_for
 from paceline.group.process_group import ProcessGroup
 
 
+@eager
 def all_gather_object(
     object_list: list[Any],
     obj: Any,
@@ -54,6 +56,7 @@ def all_gather_object(
     object_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
 
 
+@eager
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -76,7 +79,7 @@ def gather_object(
     here = chosen.rank() == root
     if (object_gather_list is not None) != here:
         raise ValueError(
-            f"rank {chosen.ranks[chosen.rank()]}: {call} takes object_gather_list on the destination, rank "
+            f"rank {chosen.me.rank}: {call} takes object_gather_list on the destination, rank "
             f"{chosen.ranks[root]}, and on no other rank"
         )
     if object_gather_list is not None:
@@ -90,6 +93,7 @@ def gather_object(
         object_gather_list[:] = [each.objects(allow_pickle)[0] for each in incoming]
 
 
+@eager
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -134,6 +138,7 @@ def broadcast_object_list(
     object_list[:] = incoming.objects(allow_pickle)
 
 
+@eager
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
@@ -181,7 +186,7 @@ def require_cpu(device: torch.device | str | None, call: str) -> None:
         ValueError: it is not the CPU.
     """
     if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"{call}: device is {device}; the paceline engine works on CPU tensors, leave it out")
+        raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")
 
 
 def _announce_to_all(group: ProcessGroup, call: str, outgoing: Outgoing, timeout: Timeout | None) -> list[Incoming]:

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 
 from paceline.durations import Timeout
-from paceline.group.default import Group, get_global_rank, resolve
+from paceline.group.default import Group, resolve
+from paceline.group.eager import eager
 from paceline.group.objects.collectives import require_cpu
 from paceline.group.objects.wire import Incoming, Outgoing, announcement_for
 from paceline.group.point_to_point import peer_rank, receive_from_any
+from paceline.group.queries import get_global_rank
 
 _TAG = 0
 
 
+@eager
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -48,6 +51,7 @@ def send_object_list(
             chosen.send(pieces, peer, _TAG, False, timeout)
 
 
+@eager
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,

@@ -36,7 +36,7 @@ class Outgoing:
         except Exception as error:  # raised when the others have been told
             self.error = error
             if isinstance(error, TypeError):
-                self.error = TypeError(f"{group.members[group.rank()]}: {call}: {error}")
+                self.error = TypeError(f"{group.me}: {call}: {error}")
         self.heads = [as_tensor(_head(each)) for each in encoded]
         self.buffers = [each.buffers for each in encoded]
         numbers = [(head.numel(), len(each)) for head, each in zip(self.heads, self.buffers, strict=True)]
@@ -59,7 +59,7 @@ class Incoming:
 
     def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
         self._sender = group.members[sender]
-        self._me = group.members[group.rank()]
+        self._me = group.me
         self._call = call
         numbers = announcement.view(-1, 2).tolist()
         if any(nbytes == _CANNOT for nbytes, _ in numbers):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from paceline.wording import and_more
+
 AFTER_AN_ERROR = (
     "the last backward ended with an error before its gradients were averaged, and other ranks may have averaged "
     "theirs. End the program, or wrap the module again on every rank"
@@ -96,4 +98,4 @@ def ordinal(number: int) -> str:
 
 def listed(names: Sequence[str], most: int = 10) -> str:
     """Returns the names, or the first of them if there are many."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return and_more(names, most)

@@ -74,4 +74,4 @@ class WatchedModule:
             self._group.broadcast(views, root)
 
     def _me(self) -> str:
-        return f"rank {self._group.ranks[self._group.rank()]}"
+        return f"rank {self._group.me.rank}"

@@ -62,7 +62,7 @@ class ShardedReplica:
         size = group.size()
         if count < size or count & (count - 1) or size & (size - 1):
             raise ValueError(
-                f"rank {group.ranks[group.rank()]}: logical_shards is {count} with {size} ranks; both must be powers "
+                f"rank {group.me.rank}: logical_shards is {count} with {size} ranks; both must be powers "
                 "of two, and no more ranks than shards. LogicalShards takes other numbers"
             )
         if tracked.sparse:
@@ -92,7 +92,7 @@ class ShardedReplica:
         """
         if in_backward():
             raise RuntimeError(
-                f"rank {self._group.ranks[self._group.rank()]}: the module was called inside a backward, as "
+                f"rank {self._group.me.rank}: the module was called inside a backward, as "
                 "torch.utils.checkpoint does to compute it again; with deterministic=True that would draw other "
                 "random numbers. Checkpoint layers inside the module, and not the wrapped module"
             )
@@ -129,7 +129,7 @@ class ShardedReplica:
         samples = tensor.shape[self._dim]
         if samples % self._local:
             raise ValueError(
-                f"rank {self._group.ranks[self._group.rank()]}: a batch of {samples} samples cannot be dealt out to "
+                f"rank {self._group.me.rank}: a batch of {samples} samples cannot be dealt out to "
                 f"the {self._local} shards of a rank; use a batch_size that {self._local} divides, and drop_last=True"
             )
         apart: torch.Tensor = tensor.unflatten(self._dim, (samples // self._local, self._local))
@@ -146,7 +146,7 @@ class ShardedReplica:
         def begin(gradient: torch.Tensor) -> torch.Tensor:
             if forward.is_over:
                 raise RuntimeError(
-                    f"rank {self._group.ranks[self._group.rank()]}: a second backward of one forward; with "
+                    f"rank {self._group.me.rank}: a second backward of one forward; with "
                     "deterministic=True its gradients were averaged after the first. Call the module again"
                 )
             task = running_backward()

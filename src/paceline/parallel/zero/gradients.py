@@ -101,7 +101,7 @@ class GradientReducer:
         bucket = self._bucket_of[index]
         if index in self._arrived:
             raise RuntimeError(
-                f"rank {self._group.ranks[self._group.rank()]}: parameter {index} got two gradients in one backward, "
+                f"rank {self._group.me.rank}: parameter {index} got two gradients in one backward, "
                 "so it is used in several graphs. Use checkpoint(..., use_reentrant=False)"
             )
         self._arrived.add(index)

@@ -16,6 +16,7 @@ from paceline.schedule.verify.barriers import verify_barrier
 from paceline.schedule.verify.matching import Move, ScheduleError, fault, moves_by_link
 from paceline.schedule.verify.meaning import CUT_LIKE_THE_TENSOR, REDUCING, Value, fits, required_output
 from paceline.schedule.verify.memory import Memory
+from paceline.wording import and_more
 
 __all__ = ["ScheduleError", "verify"]
 
@@ -153,4 +154,4 @@ def _spell(value: Value | None) -> str:
 
 def _ranks(mask: int) -> str:
     ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return and_more(ranks, 8)

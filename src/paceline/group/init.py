@@ -1,0 +1,264 @@
+"""Makes and ends process groups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from paceline.descriptors import is_shortage, out_of_descriptors
+from paceline.durations import Timeout, to_seconds, to_timedelta
+from paceline.engine.api import Meeting
+from paceline.engine.formation import Formation
+from paceline.engine.registry import Backend, choose, meeting
+from paceline.group.default import Group, GroupMember, NonMember, OwnWorld, adopt, default_world, leave, own_world
+from paceline.group.engines import Engines
+from paceline.group.process_group import ProcessGroup
+from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
+from paceline.store.base import Store
+
+DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: None = None,
+    device_id: torch.device | int | None = None,
+    *,
+    interface: str | None = None,
+    algorithm: str | None = None,
+    between_hosts: str | None = None,
+) -> None:
+    """Makes the default process group; every rank calls this once, and it returns when all ranks have.
+
+    Without this call the default group of torch.distributed is used, if its backend is "paceline". While the group
+    exists, torch.distributed takes Paceline for CPU tensors where a program names no backend, as `fully_shard` does.
+
+    Args:
+        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
+            "cpu:gloo,cuda:nccl"; by default the best one available for each. CPU tensors use "paceline" if no other
+            engine is named for them.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. With "mpi" the ranks
+            that mpirun started need none.
+        timeout: how long to wait for the other ranks, here and in every later call, as a timedelta or in seconds; 30
+            minutes by default.
+        world_size, rank: the number of ranks and this one's; from the environment with env://.
+        store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
+        group_name: the group's name in messages.
+        pg_options: must be None; no engine has options.
+        device_id: this rank's CUDA device; it becomes the current device.
+        interface: the network interface by which other hosts reach this one: its name or an address of it; by default
+            PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
+        algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical" for every collective that it has; by
+            default PACELINE_ALGORITHM, or else shared memory on one host and the fastest between hosts.
+        between_hosts: the engine ("gloo", "mpi") by which the hosts' first ranks reduce and broadcast what "paceline"
+            has reduced within each host; "paceline" itself if None.
+
+    Raises:
+        ValueError: the default group exists already, or an argument is wrong; the message says what to do.
+        RendezvousError: two processes claim one rank, a rank gave up or died, or world sizes differ.
+        RendezvousTimeoutError: ranks are missing; the message names them.
+        AuthenticationError: a process without this job's secret answered.
+    """
+    if own_world() is not None:
+        raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
+    chosen = choose(backend)
+    require_no_options(pg_options, "init_process_group")
+    _require_between(between_hosts, chosen, algorithm)
+    _make_current(device_id, chosen)
+    timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
+    timeout_s = to_seconds(timeout)
+    joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
+    with contextlib.ExitStack() as undo:
+        if store is None:
+            undo.callback(joined.store.close)
+        with Formation(joined.store, joined.rank, joined.world_size) as formation:
+            start = Meeting(
+                joined.store,
+                joined.rank,
+                joined.world_size,
+                timeout_s,
+                formation,
+                peer=joined.address,
+                interface=interface,
+                algorithm=None if between_hosts else algorithm,
+            )
+            engines = undo.enter_context(contextlib.closing(Engines(start, chosen, between_hosts)))
+            world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
+            world.barrier()  # nobody leaves before all have read what they need from the store
+        undo.pop_all()
+    adopt(OwnWorld(joined.store, store is None, engines, world, timeout))
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Ends `group`, or without one the default group and all others. It does not wait for the other ranks.
+
+    A default group that torch.distributed made continues until `torch.distributed.destroy_process_group()`; only the
+    groups that were made of its ranks here end.
+
+    Args:
+        group: the group to end; the default group and all groups made of its ranks if None.
+
+    Raises:
+        ValueError: the default group does not exist.
+    """
+    world = default_world()
+    if isinstance(group, NonMember):
+        return
+    if group is not None and group is not world.group:
+        group.close()
+    elif world is own_world():
+        leave()
+    else:
+        world.close_subgroups()
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | int | None = None,
+    sort_ranks: bool = False,
+    *,
+    algorithm: str | None = None,
+) -> ProcessGroup | NonMember:
+    """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
+
+    Args:
+        ranks: ranks of the default group, in the order of their group ranks; None for all.
+        timeout: for calls on the group; the default group's if None.
+        backend: as for `init_process_group`; by default the default group's.
+        pg_options: must be None; no engine has options.
+        use_local_synchronization: only the members call this; members of several groups do so in the same order.
+        group_desc: the group's name, for messages.
+        device_id: as for `init_process_group`.
+        sort_ranks: number the members in the order of their ranks, whatever the order of `ranks` (torch's default).
+        algorithm: as for `init_process_group`; by default the default group's.
+
+    Returns:
+        The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
+
+    Raises:
+        ValueError: a rank is out of range or named twice.
+        RendezvousTimeoutError: a member did not call it.
+    """
+    world = default_world()
+    require_no_options(pg_options, "new_group")
+    _make_current(device_id, world.engines.backend if backend is None else choose(backend))
+    chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
+    if sort_ranks:
+        chosen.sort()
+    for rank in chosen:
+        if not 0 <= rank < world.group.size():
+            raise ValueError(f"new_group: rank {rank} is not in the default group of {world.group.size()} ranks")
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(f"new_group: ranks is {chosen}; it must name at least one rank, and none twice")
+    if use_local_synchronization:
+        identity = world.engines.count_local_group(chosen)
+    else:
+        identity = world.engines.count_group(chosen)
+    if world.group.rank() not in chosen:
+        if backend is not None and not use_local_synchronization:
+            world.engines.start(choose(backend))
+        return GroupMember.NON_GROUP_MEMBER
+    name = f"group of ranks {chosen}" if group_desc is None else group_desc
+    return open_group(chosen, timeout, name, identity, backend, algorithm)
+
+
+def open_group(
+    ranks: Sequence[int],
+    timeout: Timeout | None,
+    name: str,
+    identity: int,
+    backend: str | None = None,
+    algorithm: str | None = None,
+) -> ProcessGroup:
+    """Opens the group of `ranks` of the default group, this one among them; `identity` as for `Engine.open_group`."""
+    world = default_world()
+    chosen = world.engines.backend if backend is None else choose(backend)
+    timeout = world.timeout if timeout is None else timeout
+    group = _open(world.engines, chosen, ranks, timeout, name, algorithm, identity)
+    world.subgroups.append(group)
+    return group
+
+
+def _open(
+    engines: Engines,
+    backend: Backend,
+    ranks: Sequence[int],
+    timeout: Timeout,
+    name: str,
+    algorithm: str | None,
+    identity: int | None = None,
+) -> ProcessGroup:
+    engines.start(backend)
+    if identity is None:
+        identity = engines.count_group(ranks)
+    openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
+    members = [engines.members[rank] for rank in ranks]
+    opened = openers["cpu"](torch.device("cpu"))
+    group_rank = list(ranks).index(engines.rank)
+    return ProcessGroup(opened, members, group_rank, timeout, name, backend.text, openers, everybody=engines.members)
+
+
+def _meet(
+    backend: Backend, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
+) -> RendezvousResult:
+    """Returns this rank and the store; without an address from the caller, the engine's launcher (mpirun) has both."""
+    told = init_method is not None or store is not None or "RANK" in os.environ
+    meet = None if told else meeting(backend, rank)
+    try:
+        return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
+    except OSError as error:
+        if not is_shortage(error):
+            raise
+        own = rank if rank >= 0 else os.environ.get("RANK", "?")
+        who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
+        raise out_of_descriptors(who, "the store where the ranks meet") from error
+
+
+def _require_between(between_hosts: str | None, backend: Backend, algorithm: str | None) -> None:
+    if between_hosts is None:
+        return
+    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
+        raise ValueError(
+            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
+            "tensors, beside 'paceline' for those of a host"
+        )
+    if algorithm not in (None, "hierarchical"):
+        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
+
+
+def require_no_options(pg_options: None, call: str) -> None:
+    """Refuses the options of torch's backends.
+
+    Raises:
+        ValueError: options are given.
+    """
+    if pg_options is not None:
+        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
+
+
+def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:
+    if device_id is None:
+        return
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type not in backend.engines:
+        raise ValueError(
+            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,186 @@
+"""A group's life and calls: it runs collectives on the engine of their device, and says why one failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch.autograd import profiler
+
+from paceline.durations import Timeout, to_nanoseconds
+from paceline.engine.api import OpenGroup
+from paceline.engine.channel import HeaderFields, Outcome
+from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
+from paceline.errors import CollectiveError, CollectiveTimeoutError
+from paceline.group.base import BaseGroup
+from paceline.group.buffers import Buffers
+from paceline.group.devices import Devices, Opener
+from paceline.group.profiling import Recording
+from paceline.group.work import Work
+
+
+class RunningGroup(BaseGroup):
+    """The ranks of a group, its engines on each device, and the one way in which collectives run on them.
+
+    Args:
+        opened: the group on CPU tensors.
+        members: the ranks of the group with their hosts and processes, in the order of their group ranks.
+        group_rank: this rank's place among them.
+        timeout: how long calls wait for the other ranks.
+        name: the group's name in messages.
+        backend: what `get_backend` returns.
+        openers: functions that open the group on other devices, by the device's type.
+        advice: what a user does about a tensor on a device without an opener; by default an engine is named.
+        everybody: the members of the group's engine, some of whom may not be in the group; by default the group's own.
+    """
+
+    def __init__(
+        self,
+        opened: OpenGroup,
+        members: Sequence[Member],
+        group_rank: int,
+        timeout: Timeout,
+        name: str,
+        backend: str = "paceline",
+        openers: Mapping[str, Opener] | None = None,
+        advice: str = "",
+        everybody: Sequence[Member] = (),
+    ) -> None:
+        self.ranks = [member.rank for member in members]
+        self.name = name
+        self.backend = backend
+        self._devices = Devices(opened, openers or {}, backend, advice)
+        self._channel = opened.channel
+        self._members = list(members)
+        self._everybody = everybody
+        self._rank = group_rank
+        self._closed = False
+        self._abandoned: list[Buffers] = []
+        self.set_timeout(timeout)
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.name or 'default'}, rank {self._rank} of {len(self.ranks)})"
+
+    def rank(self) -> int:
+        """Returns this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Returns the number of ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def me(self) -> Member:
+        """This rank with its host and process; in a message it reads "rank 3 (host, pid 4711)"."""
+        return self._members[self._rank]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The ranks with their hosts and processes, in the order of their group ranks."""
+        return tuple(self._members)
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """The types of device whose tensors the group's calls take, such as "cpu" and "cuda"."""
+        return self._devices.types
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call waits for the other ranks."""
+        return timedelta(microseconds=self._timeout_ns / 1000)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Sets `timeout` for later calls."""
+        self._timeout_ns = to_nanoseconds(timeout)
+
+    def close(self) -> None:
+        """Ends the group for this rank; idempotent."""
+        self._closed = True
+        self._devices.close()
+
+    def _run(
+        self,
+        operation: Operation,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        buffers: Buffers,
+        async_op: bool | None,
+        timeout: Timeout | None,
+    ) -> Work | None:
+        """Makes a collective call of the engine on the device of `buffers`.
+
+        Args:
+            operation, dtype, reduce_op: which call, by the codes of `engine/codes.py`.
+            root: a group rank, or -1 where a call has no root.
+            count: the number of elements that the ranks compare.
+            inputs, outputs: the addresses and sizes of the buffers that the call reads and writes.
+            buffers: what keeps those alive, and copies results back where they were written to a copy.
+            async_op: with None, the call waits as with False and returns a finished `Work` as torch's methods do.
+            timeout: the group's if None.
+        """
+        if self._closed:
+            raise self._closed_error()
+        timeout_ns = self._limit_ns(timeout)
+        described = count
+        if operation is Operation.ALL_TO_ALL:  # the ranks' numbers of elements differ
+            described = sum(sum(pieces[1::2]) for pieces in inputs) // ITEM_SIZES[dtype]
+        header = (0, operation, dtype, reduce_op, root, described)
+        name = operation.name.lower()
+        recording = Recording(name, _shown(buffers, inputs)) if profiler._is_profiler_enabled else None
+        channel = self._devices.of(buffers.kept, name).channel
+        if async_op:
+            submitted = channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+            work = Work(
+                submitted,
+                name,
+                buffers.kept,
+                buffers.finish,
+                lambda outcome: self._abandon(outcome, header, buffers),
+                buffers.written,
+            )
+            if recording is not None:
+                work.when_over(recording.end)
+            return work
+        outcome = channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        if recording is not None:
+            recording.end()
+        if outcome is not None:
+            raise self._abandon(outcome, header, buffers)
+        if buffers.finish is not None:
+            buffers.finish()
+        return Work(None, name, buffers.kept, results=buffers.written) if async_op is None else None
+
+    def _limit_ns(self, timeout: Timeout | None) -> int:
+        return self._timeout_ns if timeout is None else to_nanoseconds(timeout)
+
+    def _abandon(self, outcome: Outcome, header: HeaderFields, buffers: Buffers) -> CollectiveError:
+        """Returns the error of a call, whose buffers stay alive if a library may write to them after the time-out."""
+        if outcome.code == Code.TIMED_OUT and not self._abandoned:
+            self._abandoned.append(buffers)
+        return self._error(outcome, header)
+
+    def _error(self, outcome: Outcome, header: HeaderFields) -> CollectiveError:
+        return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
+
+    def _failed(self, outcome: Outcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
+        error = to_error(outcome, self._members, self._rank, call, lost, self._everybody)
+        if isinstance(error, CollectiveTimeoutError):
+            error.missing = tuple(self.ranks[at] for at in outcome.missing)
+        return error
+
+    def _closed_error(self) -> ValueError:
+        return ValueError(
+            f"rank {self.me.rank}: this process group was destroyed (destroy_process_group); "
+            "make a new one with init_process_group or new_group"
+        )
+
+
+def _shown(buffers: Buffers, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Returns the tensors that a profile shows: the inputs, or the tensors that the call changes in place."""
+    return buffers.kept[: sum(len(flat) // 2 for flat in inputs)] or buffers.kept
