@@ -61,7 +61,7 @@ def train(wrap: Callable[..., nn.Module], options: Options) -> dict[str, torch.T
     return values
 
 
-def compare(directory: str) -> None:
+def compare_with_torch(directory: str) -> None:
     dist.init_process_group()
     every: dict[str, Options] = {
         "forward_sync_buffers": lambda m: {"forward_sync_buffers": False},
@@ -83,7 +83,7 @@ def compare(directory: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_each_argument_trains_as_torchs_does(ranks, tmp_path):
-    ranks(2)(compare, str(tmp_path))
+    ranks(2)(compare_with_torch, str(tmp_path))
 
 
 def all_delayed() -> None:
@@ -111,7 +111,7 @@ def test_all_parameters_may_be_delayed(ranks):
     ranks(2)(all_delayed)
 
 
-def refusals() -> None:
+def refuse_bad_arguments() -> None:
     dist.init_process_group()
     wrap, module = dist.DistributedDataParallel, nn.Linear(2, 2)
     named = list(module.named_parameters())
@@ -131,7 +131,7 @@ def refusals() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused(ranks):
-    ranks(1)(refusals)
+    ranks(1)(refuse_bad_arguments)
 
 
 def other_meshes(directory: str) -> None:
@@ -171,7 +171,7 @@ def test_gradients_are_averaged_in_the_reduce_dtype(ranks):
     ranks(2)(half_precision)
 
 
-def attributes() -> None:
+def read_attributes() -> None:
     dist.init_process_group()
     wrapped = dist.DistributedDataParallel(
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), find_unused_parameters=True
@@ -196,4 +196,4 @@ def attributes() -> None:
 
 
 def test_attributes_that_programs_read_are_there(ranks):
-    ranks(1)(attributes)
+    ranks(1)(read_attributes)
