@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from against_gloo import torch_group
+from collectives_vs_gloo import torch_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
