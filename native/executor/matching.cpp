@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <array>
 
-#include "call/endings.hpp"
+#include "call/completion_counter.hpp"
 #include "executor/messenger.hpp"
 
 namespace paceline::executor {
@@ -58,7 +58,7 @@ bool Messenger::fits(const Frame& frame, int peer, const std::shared_ptr<Request
     Outcome outcome;
     outcome.code = Code::mismatch;
     outcome.split_from = peer;
-    outcome.split_to = links_.rank();
+    outcome.split_to = lanes_.rank();
     outcome.split_sent = frame.nbytes;
     outcome.split_expected = request->memory_.nbytes();
     outcome.calls.resize(2);
@@ -90,7 +90,7 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
     request->outcome_ = std::move(outcome);
     request->done_.store(true, std::memory_order_release);
     changed_.notify_all();
-    Endings::of_process().announce();
+    CompletionCounter::of_process().announce();
 }
 
 // Writes what waits for `peer`; true when anything moved.
@@ -114,7 +114,7 @@ bool Messenger::flush(int peer) {
             else
                 pieces[used++] = {next.own.data() + at, body - at};
         }
-        const std::ptrdiff_t n = links_.peer(peer).control->write({pieces.data(), used});
+        const std::ptrdiff_t n = lanes_.peer(peer).control->write({pieces.data(), used});
         if (n == link::kClosed) {
             // What it sent before it went is still to be read, and tells why it went.
             to.deaf = true;
@@ -143,7 +143,7 @@ bool Messenger::flush(int peer) {
 // Reads what came from `peer`; true when anything moved.
 bool Messenger::receive_from(int peer) {
     PeerState& from = state(peer);
-    link::Lane& lane = *links_.peer(peer).control;
+    link::Lane& lane = *lanes_.peer(peer).control;
     bool moved = false;
     for (;;) {
         // After a failure the tensors are their owners' again.
@@ -303,7 +303,7 @@ void Messenger::end_body(int peer) {
             if (auto node = from.offered.extract(frame.id); !node.empty()) {
                 Outcome outcome;
                 outcome.code = Code::mismatch;
-                outcome.split_from = links_.rank();
+                outcome.split_from = lanes_.rank();
                 outcome.split_to = peer;
                 outcome.split_sent = node.mapped()->memory_.nbytes();
                 outcome.split_expected = frame.offset;
@@ -324,7 +324,7 @@ void Messenger::end_body(int peer) {
         }
         case FrameKind::verdict:
             // Passed on, so that nobody sees this rank leave before it hears why.
-            if (auto outcome = decode(from.body, links_.size()); !outcome)
+            if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 closed(peer);
             else if (!failure_)
                 break_group(std::move(*outcome), true);

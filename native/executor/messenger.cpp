@@ -20,9 +20,9 @@ constexpr auto kFarewell = std::chrono::milliseconds(500);
 
 }  // namespace
 
-Messenger::Messenger(link::Links& links)
-    : links_(links), states_(static_cast<std::size_t>(links.size())), seen_(states_.size()) {
-    links_.watch_control(waiter_);
+Messenger::Messenger(link::LaneSet& lanes)
+    : lanes_(lanes), states_(static_cast<std::size_t>(lanes.size())), seen_(states_.size()) {
+    lanes_.watch_control(waiter_);
 }
 
 void Messenger::close() {
@@ -41,9 +41,9 @@ void Messenger::close() {
         outcome.code = Code::interrupted;
         break_group(std::move(outcome), true);
     }
-    for (int peer = 0; peer < links_.size(); ++peer)
-        if (links_.peer(peer).control)
-            push(peer, {.kind = FrameKind::goodbye, .id = links_.blamed().pack()}, {}, nullptr);
+    for (int peer = 0; peer < lanes_.size(); ++peer)
+        if (lanes_.peer(peer).control)
+            push(peer, {.kind = FrameKind::goodbye, .id = lanes_.blamed().pack()}, {}, nullptr);
     const auto until = Clock::now() + kFarewell;
     const auto pending = [&] {
         return std::any_of(states_.begin(), states_.end(),
@@ -52,9 +52,9 @@ void Messenger::close() {
     while (pending() && Clock::now() < until) {
         if (!progress()) waiter_.sleep(1);
     }
-    for (int peer = 0; peer < links_.size(); ++peer) {
-        if (links_.peer(peer).control) links_.peer(peer).control->finish();
-        for (const auto& lane : links_.peer(peer).bulk) lane->finish();
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
+        if (lanes_.peer(peer).control) lanes_.peer(peer).control->finish();
+        for (const auto& lane : lanes_.peer(peer).bulk) lane->finish();
     }
 }
 
@@ -74,7 +74,7 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
         finish(request, without_locked(peer));
     } else if (to.offered.size() >= kMostOffers) {
         Outcome outcome;
-        outcome.code = Code::unfit;
+        outcome.code = Code::too_many_offers;
         outcome.missing = {peer};
         finish(request, std::move(outcome));
     } else {
@@ -139,7 +139,7 @@ Outcome Messenger::without_locked(int peer) {
     outcome.code = Code::peer_lost;
     outcome.missing = outcome.gone = {peer};
     if (from.left) outcome.left = {peer};
-    outcome.cause = from.cause.known() ? from.cause : links_.blamed_by(peer);
+    outcome.cause = from.cause.known() ? from.cause : lanes_.blamed_by(peer);
     note(outcome);
     return outcome;
 }
@@ -147,8 +147,8 @@ Outcome Messenger::without_locked(int peer) {
 // Lets the other groups of this process know why it gives up, before it leaves them.
 void Messenger::note(const Outcome& outcome) {
     if (outcome.code != Code::peer_lost || outcome.gone.empty()) return;
-    links_.blame(outcome.cause.known() ? outcome.cause
-                                       : Cause{links_.name(outcome.gone.front()), outcome.gone == outcome.left});
+    lanes_.blame(outcome.cause.known() ? outcome.cause
+                                       : Cause{lanes_.name(outcome.gone.front()), outcome.gone == outcome.left});
 }
 
 // The peer died, broke the rules, or said goodbye.
@@ -170,7 +170,7 @@ void Messenger::closed(int peer) {
     from.accepted.clear();
     from.still.clear();
     const bool alone = std::all_of(states_.begin(), states_.end(), [&](const PeerState& each) {
-        return each.left || each.lost || &each == &states_[static_cast<std::size_t>(links_.rank())];
+        return each.left || each.lost || &each == &states_[static_cast<std::size_t>(lanes_.rank())];
     });
     for (auto it = posted_.begin(); it != posted_.end();) {
         if ((*it)->peer_ == peer || (alone && (*it)->peer_ == kAnySource)) {
@@ -183,7 +183,7 @@ void Messenger::closed(int peer) {
 }
 
 void Messenger::break_group(Outcome outcome, bool tell) {
-    if (outcome.reporter < 0) outcome.reporter = links_.rank();
+    if (outcome.reporter < 0) outcome.reporter = lanes_.rank();
     note(outcome);
     failure_ = outcome;
     failed_.store(true, std::memory_order_release);
@@ -205,8 +205,8 @@ void Messenger::break_group(Outcome outcome, bool tell) {
     for (const std::shared_ptr<Request>& request : ending) finish(request, outcome);
     if (tell) {
         const std::vector<std::uint8_t> bytes = encode(outcome);
-        for (int peer = 0; peer < links_.size(); ++peer) {
-            if (!links_.peer(peer).control) continue;
+        for (int peer = 0; peer < lanes_.size(); ++peer) {
+            if (!lanes_.peer(peer).control) continue;
             push(peer, {.kind = FrameKind::verdict, .nbytes = bytes.size()}, bytes, nullptr);
             flush(peer);
         }
@@ -217,9 +217,9 @@ void Messenger::break_group(Outcome outcome, bool tell) {
 
 bool Messenger::progress() {
     bool moved = false;
-    for (int peer = 0; peer < links_.size(); ++peer) {
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
         PeerState& each = state(peer);
-        if (!links_.peer(peer).control || each.lost || each.left) continue;
+        if (!lanes_.peer(peer).control || each.lost || each.left) continue;
         if (!each.outgoing.empty()) moved |= flush(peer);
         moved |= receive_from(peer);
     }
@@ -234,8 +234,8 @@ void Messenger::expire(bool look_for_silence) {
             Outcome outcome;
             outcome.code = Code::timed_out;
             outcome.waited_ns = std::chrono::nanoseconds(now - request->started_).count();
-            for (int peer = 0; peer < links_.size(); ++peer)
-                if (peer == request->peer_ || (request->peer_ == kAnySource && peer != links_.rank()))
+            for (int peer = 0; peer < lanes_.size(); ++peer)
+                if (peer == request->peer_ || (request->peer_ == kAnySource && peer != lanes_.rank()))
                     outcome.missing.push_back(peer);
             outcome.calls = latest_locked();
             const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
@@ -248,7 +248,7 @@ void Messenger::expire(bool look_for_silence) {
             awaited.insert(request->peer_);
     }
     for (const int peer : awaited) {
-        if (!links_.peer(peer).control->silent()) continue;
+        if (!lanes_.peer(peer).control->silent()) continue;
         closed(peer);
         return;
     }
@@ -297,9 +297,9 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
             continue;
         }
         bool more = false;
-        for (int peer = 0; peer < links_.size(); ++peer)
-            if (links_.peer(peer).control && !state(peer).lost && !state(peer).left)
-                more |= links_.peer(peer).control->arm();
+        for (int peer = 0; peer < lanes_.size(); ++peer)
+            if (lanes_.peer(peer).control && !state(peer).lost && !state(peer).left)
+                more |= lanes_.peer(peer).control->arm();
         if (more) continue;
         hold.unlock();
         waiter_.sleep(kSliceMs);
@@ -372,10 +372,10 @@ Outcome Messenger::fail(Outcome outcome) {
 
 void Messenger::announce(const CallHeader& header) {
     const std::lock_guard hold(mutex_);
-    state(links_.rank()).announced = header;
+    state(lanes_.rank()).announced = header;
     const auto* from = reinterpret_cast<const std::uint8_t*>(&header);
-    for (int peer = 0; peer < links_.size(); ++peer) {
-        if (!links_.peer(peer).control) continue;
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
+        if (!lanes_.peer(peer).control) continue;
         auto& outgoing = state(peer).outgoing;
         // A peer that computes for long reads nothing: only the latest call waits for it.
         std::erase_if(outgoing,
@@ -424,7 +424,7 @@ std::size_t Messenger::queued(int peer) {
 std::vector<int> Messenger::left() {
     const std::lock_guard hold(mutex_);
     std::vector<int> ranks;
-    for (int peer = 0; peer < links_.size(); ++peer)
+    for (int peer = 0; peer < lanes_.size(); ++peer)
         if (state(peer).left) ranks.push_back(peer);
     return ranks;
 }

@@ -22,7 +22,7 @@
 
 #include "executor/frame.hpp"
 #include "executor/memory.hpp"
-#include "link/links.hpp"
+#include "link/lane_set.hpp"
 
 namespace paceline::executor {
 
@@ -61,7 +61,7 @@ class Request {
 
 class Messenger {
   public:
-    explicit Messenger(link::Links& links);
+    explicit Messenger(link::LaneSet& lanes);
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() { close(); }
@@ -166,7 +166,7 @@ class Messenger {
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();
 
-    link::Links& links_;
+    link::LaneSet& lanes_;
     link::Waiter waiter_;
     link::Waiter* told_ = nullptr;  // of a failure
     std::mutex mutex_;

@@ -7,7 +7,7 @@
 #include <new>
 #include <system_error>
 
-#include "link/links.hpp"
+#include "process/cores.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::host {
@@ -46,7 +46,7 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
         else
             peer_mask_ |= bit(members_[static_cast<std::size_t>(r)]);
     }
-    crowded_ = size_ > link::cores();
+    crowded_ = size_ > usable_cores();
     segments_.resize(members_.size());
     controls_.resize(members_.size());
     sources_.resize(members_.size());

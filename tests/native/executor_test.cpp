@@ -163,7 +163,7 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
             Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
             call.schedule = Schedule::make(1, 2, at.rank, 2, steps);
             const Outcome outcome = at.executor.run(call, nullptr, false);
-            CHECK(outcome.code == Code::unfit && outcome.step == 1);
+            CHECK(outcome.code == Code::schedule_unfit && outcome.step == 1);
         }
         std::vector<float> values(7);
         Call longer = all_reduce(at, DType::f32, ReduceOp::sum, values.size() + 1, stream_of(values));
@@ -173,7 +173,7 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
         Call of_another_world = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
         of_another_world.schedule = ring_all_reduce(at.rank, 3);
         for (Call* call : {&longer, &without_kernel, &of_another_rank, &of_another_world})
-            CHECK(at.executor.run(*call, nullptr, false).code == Code::unfit);
+            CHECK(at.executor.run(*call, nullptr, false).code == Code::schedule_unfit);
         CHECK(sum(at, 100).code == Code::ok);
     });
 }

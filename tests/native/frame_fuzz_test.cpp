@@ -230,9 +230,9 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
     const auto started = Clock::now();
     const auto [mine, theirs] = joined();
     const auto [my_bulk, their_bulk] = joined();
-    const auto links = link::Links::create(nullptr, 1, 0, {0, -1}, {{}, {mine, my_bulk}}, started);
-    Messenger messenger(*links);
-    Executor executor(*links, messenger);
+    const auto lanes = link::LaneSet::create(nullptr, 1, 0, {0, -1}, {{}, {mine, my_bulk}}, started);
+    Messenger messenger(*lanes);
+    Executor executor(*lanes, messenger);
     Bytes small(100), large(kLarge), out(kLarge);
     std::vector<std::shared_ptr<Request>> requests;
     const std::int64_t limit = 10 * kSecond;

@@ -6,7 +6,7 @@
 #include <functional>
 #include <thread>
 
-#include "call/progress.hpp"
+#include "call/call_queue.hpp"
 #include "check.hpp"
 #include "host/group.hpp"
 

@@ -176,10 +176,10 @@ void unmatched_offers_are_bounded() {
             std::vector<std::shared_ptr<Request>> requests;
             for (std::size_t i = 0; i <= kMostOffers; ++i)
                 requests.push_back(at.messenger.send(1, 0, DType::u8, stream_of(bytes), 20 * kSecond));
-            CHECK(requests.back()->done() && requests.back()->outcome().code == Code::unfit);
+            CHECK(requests.back()->done() && requests.back()->outcome().code == Code::too_many_offers);
             CHECK(!requests[kMostOffers - 1]->done());
             CHECK(at.messenger.wait(requests.front(), 20 * kSecond, nullptr));
-            CHECK(sent(at, 1, 0, bytes).code != Code::unfit);
+            CHECK(sent(at, 1, 0, bytes).code != Code::too_many_offers);
         } else {
             CHECK(received(at, 0, 0, bytes.size()).outcome.code == Code::ok);
             at.messenger.close();
