@@ -59,7 +59,7 @@ LAYERS = (
 )
 
 CORE_ALL_REDUCE = (
-    Hop("native/call/progress.cpp", "Progress::run"),
+    Hop("native/call/call_queue.cpp", "CallQueue::run"),
     Hop("native/host/group.cpp", "Group::run"),
     Hop("native/host/reducing.cpp", "Group::all_reduce"),
     Hop("native/host/group.cpp", "Group::publish"),

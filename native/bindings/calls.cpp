@@ -46,11 +46,11 @@ nb::object report(Outcome outcome) {
     return nb::cast(std::move(outcome));
 }
 
-nb::object run_call(Progress& progress, Call call) {
+nb::object run_call(CallQueue& queue, Call call) {
     Outcome outcome;
     {
         const nb::gil_scoped_release release;
-        outcome = progress.run(std::move(call), python_interrupted);
+        outcome = queue.run(std::move(call), python_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return report(std::move(outcome));

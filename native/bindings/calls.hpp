@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "call/progress.hpp"
+#include "call/call_queue.hpp"
 
 namespace paceline::bindings {
 
@@ -27,7 +27,7 @@ bool python_interrupted();
 nanobind::object report(Outcome outcome);
 
 // Runs the call on this thread, without the interpreter lock.
-nanobind::object run_call(Progress& progress, Call call);
+nanobind::object run_call(CallQueue& queue, Call call);
 
 std::chrono::steady_clock::time_point deadline_in(double timeout_s);
 

@@ -8,7 +8,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
-#include "call/endings.hpp"
+#include "call/completion_counter.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
 
@@ -23,14 +23,14 @@ class HostGroup {
         : mesh_(std::move(mesh)),
           peers_(group->peers_of_mesh()),
           // The mesh outlives a call that another thread still makes.
-          progress_(new Progress(std::move(group)), [held = mesh_](Progress* progress) { delete progress; }),
+          queue_(new CallQueue(std::move(group)), [held = mesh_](CallQueue* queue) { delete queue; }),
           slot_bytes_(slot_bytes) {}
 
     HostGroup(const HostGroup&) = delete;
     HostGroup& operator=(const HostGroup&) = delete;
     // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
     ~HostGroup() {
-        if (forked_from_member()) static_cast<void>(new std::shared_ptr<Progress>(progress_));
+        if (forked_from_member()) static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
     }
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
@@ -55,21 +55,21 @@ class HostGroup {
                                  const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         find_region(call);
-        const std::shared_ptr<Progress> progress = this->progress();
+        const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
-        return progress->submit(std::move(call));
+        return queue->submit(std::move(call));
     }
 
     void close() {
-        const std::shared_ptr<Progress> ending = std::move(progress_);
+        const std::shared_ptr<CallQueue> ending = std::move(queue_);
         const nb::gil_scoped_release release;
         if (ending) ending->close();
     }
 
   private:
-    std::shared_ptr<Progress> progress() const {
-        if (!progress_) throw nb::value_error("the group is closed");
-        return progress_;
+    std::shared_ptr<CallQueue> queue() const {
+        if (!queue_) throw nb::value_error("the group is closed");
+        return queue_;
     }
 
     void find_region(Call& call) const {
@@ -79,12 +79,12 @@ class HostGroup {
 
     nb::object finish(Call call) {
         find_region(call);
-        return run_call(*progress(), std::move(call));
+        return run_call(*queue(), std::move(call));
     }
 
     std::shared_ptr<shm::Mesh> mesh_;
     std::uint64_t peers_;
-    std::shared_ptr<Progress> progress_;
+    std::shared_ptr<CallQueue> queue_;
     std::size_t slot_bytes_;
 };
 
@@ -180,11 +180,11 @@ void register_engine(nb::module_& module) {
         .def("wait", &wait, nb::arg("timeout_ns"))
         .def("outcome", [](const Work& work) { return report(work.outcome()); });
 
-    module.def("endings", [] { return Endings::of_process().count(); });
-    module.def("announce_ending", [] { Endings::of_process().announce(); });
+    module.def("endings", [] { return CompletionCounter::of_process().count(); });
+    module.def("announce_ending", [] { CompletionCounter::of_process().announce(); });
     module.def(
         "await_ending",
-        [](std::uint32_t seen, std::int64_t timeout_ns) { Endings::of_process().await(seen, timeout_ns); },
+        [](std::uint32_t seen, std::int64_t timeout_ns) { CompletionCounter::of_process().await(seen, timeout_ns); },
         nb::arg("seen"), nb::arg("timeout_ns"), nb::call_guard<nb::gil_scoped_release>());
 
     nb::class_<shm::Mesh>(module, "Mesh")

@@ -1,4 +1,4 @@
-// Groups that run schedules over links, and messages between ranks, as paceline.engine uses them.
+// Groups that run schedules over lanes, and messages between ranks, as paceline.engine uses them.
 #include <chrono>
 
 #include "bindings/bindings.hpp"
@@ -39,37 +39,37 @@ class Message {
     std::shared_ptr<Request> request_;
 };
 
-// A messenger with the links that it must not outlive. (A deleter that held them would, by the messages' weak
+// A messenger with the lanes that it must not outlive. (A deleter that held them would, by the messages' weak
 // pointers.)
 struct Owned {
-    explicit Owned(std::shared_ptr<link::Links> held) : links(std::move(held)), messenger(*links) {}
+    explicit Owned(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
 
-    std::shared_ptr<link::Links> links;
+    std::shared_ptr<link::LaneSet> lanes;
     Messenger messenger;
 };
 
-std::shared_ptr<Messenger> messenger_of(std::shared_ptr<link::Links> links) {
-    const auto owned = std::make_shared<Owned>(std::move(links));
+std::shared_ptr<Messenger> messenger_of(std::shared_ptr<link::LaneSet> lanes) {
+    const auto owned = std::make_shared<Owned>(std::move(lanes));
     return {owned, &owned->messenger};
 }
 
-class LinkGroup {
+class ScheduleGroup {
   public:
-    explicit LinkGroup(std::shared_ptr<link::Links> links)
-        : links_(std::move(links)),
-          messenger_(messenger_of(links_)),
+    explicit ScheduleGroup(std::shared_ptr<link::LaneSet> lanes)
+        : lanes_(std::move(lanes)),
+          messenger_(messenger_of(lanes_)),
           // And both outlive a call that another thread still makes.
-          progress_(new Progress(std::make_unique<executor::Executor>(*links_, *messenger_)),
-                    [links = links_, messenger = messenger_](Progress* progress) { delete progress; }) {}
+          queue_(new CallQueue(std::make_unique<executor::Executor>(*lanes_, *messenger_)),
+                 [lanes = lanes_, messenger = messenger_](CallQueue* queue) { delete queue; }) {}
 
-    LinkGroup(const LinkGroup&) = delete;
-    LinkGroup& operator=(const LinkGroup&) = delete;
+    ScheduleGroup(const ScheduleGroup&) = delete;
+    ScheduleGroup& operator=(const ScheduleGroup&) = delete;
     // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
-    ~LinkGroup() {
+    ~ScheduleGroup() {
         if (!forked_from_member()) return;
-        static_cast<void>(new std::shared_ptr<Progress>(progress_));
+        static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
         static_cast<void>(new std::shared_ptr<Messenger>(messenger_));
-        static_cast<void>(new std::shared_ptr<link::Links>(links_));
+        static_cast<void>(new std::shared_ptr<link::LaneSet>(lanes_));
     }
 
     nb::object run(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op, int root,
@@ -77,7 +77,7 @@ class LinkGroup {
                    const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         call.schedule = std::move(schedule);
-        return run_call(*progress(), std::move(call));
+        return run_call(*queue(), std::move(call));
     }
 
     std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op,
@@ -85,9 +85,9 @@ class LinkGroup {
                                  const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
         Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
         call.schedule = std::move(schedule);
-        const std::shared_ptr<Progress> progress = this->progress();
+        const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
-        return progress->submit(std::move(call));
+        return queue->submit(std::move(call));
     }
 
     Message send(int peer, int tag, int dtype, const FlatPieces& tensor, std::int64_t timeout_ns, bool background) {
@@ -116,13 +116,13 @@ class LinkGroup {
     }
 
     void close() {
-        std::shared_ptr<Progress> ending = std::move(progress_);
+        std::shared_ptr<CallQueue> ending = std::move(queue_);
         const nb::gil_scoped_release release;
         if (ending) ending->close();
         ending.reset();
         if (messenger_) messenger_->close();
         messenger_.reset();
-        links_.reset();
+        lanes_.reset();
     }
 
   private:
@@ -139,25 +139,26 @@ class LinkGroup {
         return Message(messenger, std::move(request));
     }
 
-    std::shared_ptr<Progress> progress() const {
-        if (!progress_) throw nb::value_error("the group is closed");
-        return progress_;
+    std::shared_ptr<CallQueue> queue() const {
+        if (!queue_) throw nb::value_error("the group is closed");
+        return queue_;
     }
 
-    std::shared_ptr<link::Links> links_;
+    std::shared_ptr<link::LaneSet> lanes_;
     std::shared_ptr<Messenger> messenger_;
-    std::shared_ptr<Progress> progress_;
+    std::shared_ptr<CallQueue> queue_;
 };
 
-LinkGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank, const std::vector<int>& mesh_ranks,
-                        const std::vector<std::vector<int>>& sockets, double timeout_s, std::vector<int> names) {
+ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+                            const std::vector<int>& mesh_ranks, const std::vector<std::vector<int>>& sockets,
+                            double timeout_s, std::vector<int> names) {
     const auto deadline = deadline_in(timeout_s);
-    std::shared_ptr<link::Links> links;
+    std::shared_ptr<link::LaneSet> lanes;
     {
         const nb::gil_scoped_release release;
-        links = link::Links::create(std::move(mesh), id, rank, mesh_ranks, sockets, deadline, std::move(names));
+        lanes = link::LaneSet::create(std::move(mesh), id, rank, mesh_ranks, sockets, deadline, std::move(names));
     }
-    return links ? new LinkGroup(std::move(links)) : nullptr;
+    return lanes ? new ScheduleGroup(std::move(lanes)) : nullptr;
 }
 
 std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size,
@@ -198,16 +199,16 @@ void register_links(nb::module_& module) {
         .def("outcome", &Message::outcome)
         .def("source", &Message::source);
 
-    nb::class_<LinkGroup>(module, "LinkGroup")
+    nb::class_<ScheduleGroup>(module, "ScheduleGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"), nb::arg("mesh_ranks"),
                     nb::arg("sockets"), nb::arg("timeout_s"), nb::arg("names") = std::vector<int>{},
                     nb::rv_policy::take_ownership)
-        .def("run", &LinkGroup::run)
-        .def("submit", &LinkGroup::submit)
-        .def("send", &LinkGroup::send)
-        .def("receive", &LinkGroup::receive)
-        .def("gone", &LinkGroup::gone)
-        .def("close", &LinkGroup::close);
+        .def("run", &ScheduleGroup::run)
+        .def("submit", &ScheduleGroup::submit)
+        .def("send", &ScheduleGroup::send)
+        .def("receive", &ScheduleGroup::receive)
+        .def("gone", &ScheduleGroup::gone)
+        .def("close", &ScheduleGroup::close);
 
     module.def("time_reduction", &time_reduction, nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
 }

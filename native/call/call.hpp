@@ -70,9 +70,12 @@ struct Cause {
     static constexpr std::uint32_t kLeft = std::uint32_t{1} << 31;
 };
 
-// unfit: the schedule asks for what the call does not have. Nothing was begun, and the group is as it was.
-// starved: a rank had no descriptors or memory left for a tensor of another; `missing` is that rank.
-enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, unfit, starved = 7 };
+// The numbers are those of paceline.engine.failures.Code, which has 6 for libraries' own errors.
+// schedule_unfit: the schedule uses blocks that the call does not have. Nothing was begun; the group remains usable.
+// starved: a rank ran out of descriptors or memory for a tensor of another; `missing` is that rank.
+// too_many_offers: kMostOffers messages to a rank wait for its receives already; `missing` is that rank. The message
+// was not sent; the group remains usable.
+enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, schedule_unfit, starved = 7, too_many_offers = 8 };
 
 struct Outcome {
     Code code = Code::ok;
@@ -87,7 +90,7 @@ struct Outcome {
     int split_to = -1;
     std::uint64_t split_sent = 0;
     std::uint64_t split_expected = 0;
-    std::uint32_t step = 0;         // unfit: the first of the schedule that asks for it
+    std::uint32_t step = 0;         // schedule_unfit: the first step that does not fit
     std::vector<CallHeader> calls;  // by group rank; of peers that are missing, their latest
 };
 

@@ -1,18 +1,18 @@
-// How messages travel: frames on the control lanes, and the matching of sends and receives.
+// Reading and writing frames, and matching messages with receives (see the note in messenger.hpp).
 #include <algorithm>
 #include <array>
 
-#include "call/endings.hpp"
+#include "call/completion_counter.hpp"
 #include "executor/messenger.hpp"
 
 namespace paceline::executor {
 namespace {
 
-constexpr std::size_t kPartBytes = 1 << 20;
+constexpr std::size_t kPartBytes = 1 << 20;  // the longest data frame, which other frames may have to wait for
 
 }  // namespace
 
-// A message that came before its receive was made.
+// Gives `request` a message that came before the receive was made.
 void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) {
     const Frame& frame = arrival.frame;
     if (frame.kind == FrameKind::offer) {
@@ -51,14 +51,14 @@ void Messenger::accept(int peer, const Frame& offer, const std::shared_ptr<Reque
     flush(peer);
 }
 
-// Whether the message is what the receive expects; if not, both ends are told.
+// Whether the message has the size and dtype of the receive; if not, fails the receive.
 bool Messenger::fits(const Frame& frame, int peer, const std::shared_ptr<Request>& request) {
     request->source_ = peer;
     if (frame.nbytes == request->memory_.nbytes() && frame.dtype == request->dtype_) return true;
     Outcome outcome;
     outcome.code = Code::mismatch;
     outcome.split_from = peer;
-    outcome.split_to = links_.rank();
+    outcome.split_to = lanes_.rank();
     outcome.split_sent = frame.nbytes;
     outcome.split_expected = request->memory_.nbytes();
     outcome.calls.resize(2);
@@ -68,6 +68,7 @@ bool Messenger::fits(const Frame& frame, int peer, const std::shared_ptr<Request
     return false;
 }
 
+// Counts an eager message as taken, and returns the credit once there is half a window of it.
 void Messenger::credit(int peer, std::size_t nbytes) {
     PeerState& from = state(peer);
     from.eager_in += charge(nbytes);
@@ -90,10 +91,10 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
     request->outcome_ = std::move(outcome);
     request->done_.store(true, std::memory_order_release);
     changed_.notify_all();
-    Endings::of_process().announce();
+    CompletionCounter::of_process().announce();
 }
 
-// Writes what waits for `peer`; true when anything moved.
+// Writes the frames that wait for `peer`; true when anything moved.
 bool Messenger::flush(int peer) {
     PeerState& to = state(peer);
     bool moved = false;
@@ -114,9 +115,9 @@ bool Messenger::flush(int peer) {
             else
                 pieces[used++] = {next.own.data() + at, body - at};
         }
-        const std::ptrdiff_t n = links_.peer(peer).control->write({pieces.data(), used});
+        const std::ptrdiff_t n = lanes_.peer(peer).control->write({pieces.data(), used});
         if (n == link::kClosed) {
-            // What it sent before it went is still to be read, and tells why it went.
+            // The frames that it sent before it went are still to be read, and may say why it went.
             to.deaf = true;
             return true;
         }
@@ -132,7 +133,7 @@ bool Messenger::flush(int peer) {
             over.frame.offset = sent;
             over.frame.part = static_cast<std::uint32_t>(std::min(kPartBytes, over.frame.nbytes - sent));
             over.sent = 0;
-            to.outgoing.push_back(std::move(over));
+            to.outgoing.push_back(std::move(over));  // behind the frames that wait, which so get through
         } else {
             finish(over.request, {});
         }
@@ -140,13 +141,13 @@ bool Messenger::flush(int peer) {
     return moved;
 }
 
-// Reads what came from `peer`; true when anything moved.
+// Reads the frames that came from `peer`; true when anything moved.
 bool Messenger::receive_from(int peer) {
     PeerState& from = state(peer);
-    link::Lane& lane = *links_.peer(peer).control;
+    link::Lane& lane = *lanes_.peer(peer).control;
     bool moved = false;
     for (;;) {
-        // After a failure the tensors are their owners' again.
+        // After a failure the tensors belong to the program again and must not be written.
         if (from.left || from.lost || failure_) return moved;
         std::array<Piece, link::kMostPieces> pieces;
         std::size_t used = 0;
@@ -191,7 +192,7 @@ bool Messenger::receive_from(int peer) {
     }
 }
 
-// Finds where the body of the frame that has come belongs; false when the frame makes no sense.
+// Decides where the body of the frame that has come is read to; false when the frame breaks the protocol.
 bool Messenger::begin_body(int peer) {
     PeerState& from = state(peer);
     Frame& frame = from.frame;
@@ -225,7 +226,7 @@ bool Messenger::begin_body(int peer) {
     }
 }
 
-// Whether the message that has come is a new one: their numbers rise.
+// Whether the message has a new id: ids only rise.
 bool Messenger::is_next(int peer) {
     PeerState& from = state(peer);
     if (from.frame.id <= from.latest_id) return false;
@@ -233,7 +234,8 @@ bool Messenger::is_next(int peer) {
     return true;
 }
 
-// Whether an eager message's receive is there already and takes its bytes straight.
+// Matches the message that has come with a posted receive: an eager one is then read straight into the tensor, an offer
+// is answered. False when there is none, or when an eager message does not fit it.
 bool Messenger::match_posted(int peer) {
     PeerState& from = state(peer);
     for (auto it = posted_.begin(); it != posted_.end(); ++it) {
@@ -247,7 +249,7 @@ bool Messenger::match_posted(int peer) {
         posted_.erase(it);
         if (!fits(from.frame, peer, request)) {
             from.body_for = nullptr;
-            from.frame.id = 0;  // its bytes belong to nobody
+            from.frame.id = 0;  // marks its bytes as to be dropped: end_body() only credits them
             return false;
         }
         from.body_for = request;
@@ -303,7 +305,7 @@ void Messenger::end_body(int peer) {
             if (auto node = from.offered.extract(frame.id); !node.empty()) {
                 Outcome outcome;
                 outcome.code = Code::mismatch;
-                outcome.split_from = links_.rank();
+                outcome.split_from = lanes_.rank();
                 outcome.split_to = peer;
                 outcome.split_sent = node.mapped()->memory_.nbytes();
                 outcome.split_expected = frame.offset;
@@ -323,8 +325,8 @@ void Messenger::end_body(int peer) {
             return;
         }
         case FrameKind::verdict:
-            // Passed on, so that nobody sees this rank leave before it hears why.
-            if (auto outcome = decode(from.body, links_.size()); !outcome)
+            // Passed on, so that no rank sees this one leave before it knows why.
+            if (auto outcome = decode(from.body, lanes_.size()); !outcome)
                 closed(peer);
             else if (!failure_)
                 break_group(std::move(*outcome), true);
@@ -337,7 +339,7 @@ void Messenger::end_body(int peer) {
     }
 }
 
-// Makes a frame independent of its request's tensor.
+// Copies the body of a frame, so that it no longer depends on the tensor of its request.
 void Messenger::copy_body(Outgoing& outgoing) {
     if (!outgoing.request) return;
     const bool in_parts = outgoing.frame.kind == FrameKind::data;

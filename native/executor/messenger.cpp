@@ -1,10 +1,6 @@
 #include "executor/messenger.hpp"
 
-#include <pthread.h>
-#include <sched.h>
-
 #include <algorithm>
-#include <set>
 #include <utility>
 
 namespace paceline::executor {
@@ -12,17 +8,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int kSliceMs = 20;
-constexpr int kSlicesPerInterruptCheck = 5;
-constexpr int kSlicesPerSilenceCheck = 25;
 constexpr auto kFarewell = std::chrono::milliseconds(500);
 
 }  // namespace
 
-Messenger::Messenger(link::Links& links)
-    : links_(links), states_(static_cast<std::size_t>(links.size())), seen_(states_.size()) {
-    links_.watch_control(waiter_);
+Messenger::Messenger(link::LaneSet& lanes)
+    : lanes_(lanes), states_(static_cast<std::size_t>(lanes.size())), seen_(states_.size()) {
+    lanes_.watch_control(waiter_);
 }
 
 void Messenger::close() {
@@ -41,9 +33,9 @@ void Messenger::close() {
         outcome.code = Code::interrupted;
         break_group(std::move(outcome), true);
     }
-    for (int peer = 0; peer < links_.size(); ++peer)
-        if (links_.peer(peer).control)
-            push(peer, {.kind = FrameKind::goodbye, .id = links_.blamed().pack()}, {}, nullptr);
+    for (int peer = 0; peer < lanes_.size(); ++peer)
+        if (lanes_.peer(peer).control)
+            push(peer, {.kind = FrameKind::goodbye, .id = lanes_.blamed().pack()}, {}, nullptr);
     const auto until = Clock::now() + kFarewell;
     const auto pending = [&] {
         return std::any_of(states_.begin(), states_.end(),
@@ -52,9 +44,9 @@ void Messenger::close() {
     while (pending() && Clock::now() < until) {
         if (!progress()) waiter_.sleep(1);
     }
-    for (int peer = 0; peer < links_.size(); ++peer) {
-        if (links_.peer(peer).control) links_.peer(peer).control->finish();
-        for (const auto& lane : links_.peer(peer).bulk) lane->finish();
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
+        if (lanes_.peer(peer).control) lanes_.peer(peer).control->finish();
+        for (const auto& lane : lanes_.peer(peer).bulk) lane->finish();
     }
 }
 
@@ -74,7 +66,7 @@ std::shared_ptr<Request> Messenger::send(int peer, std::int32_t tag, DType dtype
         finish(request, without_locked(peer));
     } else if (to.offered.size() >= kMostOffers) {
         Outcome outcome;
-        outcome.code = Code::unfit;
+        outcome.code = Code::too_many_offers;
         outcome.missing = {peer};
         finish(request, std::move(outcome));
     } else {
@@ -139,19 +131,19 @@ Outcome Messenger::without_locked(int peer) {
     outcome.code = Code::peer_lost;
     outcome.missing = outcome.gone = {peer};
     if (from.left) outcome.left = {peer};
-    outcome.cause = from.cause.known() ? from.cause : links_.blamed_by(peer);
+    outcome.cause = from.cause.known() ? from.cause : lanes_.blamed_by(peer);
     note(outcome);
     return outcome;
 }
 
-// Lets the other groups of this process know why it gives up, before it leaves them.
+// Tells the mesh why this rank gives up. Its other groups will soon be left too, and their ranks then know the cause.
 void Messenger::note(const Outcome& outcome) {
     if (outcome.code != Code::peer_lost || outcome.gone.empty()) return;
-    links_.blame(outcome.cause.known() ? outcome.cause
-                                       : Cause{links_.name(outcome.gone.front()), outcome.gone == outcome.left});
+    lanes_.blame(outcome.cause.known() ? outcome.cause
+                                       : Cause{lanes_.name(outcome.gone.front()), outcome.gone == outcome.left});
 }
 
-// The peer died, broke the rules, or said goodbye.
+// Ends the connection to a peer that died, broke the protocol, or said goodbye.
 void Messenger::closed(int peer) {
     PeerState& from = state(peer);
     const std::deque<Outgoing> unsent = std::exchange(from.outgoing, {});
@@ -170,7 +162,7 @@ void Messenger::closed(int peer) {
     from.accepted.clear();
     from.still.clear();
     const bool alone = std::all_of(states_.begin(), states_.end(), [&](const PeerState& each) {
-        return each.left || each.lost || &each == &states_[static_cast<std::size_t>(links_.rank())];
+        return each.left || each.lost || &each == &states_[static_cast<std::size_t>(lanes_.rank())];
     });
     for (auto it = posted_.begin(); it != posted_.end();) {
         if ((*it)->peer_ == peer || (alone && (*it)->peer_ == kAnySource)) {
@@ -183,7 +175,7 @@ void Messenger::closed(int peer) {
 }
 
 void Messenger::break_group(Outcome outcome, bool tell) {
-    if (outcome.reporter < 0) outcome.reporter = links_.rank();
+    if (outcome.reporter < 0) outcome.reporter = lanes_.rank();
     note(outcome);
     failure_ = outcome;
     failed_.store(true, std::memory_order_release);
@@ -192,7 +184,8 @@ void Messenger::break_group(Outcome outcome, bool tell) {
         each.accepted.clear();
         each.still.clear();
         each.body_for = nullptr;
-        // What a peer is in the middle of reading must be finished before the verdict; the rest is void.
+        // A peer that has read half of a frame must get the rest of it before the verdict; all other frames are void.
+        // The rest is copied, because the tensors belong to the program again once their requests have failed.
         while (each.outgoing.size() > 1) each.outgoing.pop_back();
         if (each.outgoing.empty()) continue;
         if (each.outgoing.front().sent == 0)
@@ -205,152 +198,14 @@ void Messenger::break_group(Outcome outcome, bool tell) {
     for (const std::shared_ptr<Request>& request : ending) finish(request, outcome);
     if (tell) {
         const std::vector<std::uint8_t> bytes = encode(outcome);
-        for (int peer = 0; peer < links_.size(); ++peer) {
-            if (!links_.peer(peer).control) continue;
+        for (int peer = 0; peer < lanes_.size(); ++peer) {
+            if (!lanes_.peer(peer).control) continue;
             push(peer, {.kind = FrameKind::verdict, .nbytes = bytes.size()}, bytes, nullptr);
             flush(peer);
         }
     }
     changed_.notify_all();
     if (told_ != nullptr) told_->wake();
-}
-
-bool Messenger::progress() {
-    bool moved = false;
-    for (int peer = 0; peer < links_.size(); ++peer) {
-        PeerState& each = state(peer);
-        if (!links_.peer(peer).control || each.lost || each.left) continue;
-        if (!each.outgoing.empty()) moved |= flush(peer);
-        moved |= receive_from(peer);
-    }
-    return moved;
-}
-
-void Messenger::expire(bool look_for_silence) {
-    const auto now = Clock::now();
-    std::set<int> awaited;
-    for (const std::shared_ptr<Request>& request : open_) {
-        if (now > request->deadline_) {
-            Outcome outcome;
-            outcome.code = Code::timed_out;
-            outcome.waited_ns = std::chrono::nanoseconds(now - request->started_).count();
-            for (int peer = 0; peer < links_.size(); ++peer)
-                if (peer == request->peer_ || (request->peer_ == kAnySource && peer != links_.rank()))
-                    outcome.missing.push_back(peer);
-            outcome.calls = latest_locked();
-            const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
-                                         [](const CallHeader& call) { return call.sequence != 0; });
-            if (!any) outcome.calls.clear();  // the group's collectives, if there are any, do not pass here
-            break_group(std::move(outcome), true);
-            return;
-        }
-        if (look_for_silence && request->peer_ != kAnySource && !state(request->peer_).lost)
-            awaited.insert(request->peer_);
-    }
-    for (const int peer : awaited) {
-        if (!links_.peer(peer).control->silent()) continue;
-        closed(peer);
-        return;
-    }
-}
-
-// What has to be done now and then, also while there is always something to move.
-void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
-                            const Interrupted& interrupted) {
-    expire(slice % kSlicesPerSilenceCheck == 0);
-    if (slice % kSlicesPerInterruptCheck != 0 || !interrupted) return;
-    hold.unlock();
-    const bool stop = interrupted();
-    hold.lock();
-    if (!stop || !until || until->done()) return;
-    Outcome outcome;
-    outcome.code = Code::interrupted;
-    if (until->peer_ >= 0) outcome.missing = {until->peer_};
-    break_group(std::move(outcome), true);
-}
-
-// Drives the lanes until `until` is done or, without it, until there is nothing to do in the background.
-void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
-                      Clock::time_point deadline, const Interrupted& interrupted) {
-    driving_ = true;
-    auto idle_since = Clock::now();
-    auto looked = idle_since;
-    int slice = 0;
-    for (;;) {
-        const bool moved = progress();
-        if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
-        const auto now = Clock::now();
-        if (now > deadline) break;
-        if (now - looked >= std::chrono::milliseconds(kSliceMs)) {
-            looked = now;
-            look_around(hold, until, ++slice, interrupted);
-            continue;
-        }
-        if (moved) {
-            idle_since = now;
-            continue;
-        }
-        if (until && now - idle_since < kSpin) {
-            hold.unlock();
-            sched_yield();
-            hold.lock();
-            continue;
-        }
-        bool more = false;
-        for (int peer = 0; peer < links_.size(); ++peer)
-            if (links_.peer(peer).control && !state(peer).lost && !state(peer).left)
-                more |= links_.peer(peer).control->arm();
-        if (more) continue;
-        hold.unlock();
-        waiter_.sleep(kSliceMs);
-        hold.lock();
-    }
-    driving_ = false;
-    changed_.notify_all();
-}
-
-bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted) {
-    if (request->done()) return true;
-    auto looked = Clock::now();
-    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
-    const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
-    std::unique_lock hold(mutex_);
-    ++urgent_;
-    if (driving_) waiter_.wake();
-    for (int slice = 0; !request->done() && Clock::now() <= deadline;) {
-        if (!driving_) {
-            drive(hold, request, deadline, interrupted);
-            continue;
-        }
-        changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
-        if (Clock::now() - looked < std::chrono::milliseconds(kSliceMs)) continue;
-        looked = Clock::now();
-        look_around(hold, request, ++slice, interrupted);
-    }
-    --urgent_;
-    changed_.notify_all();
-    return request->done();
-}
-
-void Messenger::run_in_background() {
-    const std::lock_guard hold(mutex_);
-    if (!thread_.joinable()) thread_ = std::thread([this] { background(); });
-    changed_.notify_all();
-}
-
-void Messenger::background() {
-    pthread_setname_np(pthread_self(), "paceline-messages");
-    std::unique_lock hold(mutex_);
-    for (;;) {
-        changed_.wait(hold, [this] { return closing_ || (!open_.empty() && !driving_ && urgent_ == 0); });
-        if (closing_) return;
-        drive(hold, nullptr, Clock::time_point::max(), nullptr);
-    }
-}
-
-void Messenger::poll() {
-    std::unique_lock hold(mutex_, std::try_to_lock);
-    if (hold.owns_lock() && !driving_) progress();
 }
 
 void Messenger::on_failure(link::Waiter* waiter) {
@@ -372,12 +227,12 @@ Outcome Messenger::fail(Outcome outcome) {
 
 void Messenger::announce(const CallHeader& header) {
     const std::lock_guard hold(mutex_);
-    state(links_.rank()).announced = header;
+    state(lanes_.rank()).announced = header;
     const auto* from = reinterpret_cast<const std::uint8_t*>(&header);
-    for (int peer = 0; peer < links_.size(); ++peer) {
-        if (!links_.peer(peer).control) continue;
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
+        if (!lanes_.peer(peer).control) continue;
         auto& outgoing = state(peer).outgoing;
-        // A peer that computes for long reads nothing: only the latest call waits for it.
+        // A peer that computes for long reads nothing, so only the latest announcement is kept for it.
         std::erase_if(outgoing,
                       [](const Outgoing& each) { return each.frame.kind == FrameKind::waiting && each.sent == 0; });
         push(peer, {.kind = FrameKind::waiting, .nbytes = sizeof header}, {from, from + sizeof header}, nullptr);
@@ -424,7 +279,7 @@ std::size_t Messenger::queued(int peer) {
 std::vector<int> Messenger::left() {
     const std::lock_guard hold(mutex_);
     std::vector<int> ranks;
-    for (int peer = 0; peer < links_.size(); ++peer)
+    for (int peer = 0; peer < lanes_.size(); ++peer)
         if (state(peer).left) ranks.push_back(peer);
     return ranks;
 }

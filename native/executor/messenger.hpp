@@ -1,12 +1,37 @@
-// Point-to-point messages, and what the ranks of a group tell each other beside their collectives.
+// Point-to-point messages, and what the ranks of a group report to each other beside their collectives.
 //
-// Messages match by sender and tag in the order in which they were sent. Small ones travel with their announcement, up
-// to a window that the receiver renews; large ones wait until a receive accepts them, then go in parts between which
-// other frames get through. So what a rank holds for receives that were not made yet is bounded; a send of one offer
-// too many ends as `unfit`.
+// Note: the protocol. Every pair of ranks has one control lane, on which each side writes a sequence of frames
+// (frame.hpp).
 //
-// Whoever waits drives the lanes, one thread at a time; a thread of the messenger's own does while asynchronous
-// requests are open and nobody waits.
+// - A *request* is a send or a receive of the program. It is *open* until it is done, and a receive without a message
+// is
+//   *posted*. A message without a receive is an *arrival*. A message matches the first receive, and a receive the first
+//   message, with the same sender (or kAnySource) and tag; so messages with one tag keep their order.
+// - A message of up to kEagerBytes is *eager*: its bytes follow its frame at once, and the receiver keeps them until
+// there
+//   is a receive. The *window* bounds that memory: a sender has at most kEagerWindow of eager messages for which the
+//   receiver has not returned a *credit*. The receiver credits what its receives have taken, in batches of half a
+//   window. A message that finds the window full is offered instead, so a send never waits for credits.
+// - A longer message is an *offer*: the frame travels alone, and the receiver answers with *accept* once a receive
+// matches.
+//   Then the bytes follow as *data* frames of at most 1 MiB, straight from tensor to tensor; other frames may come
+//   between them. An offer costs the receiver a frame, so kMostOffers of them to one rank are the most that may wait; a
+//   further send fails as `too_many_offers`.
+// - A receive of another size or dtype than its message fails as a mismatch. An offer is then answered with *refuse*,
+// and
+//   its send fails too; an eager message is dropped, its send being done long ago. The group remains usable.
+// - *waiting* carries the call in which the sender waits, for the reports of time-outs and mismatches.
+// - A *verdict* says why the sender broke the group. A rank that receives its first verdict adopts it, fails all of its
+//   requests with it, and passes it on, so that no rank sees another one leave before it knows why. A rank keeps its
+//   first reason: whatever arrives later is ignored.
+// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail what they have open with that rank
+// and
+//   continue with the others. A lane that ends without a goodbye means that the rank died, which breaks the group.
+//
+// A rank trusts its peers with the data only: a frame that breaks these rules counts as the peer's death.
+//
+// The thread that waits for a request *drives* all lanes, one thread at a time; the messenger's own thread does so
+// while asynchronous requests are open and nobody waits.
 #pragma once
 
 #include <atomic>
@@ -22,16 +47,16 @@
 
 #include "executor/frame.hpp"
 #include "executor/memory.hpp"
-#include "link/links.hpp"
+#include "link/lane_set.hpp"
 
 namespace paceline::executor {
 
 constexpr int kAnySource = -1;
-constexpr std::size_t kEagerBytes = 16 << 10;    // larger messages ask first
-constexpr std::size_t kEagerWindow = 512 << 10;  // of small ones that were not credited yet
-constexpr std::size_t kMostOffers = 1 << 16;     // messages to one rank that wait for its receives
+constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
+constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
+constexpr std::size_t kMostOffers = 1 << 16;     // offers to one rank that wait for its receives
 
-// What a small message takes of the window: empty ones are not free for who keeps them.
+// What an eager message takes of the window. The receiver keeps a frame even for an empty message, so none is free.
 constexpr std::size_t charge(std::size_t nbytes) {
     return nbytes + sizeof(Frame);
 }
@@ -61,7 +86,7 @@ class Request {
 
 class Messenger {
   public:
-    explicit Messenger(link::Links& links);
+    explicit Messenger(link::LaneSet& lanes);
     Messenger(const Messenger&) = delete;
     Messenger& operator=(const Messenger&) = delete;
     ~Messenger() { close(); }
@@ -77,53 +102,54 @@ class Messenger {
     // Lets open requests go on without anybody waiting for them.
     void run_in_background();
 
-    // Looks once at what has come, unless somebody is at it.
+    // Processes pending input once; returns at once if another thread is already doing so.
     void poll();
-    // Wakes `waiter` when the group breaks, whoever sees it; nullptr for nobody.
+    // Wakes `waiter` when any thread breaks the group; nullptr wakes nobody.
     void on_failure(link::Waiter* waiter);
-    // Why the group is broken, once it is.
+    // Why the group is broken; nullopt while it is not.
     std::optional<Outcome> failure();
-    // Breaks the group for this rank and tells all others; the first reason stands, and is returned.
+    // Breaks the group for this rank and sends the verdict to all others. The first reason is kept, and returned.
     Outcome fail(Outcome outcome);
-    // Tells all others that this rank waits in a call.
+    // Reports to all others that this rank waits in a call.
     void announce(const CallHeader& header);
-    // The latest call that each rank told of.
+    // The latest call that each rank has announced.
     std::vector<CallHeader> announced();
-    // Proof of calls that nobody told of: a header that came from `peer`, and a call that ends only when all made it.
+    // Record calls that were not announced: one whose header came from `peer`, and one that ends only when all have
+    // made it.
     void saw(int peer, const CallHeader& header);
     void saw_all(const CallHeader& header);
-    // The latest call of each rank, told of or seen; one of no operation where none is known.
+    // The latest call of each rank, announced or recorded; its operation is `none` where no call is known.
     std::vector<CallHeader> latest();
-    // Frames that wait to be written to `peer`.
+    // The number of frames that wait to be written to `peer`.
     std::size_t queued(int peer);
     // Ranks that said goodbye.
     std::vector<int> left();
-    // How a call ends that `peer` is gone from.
+    // The outcome of a call that fails because `peer` is gone.
     Outcome without(int peer);
 
   private:
     struct Outgoing {
         Frame frame;
-        std::vector<std::uint8_t> own;     // bytes that follow, when they are the messenger's
-        std::shared_ptr<Request> request;  // or the tensor's
-        std::size_t sent = 0;              // of header and body
+        std::vector<std::uint8_t> own;     // the body, if the messenger owns it
+        std::shared_ptr<Request> request;  // otherwise its tensor holds the body
+        std::size_t sent = 0;              // bytes of frame and body
     };
-    struct Arrival {  // nobody asked for it yet
+    struct Arrival {  // a message without a receive
         Frame frame;
         int peer;
         std::vector<std::uint8_t> bytes;
     };
     struct PeerState {
         std::deque<Outgoing> outgoing;
-        std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // sends that wait to be accepted
-        std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives whose parts come
-        std::map<std::uint64_t, std::size_t> still;                  // of `accepted`: bytes that are to come
+        std::map<std::uint64_t, std::shared_ptr<Request>> offered;   // sends, by id, until they are accepted
+        std::map<std::uint64_t, std::shared_ptr<Request>> accepted;  // receives, by id, until all their data has come
+        std::map<std::uint64_t, std::size_t> still;                  // of `accepted`: bytes that are still to come
         std::uint64_t next_id = 1;
-        std::size_t eager_out = 0;    // not credited yet
-        std::size_t eager_in = 0;     // taken, not credited yet
-        std::size_t eager_held = 0;   // come, not credited yet
-        std::size_t offers_held = 0;  // come, without a receive
-        std::uint64_t latest_id = 0;  // of what came
+        std::size_t eager_out = 0;    // charges of eager messages sent, not credited yet
+        std::size_t eager_in = 0;     // charges of those taken by receives, not credited yet
+        std::size_t eager_held = 0;   // charges of those that have come, not credited yet
+        std::size_t offers_held = 0;  // offers that have come, without a receive
+        std::uint64_t latest_id = 0;  // of the messages that have come
         // The frame that is coming in.
         Frame frame;
         std::size_t frame_read = 0;
@@ -131,10 +157,10 @@ class Messenger {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
-        bool deaf = false;  // takes nothing more, but what it sent may not be read yet
+        bool deaf = false;  // its lane takes no more, but may hold frames to read
         bool left = false;
         bool lost = false;
-        Cause cause;  // why it left
+        Cause cause;  // why it left, if it said so
     };
 
     std::vector<CallHeader> latest_locked();
@@ -166,17 +192,17 @@ class Messenger {
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);
     void background();
 
-    link::Links& links_;
+    link::LaneSet& lanes_;
     link::Waiter waiter_;
-    link::Waiter* told_ = nullptr;  // of a failure
+    link::Waiter* told_ = nullptr;  // told of a failure
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<PeerState> states_;
-    std::mutex seeing_;  // of the two below; `mutex_` is held while large messages move
+    std::mutex seeing_;  // guards the two below; `mutex_` may be held for long, while large messages move
     std::vector<CallHeader> seen_;
     CallHeader seen_of_all_{};
-    std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in order
-    std::list<Arrival> arrivals_;                 // messages without a receive, in order
+    std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in the order of their calls
+    std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
     bool driving_ = false;
     int urgent_ = 0;  // threads that wait for a request while another drives

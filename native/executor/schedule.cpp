@@ -7,10 +7,10 @@
 namespace paceline::executor {
 namespace {
 
-constexpr std::size_t kNumbersAStep = 9;
+constexpr std::size_t kNumbersPerStep = 9;
 constexpr std::uint32_t kMostBlocks = 1 << 20;
 
-// Who last wrote a block, and who read it since.
+// The step that last wrote a block, and the steps that have read it since.
 struct Touched {
     std::int64_t writer = -1;
     std::vector<std::uint32_t> readers;
@@ -20,11 +20,11 @@ bool to_slice(const std::int32_t* numbers, Slice& slice) {
     if (numbers[0] < 0 || numbers[0] > 2 || numbers[1] < 0 || numbers[2] < 0) return false;
     slice = {static_cast<Buffer>(numbers[0]), static_cast<std::uint32_t>(numbers[1]),
              static_cast<std::uint32_t>(numbers[2])};
-    return slice.first <= kMostBlocks && slice.count <= kMostBlocks;
+    return slice.first <= kMostBlocks && slice.length <= kMostBlocks;
 }
 
 bool to_step(const std::int32_t* numbers, int rank, int size, Step& step) {
-    if (numbers[0] < 0 || numbers[0] > 3 || !to_slice(numbers + 3, step.to) || !to_slice(numbers + 6, step.from))
+    if (numbers[0] < 0 || numbers[0] > 3 || !to_slice(numbers + 3, step.dst) || !to_slice(numbers + 6, step.src))
         return false;
     step.kind = static_cast<Kind>(numbers[0]);
     step.final = numbers[1] != 0;
@@ -32,36 +32,38 @@ bool to_step(const std::int32_t* numbers, int rank, int size, Step& step) {
     const bool local = step.kind == Kind::copy;
     if (local ? step.peer != -1 : (step.peer < 0 || step.peer >= size || step.peer == rank)) return false;
     const bool two = step.kind == Kind::reduce || step.kind == Kind::copy;
-    if (two && step.to.count != step.from.count) return false;
-    return step.kind == Kind::send || step.to.buffer != Buffer::input;
+    if (two && step.dst.length != step.src.length) return false;
+    return step.kind == Kind::send || step.dst.buffer != Buffer::input;
 }
 
 class DependencyFinder {
   public:
     void add(const Step& step, std::uint32_t number, std::vector<Dependency>& found) {
         const std::size_t from = found.size();
-        const bool reads = step.kind != Kind::receive;
+        const bool reads = step.kind != Kind::recv;
         const bool writes = step.kind != Kind::send;
-        if (reads && step.from.buffer != Buffer::input) {
-            each_block(step.from, [&](Touched& block) {
+        if (reads && step.src.buffer != Buffer::input) {
+            each_block(step.src, [&](Touched& block) {
                 if (block.writer >= 0) found.push_back({static_cast<std::uint32_t>(block.writer), true, false});
             });
         }
         if (writes) {
-            each_block(step.to, [&](Touched& block) {
+            each_block(step.dst, [&](Touched& block) {
                 if (block.writer >= 0) found.push_back({static_cast<std::uint32_t>(block.writer), true, true});
                 for (const std::uint32_t reader : block.readers) found.push_back({reader, false, true});
             });
         }
-        if (reads && step.from.buffer != Buffer::input)
-            each_block(step.from, [&](Touched& block) { block.readers.push_back(number); });
+        if (reads && step.src.buffer != Buffer::input)
+            each_block(step.src, [&](Touched& block) { block.readers.push_back(number); });
         if (writes) {
-            each_block(step.to, [&](Touched& block) {
+            each_block(step.dst, [&](Touched& block) {
                 block.writer = number;
                 block.readers.clear();
             });
         }
-        const auto key = [](const Dependency& d) { return (std::uint64_t{d.step} << 2) | (d.its_to << 1) | d.my_to; };
+        const auto key = [](const Dependency& d) {
+            return (std::uint64_t{d.step} << 2) | (d.earlier_dst << 1) | d.later_dst;
+        };
         const auto begin = found.begin() + static_cast<std::ptrdiff_t>(from);
         std::sort(begin, found.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
         found.erase(std::unique(begin, found.end(), [&](const auto& a, const auto& b) { return key(a) == key(b); }),
@@ -72,8 +74,8 @@ class DependencyFinder {
     template <class Visit>
     void each_block(const Slice& slice, Visit visit) {
         std::vector<Touched>& blocks = buffers_[static_cast<std::size_t>(slice.buffer)];
-        if (blocks.size() < slice.first + slice.count) blocks.resize(slice.first + slice.count);
-        for (std::uint32_t b = slice.first; b < slice.first + slice.count; ++b) visit(blocks[b]);
+        if (blocks.size() < slice.first + slice.length) blocks.resize(slice.first + slice.length);
+        for (std::uint32_t b = slice.first; b < slice.first + slice.length; ++b) visit(blocks[b]);
     }
 
     std::array<std::vector<Touched>, 3> buffers_;
@@ -84,22 +86,22 @@ class DependencyFinder {
 std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                std::span<const std::int32_t> flat, std::size_t* bad_step) {
     if (bad_step != nullptr) *bad_step = 0;
-    if (flat.size() % kNumbersAStep != 0 || blocks > kMostBlocks || rank < 0 || rank >= size) return nullptr;
+    if (flat.size() % kNumbersPerStep != 0 || blocks > kMostBlocks || rank < 0 || rank >= size) return nullptr;
     auto schedule = std::make_shared<Schedule>();
     schedule->algorithm = algorithm;
     schedule->blocks = blocks;
     schedule->rank = rank;
     schedule->size = size;
-    schedule->steps.resize(flat.size() / kNumbersAStep);
+    schedule->steps.resize(flat.size() / kNumbersPerStep);
     std::map<int, std::size_t> flow_of;
     DependencyFinder finder;
     for (std::uint32_t number = 0; number < schedule->steps.size(); ++number) {
         Step& step = schedule->steps[number];
         if (bad_step != nullptr) *bad_step = number;
-        if (!to_step(flat.data() + number * kNumbersAStep, rank, size, step)) return nullptr;
-        for (const Slice* slice : {&step.to, &step.from})
+        if (!to_step(flat.data() + number * kNumbersPerStep, rank, size, step)) return nullptr;
+        for (const Slice* slice : {&step.dst, &step.src})
             if (slice->buffer == Buffer::scratch)
-                schedule->scratch_blocks = std::max(schedule->scratch_blocks, slice->first + slice->count);
+                schedule->scratch_blocks = std::max(schedule->scratch_blocks, slice->first + slice->length);
         schedule->dependencies_from.push_back(static_cast<std::uint32_t>(schedule->all_dependencies.size()));
         finder.add(step, number, schedule->all_dependencies);
         if (step.kind == Kind::copy) {

@@ -1,4 +1,5 @@
-// What one rank does in a collective, as data: made by paceline.schedule, checked there, run by executor.hpp.
+// What one rank does in a collective, as data: made and proved by paceline.schedule, executed by executor.hpp. The
+// words are those of src/paceline/schedule/steps.py.
 #pragma once
 
 #include <cstdint>
@@ -8,32 +9,32 @@
 
 namespace paceline::executor {
 
-enum class Kind : std::uint8_t { send, receive, reduce, copy };
+enum class Kind : std::uint8_t { send, recv, reduce, copy };
 enum class Buffer : std::uint8_t { input, output, scratch };
 
-// Blocks [first, first + count) of a buffer.
+// Blocks [first, first + length) of a buffer.
 struct Slice {
     Buffer buffer = Buffer::output;
     std::uint32_t first = 0;
-    std::uint32_t count = 0;
+    std::uint32_t length = 0;
 };
 
 struct Step {
     Kind kind = Kind::send;
     bool final = false;  // of a reduction: all ranks' values are in it now
     int peer = -1;       // group rank; -1 for a copy
-    Slice to;            // written by receive, reduce and copy
-    Slice from;          // read by send, reduce (the local operand) and copy
+    Slice dst;           // written by recv, reduce and copy
+    Slice src;           // read by send, reduce (the local operand) and copy
 };
 
-// An earlier step whose slice a step's slice meets: the later one follows it, byte by byte.
+// An earlier step that touches blocks of a later one in a conflicting way: the later step follows it, byte by byte.
 struct Dependency {
     std::uint32_t step;
-    bool its_to;  // its slice is the written one
-    bool my_to;   // this step's is
+    bool earlier_dst;  // the conflict is with what the earlier step writes, not with what it reads
+    bool later_dst;    // the later step writes these blocks, and does not read them
 };
 
-// A peer's steps in the order in which both sides take them.
+// The steps with one peer, in the order in which both sides execute them.
 struct Flow {
     int peer;
     std::vector<std::uint32_t> sends;
@@ -41,8 +42,8 @@ struct Flow {
 };
 
 struct Schedule {
-    // `flat` holds nine numbers a step: kind, final, peer, and buffer, first, count of `to` and of `from`.
-    // nullptr when they are no schedule for `rank` of `size`; `bad_step` then says up to which step they are one.
+    // `flat` holds nine numbers per step: kind, final, peer, and buffer, first, length of `dst` and of `src`.
+    // Returns nullptr when they are not a schedule for `rank` of `size`; `bad_step` is then the first invalid step.
     static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
                                                 std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr);
 

@@ -7,7 +7,7 @@
 #include <new>
 #include <system_error>
 
-#include "link/links.hpp"
+#include "process/cores.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::host {
@@ -15,14 +15,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Long enough for a peer that is on its way, short enough not to keep it from its core.
+// Long enough for a peer that is about to publish, short enough not to keep a
+// peer from the core that it needs. The thread of asynchronous calls competes with the program's own, so it spins less.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
 constexpr int kYields = 20;
-// A yield of this length gave the core to somebody who computes. To yield again means to stand behind him for another
-// of his turns, while a thread that is woken from its sleep soon runs.
+// A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
+// slices, whereas the scheduler soon runs a thread that is woken from its sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
-constexpr std::int64_t kSliceNs = 20'000'000;  // between two looks at the others' verdicts; a death ends it
+constexpr std::int64_t kSliceNs =
+    20'000'000;  // between two looks at the others' verdicts; news of a death ends a slice early
 constexpr int kSlicesPerInterruptCheck = 5;
 
 std::uint64_t bit(int rank) {
@@ -46,7 +48,7 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
         else
             peer_mask_ |= bit(members_[static_cast<std::size_t>(r)]);
     }
-    crowded_ = size_ > link::cores();
+    crowded_ = size_ > usable_cores();
     segments_.resize(members_.size());
     controls_.resize(members_.size());
     sources_.resize(members_.size());
@@ -104,6 +106,10 @@ bool Group::await(std::uint32_t round) {
     return true;
 }
 
+// Waits for `peer` to publish `round`: spins or yields, then sleeps on the cell's futex in slices. After each slice it
+// looks, in this order, for the verdict of another rank, for ranks that have gone, for the deadline and for an
+// interrupt. The order matters: a verdict names the first cause, and a rank that gave up because of a dead one also
+// leaves.
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
     if (crowded_) {
@@ -139,7 +145,8 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
         const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
         const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started_).count();
-        // Read after those above: whatever a peer published before it went is seen.
+        // Read after the masks of the lost and the left, whose acquire makes visible whatever a peer published before
+        // it went. Otherwise a peer that completed the round and then left would be reported as missing.
         const std::uint64_t missing = missing_in(round);
         if ((missing & bit(peer)) == 0) return true;
         if ((missing & (lost | left)) != 0) return give_up_without(missing, missing & lost, missing & left, waited_ns);
@@ -171,7 +178,7 @@ std::uint64_t Group::left_group() const {
     return mask;
 }
 
-// Why `rank` went, as far as it said so: in this group, or to the mesh.
+// Why `rank` left, if it said so in this group or to the mesh.
 Cause Group::cause_of(int rank) const {
     const Control& theirs = control(rank);
     if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.cause != 0)
@@ -179,8 +186,8 @@ Cause Group::cause_of(int rank) const {
     return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
 }
 
-// Names those of the gone that went first: the dead before those that left, and those that had nobody to blame before
-// the rest.
+// Blames the ranks that went first: dead ranks before those that left, and those without a cause of their own before
+// those that gave up because of another rank.
 bool Group::give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns) {
     const std::uint64_t gone = lost != 0 ? lost : left;
     std::uint64_t first = 0;
@@ -202,7 +209,7 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
     outcome_.left = ranks_of(left);
     outcome_.cause = cause;
     outcome_.waited_ns = waited_ns;
-    // The latest call of a missing rank says what it did instead.
+    // The latest call of a missing rank shows what it did instead.
     outcome_.calls.resize(static_cast<std::size_t>(size_));
     for (int r = 0; r < size_; ++r) {
         CallHeader& latest = outcome_.calls[static_cast<std::size_t>(r)];
@@ -227,7 +234,7 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
     return false;
 }
 
-// Takes over why `peer` gave up, if it did.
+// Adopts the verdict of `peer`, if it gave up.
 bool Group::adopt_verdict(int peer) {
     const Control& theirs = control(peer);
     const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);
@@ -237,7 +244,7 @@ bool Group::adopt_verdict(int peer) {
     return true;
 }
 
-// The first round of a call: shows its header and `payload`, takes the peers' and compares.
+// The first round of a call: publishes its header and `payload`, waits for the peers' headers and compares them.
 bool Group::begin(const Call& call, const void* payload, std::size_t payload_bytes) {
     header_ = {sequence_,
                count_in_header(call),

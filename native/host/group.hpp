@@ -1,7 +1,7 @@
 // The host collectives: every rank of a group on one machine, over shared memory.
 //
-// One call at a time; `run` is not thread-safe (see progress.hpp). A call whose headers do not fit fails alike on every
-// rank and leaves the group usable; any other failure breaks the group, and every later call fails the same way.
+// One call at a time; `run` is not thread-safe (see call_queue.hpp). A call whose headers do not fit fails alike on
+// every rank and leaves the group usable; any other failure breaks the group, and every later call fails the same way.
 #pragma once
 
 #include <chrono>
@@ -62,10 +62,10 @@ class Group final : public Collectives {
     bool all_reduce_shared(Call& call, std::uint32_t first);
     bool reduce(Call& call);
     void reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round);
-    bool reduce_flat(Call& call, bool here);
-    bool reduce_in_slices(Call& call, bool here);
+    bool reduce_flat(Call& call, bool receives_result);
+    bool reduce_in_slices(Call& call, bool receives_result);
     bool broadcast(Call& call);
-    bool gather(Call& call, bool here);
+    bool gather(Call& call, bool receives_result);
     bool reduce_scatter(Call& call);
     bool scatter(Call& call);
     bool all_to_all(Call& call);

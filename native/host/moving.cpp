@@ -26,20 +26,20 @@ bool Group::broadcast(Call& call) {
         });
 }
 
-// gather (`here` on the root only) and all_gather.
-bool Group::gather(Call& call, bool here) {
+// gather (`receives_result` on the root only) and all_gather.
+bool Group::gather(Call& call, bool receives_result) {
     if (!begin(call, nullptr, 0)) return false;
     Stream& input = call.inputs[0];
     Stream own = input;
     const Parts parts{input.nbytes(), slot_bytes_};
-    const bool stages = call.operation == Operation::all_gather || !here;
+    const bool stages = call.operation == Operation::all_gather || !receives_result;
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
             if (stages) input.copy_to(slot, parts.size(part));
         },
         [&](std::size_t part, std::uint32_t round) {
-            if (!here) return;
+            if (!receives_result) return;
             for (int r = 0; r < size_; ++r) {
                 Stream& output = call.outputs[static_cast<std::size_t>(r)];
                 if (r == rank_)

@@ -75,27 +75,28 @@ bool Group::reduce(Call& call) {
     const std::size_t nbytes = call.outputs[0].nbytes();
     if (!begin(call, nullptr, 0)) return false;
     if (size_ == 1) return true;
-    const bool here = rank_ == call.root;
-    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_in_slices(call, here) : reduce_flat(call, here);
+    const bool receives_result = rank_ == call.root;
+    return size_ > 2 && nbytes >= kSlicesFrom ? reduce_in_slices(call, receives_result)
+                                              : reduce_flat(call, receives_result);
 }
 
-bool Group::reduce_flat(Call& call, bool here) {
+bool Group::reduce_flat(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = tensor;
     const Parts parts{tensor.nbytes(), slot_bytes_};
-    const bool stages = call.operation != Operation::reduce || !here;
+    const bool stages = call.operation != Operation::reduce || !receives_result;
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
             if (stages) input.copy_to(slot, parts.size(part));
         },
         [&](std::size_t part, std::uint32_t round) {
-            if (here) reduce_out_of_slots(call, tensor, parts.size(part), round);
+            if (receives_result) reduce_out_of_slots(call, tensor, parts.size(part), round);
         });
 }
 
 // A slot holds part j and, behind it, this rank's reduced slice of part j - 1.
-bool Group::reduce_in_slices(Call& call, bool here) {
+bool Group::reduce_in_slices(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = tensor;
     const auto ranks = static_cast<std::size_t>(size_);
@@ -127,7 +128,7 @@ bool Group::reduce_in_slices(Call& call, bool here) {
             if (mine.nbytes != 0)
                 kernel(slot(rank_, round + 1) + part_bytes, sources_.data(), size_, mine.nbytes / item, size_);
         }
-        if (part > 0 && here)
+        if (part > 0 && receives_result)
             for (int r = 0; r < size_; ++r) tensor.copy_from(slot(r, round) + part_bytes, slice_of(part - 1, r).nbytes);
     }
     return true;

@@ -1,8 +1,10 @@
 // Wakes the threads that sleep on words of shared memory when a rank of the host has died or left.
 //
-// A sleeper shows its word and then looks whether there is news that it has not heard; the teller counts the news and
-// then wakes every word that is shown. So either the sleeper sees the count, or the teller sees the word. A wake that
-// comes before the sleeper is in the kernel is lost, which is why the teller repeats it until everybody has heard.
+// A sleeper publishes the address of its word and then reads the count of the news; the teller raises the count and
+// then wakes every word that is published. Both use sequentially consistent operations, so either the sleeper sees the
+// new count and does not sleep, or the teller sees the word. Between its look at the count and its system call a
+// sleeper cannot be woken: the futex compares the word only, which news does not change. A wake in that gap is lost, so
+// the teller repeats its wakes until every sleeper has read the new count.
 #pragma once
 
 #include <atomic>
@@ -36,11 +38,11 @@ class News {
         std::atomic<std::uint32_t> heard_{0};
     };
 
-    // How often there was news; an acquire, so that what it tells of is seen.
+    // How often there was news. An acquire: the change that the news is about is visible.
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
-    // There is news; call `repeat` next.
+    // Raises the count; call `repeat` next.
     void tell() { count_.fetch_add(1, std::memory_order_seq_cst); }
-    // Wakes everybody who sleeps and has not heard the latest; false when there is nobody.
+    // Wakes every sleeper that has not read the latest count; false when there was none.
     bool repeat();
 
   private:

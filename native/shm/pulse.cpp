@@ -13,7 +13,7 @@
 namespace paceline::shm {
 namespace {
 
-// Of <linux/futex.h> since Linux 5.16; what we are built with may be older.
+// From <linux/futex.h> since Linux 5.16; the headers that we are built with may be older.
 constexpr long kFutexWaitV = 449;
 constexpr std::uint32_t kWord32 = 2;
 struct WaitV {
@@ -23,7 +23,7 @@ struct WaitV {
     std::uint32_t reserved;
 };
 
-// Sleeps until a word is woken, or no longer holds what is expected; false when that cannot be had.
+// Sleeps until a word is woken or no longer holds its expected value; false when the kernel cannot do that.
 bool wait_for_any(const std::vector<WaitV>& words) {
     if (syscall(kFutexWaitV, words.data(), static_cast<unsigned>(words.size()), 0, nullptr, 0) >= 0) return true;
     return errno == EAGAIN || errno == EINTR;
@@ -48,7 +48,8 @@ std::unique_ptr<Pulse> Pulse::create(int ranks) {
 
 bool Pulse::hold() {
     static_assert(sizeof(Entry) == sizeof(Held));
-    const auto holder = static_cast<std::uint32_t>(syscall(SYS_gettid)) | FUTEX_WAITERS;
+    const auto holder = static_cast<std::uint32_t>(syscall(SYS_gettid)) |
+                        FUTEX_WAITERS;  // without the bit the kernel marks the word, but wakes nobody
     robust_list* next = &head_.list;
     for (std::size_t r = entries_.size(); r-- > 0;) {
         entries_[r].list.next = next;
@@ -72,7 +73,7 @@ void Pulse::release() {
 }
 
 bool Watch::is_possible() {
-    // Without a word there is nothing to wait for, which only a kernel that knows the call says.
+    // A kernel that knows the call rejects an empty list with EINVAL; others return ENOSYS.
     return syscall(kFutexWaitV, nullptr, 0, 0, nullptr, 0) < 0 && errno == EINVAL;
 }
 

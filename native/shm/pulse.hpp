@@ -1,9 +1,10 @@
 // Words of shared memory that the kernel marks as soon as the process that holds them begins to die.
 //
-// A dying process closes its sockets after its memory was freed, which takes a second for 4 GiB. Before that the kernel
-// goes through the list of robust futexes of each of its threads (man 2 get_robust_list), marks them and wakes one
-// waiter of each. So a thread of every rank holds one such word for each peer, and a thread of every peer waits for all
-// of them. Where the kernel lacks the call for that (Linux before 5.16) there is the sockets' news alone.
+// The kernel closes the sockets of a dying process only after it has freed its memory, which takes a second for 4 GiB.
+// Before that it walks the list of robust futexes of each of its threads (man 2 get_robust_list), marks every futex as
+// orphaned and wakes one waiter of each. So a thread of every rank holds one such futex for each peer (one waiter is
+// woken, so peers cannot share one), and a thread of each peer waits for the futexes of all other ranks. That needs
+// futex_waitv: before Linux 5.16 only the sockets report a death.
 #pragma once
 
 #include <linux/futex.h>
@@ -21,10 +22,10 @@
 
 namespace paceline::shm {
 
-// What the kernel and the peers see of one word.
+// One futex, as the kernel and the peer see it.
 struct alignas(16) Held {
-    std::atomic<std::uint32_t> holder{0};  // a thread, until the kernel marks it
-    std::atomic<std::uint32_t> note{0};    // what the peer is to know when that happens
+    std::atomic<std::uint32_t> holder{0};  // the thread that holds it, until the kernel marks it with FUTEX_OWNER_DIED
+    std::atomic<std::uint32_t> note{0};    // for the peer when that happens: a packed Cause, or 0
 };
 
 class Pulse {
@@ -35,16 +36,17 @@ class Pulse {
     Pulse& operator=(const Pulse&) = delete;
 
     Segment& segment() const { return *segment_; }
-    // Makes the calling thread the holder, whose end is the process's: it replaces the thread's list of robust mutexes.
-    // False where the kernel does not do that.
+    // Makes the calling thread the holder. It must live as long as the process, and hold no robust mutexes: this
+    // replaces its list of them. False where the kernel does not support that.
     bool hold();
     // Leaves `note` for all peers; from any thread.
     void leave(std::uint32_t note);
-    // By the same thread, which may end now without a sign.
+    // Called by the same thread, which may end after that without being reported.
     void release();
 
   private:
-    // As far apart as the words: the kernel knows one distance from an entry to its word.
+    // The kernel finds a futex at one fixed distance (`futex_offset`) from its list entry, for the whole list. So the
+    // entries, in private memory, are exactly as far apart as the futexes in the segment.
     struct alignas(sizeof(Held)) Entry {
         robust_list list;
     };

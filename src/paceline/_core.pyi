@@ -106,7 +106,7 @@ class Message:
     def outcome(self) -> Outcome | None: ...
     def source(self) -> int: ...
 
-class LinkGroup:
+class ScheduleGroup:
     @staticmethod
     def create(
         mesh: Mesh,
@@ -116,7 +116,7 @@ class LinkGroup:
         sockets: Sequence[Sequence[int]],
         timeout_s: float,
         names: Sequence[int] = (),
-    ) -> LinkGroup | None: ...
+    ) -> ScheduleGroup | None: ...
     def run(
         self,
         schedule: Schedule,

@@ -84,7 +84,7 @@ Outcome sum(Rank& at, std::size_t count, std::int64_t timeout_ns = 20 * kSecond)
     return outcome;
 }
 
-void sums_of_every_size_over_any_number_of_streams() {
+void sums_are_right_for_every_size_and_number_of_streams() {
     constexpr std::size_t kStripe = (256 << 10) / sizeof(float);
     for (const int streams : {1, 2, 4})
         for (const int n : {2, 3})
@@ -100,7 +100,7 @@ void sums_of_every_size_over_any_number_of_streams() {
     });
 }
 
-void values_are_their_own(Over over, int streams) {
+void every_element_gets_its_own_sum(Over over, int streams) {
     with_ranks(3, streams, over, [](Rank at) {
         std::vector<std::int64_t> values(400'001);
         for (std::size_t i = 0; i < values.size(); ++i)
@@ -111,7 +111,7 @@ void values_are_their_own(Over over, int streams) {
     });
 }
 
-void an_average_is_divided_once_and_small_types_keep_their_places() {
+void averages_are_divided_once_and_bytes_stay_in_place() {
     with_ranks(3, 2, Over::sockets, [](Rank at) {
         std::vector<float> values(300'007, 3.0F * static_cast<float>(at.rank));
         Call call = all_reduce(at, DType::f32, ReduceOp::avg, values.size(), stream_of(values));
@@ -125,7 +125,7 @@ void an_average_is_divided_once_and_small_types_keep_their_places() {
     });
 }
 
-void a_list_of_tensors_is_one_tensor(Over over) {
+void a_list_of_tensors_is_reduced_as_one(Over over) {
     with_ranks(2, 2, over, [](Rank at) {
         std::vector<std::vector<float>> list;
         std::vector<Piece> pieces;
@@ -163,7 +163,7 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
             Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
             call.schedule = Schedule::make(1, 2, at.rank, 2, steps);
             const Outcome outcome = at.executor.run(call, nullptr, false);
-            CHECK(outcome.code == Code::unfit && outcome.step == 1);
+            CHECK(outcome.code == Code::schedule_unfit && outcome.step == 1);
         }
         std::vector<float> values(7);
         Call longer = all_reduce(at, DType::f32, ReduceOp::sum, values.size() + 1, stream_of(values));
@@ -173,7 +173,7 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
         Call of_another_world = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values));
         of_another_world.schedule = ring_all_reduce(at.rank, 3);
         for (Call* call : {&longer, &without_kernel, &of_another_rank, &of_another_world})
-            CHECK(at.executor.run(*call, nullptr, false).code == Code::unfit);
+            CHECK(at.executor.run(*call, nullptr, false).code == Code::schedule_unfit);
         CHECK(sum(at, 100).code == Code::ok);
     });
 }
@@ -190,7 +190,7 @@ void a_mismatch_reaches_every_rank() {
 }
 
 // A broadcast's root has done its part when its bytes are on their way.
-void a_rank_whose_part_was_over_learns_of_a_mismatch_with_its_next_call() {
+void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         std::vector<float> values(at.rank == 2 ? 9 : 10);
         Call call = broadcast(at, values);
@@ -270,7 +270,7 @@ void an_interrupt_ends_the_call_everywhere() {
     });
 }
 
-void messages_and_collectives_go_side_by_side(Over over) {
+void messages_and_collectives_run_side_by_side(Over over) {
     with_ranks(2, 2, over, [](Rank at) {
         std::thread talker([&at] {
             std::vector<std::uint8_t> word(70'000, static_cast<std::uint8_t>(at.rank));
@@ -290,17 +290,17 @@ void messages_and_collectives_go_side_by_side(Over over) {
 }  // namespace
 
 int main() {
-    sums_of_every_size_over_any_number_of_streams();
-    values_are_their_own(Over::sockets, 4);
-    values_are_their_own(Over::rings, 1);
-    an_average_is_divided_once_and_small_types_keep_their_places();
-    for (const Over over : {Over::sockets, Over::rings}) a_list_of_tensors_is_one_tensor(over);
+    sums_are_right_for_every_size_and_number_of_streams();
+    every_element_gets_its_own_sum(Over::sockets, 4);
+    every_element_gets_its_own_sum(Over::rings, 1);
+    averages_are_divided_once_and_bytes_stay_in_place();
+    for (const Over over : {Over::sockets, Over::rings}) a_list_of_tensors_is_reduced_as_one(over);
     a_schedule_that_does_not_fit_its_call_is_refused();
     a_mismatch_reaches_every_rank();
-    a_rank_whose_part_was_over_learns_of_a_mismatch_with_its_next_call();
+    a_mismatch_fails_the_next_call_of_a_rank_that_was_done();
     a_missing_rank_is_named_with_its_latest_call();
     a_rank_that_did_its_part_is_not_among_the_missing();
     for (const Over over : {Over::sockets, Over::rings}) a_rank_that_leaves_is_named(over);
     an_interrupt_ends_the_call_everywhere();
-    for (const Over over : {Over::sockets, Over::rings}) messages_and_collectives_go_side_by_side(over);
+    for (const Over over : {Over::sockets, Over::rings}) messages_and_collectives_run_side_by_side(over);
 }

@@ -230,9 +230,9 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
     const auto started = Clock::now();
     const auto [mine, theirs] = joined();
     const auto [my_bulk, their_bulk] = joined();
-    const auto links = link::Links::create(nullptr, 1, 0, {0, -1}, {{}, {mine, my_bulk}}, started);
-    Messenger messenger(*links);
-    Executor executor(*links, messenger);
+    const auto lanes = link::LaneSet::create(nullptr, 1, 0, {0, -1}, {{}, {mine, my_bulk}}, started);
+    Messenger messenger(*lanes);
+    Executor executor(*lanes, messenger);
     Bytes small(100), large(kLarge), out(kLarge);
     std::vector<std::shared_ptr<Request>> requests;
     const std::int64_t limit = 10 * kSecond;
@@ -270,7 +270,7 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
     CHECK(seconds_since(started) < kDeadlineS);
 }
 
-void nothing_but_an_orderly_failure_comes_of_any_stream(std::size_t rounds, std::uint64_t seed) {
+void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::uint64_t seed) {
     const std::vector<Recorded> corpus = read_corpus();
     Chance chance(seed);
     for (std::size_t which = 0; which < corpus.size(); ++which) {  // as they are, first
@@ -286,7 +286,7 @@ void nothing_but_an_orderly_failure_comes_of_any_stream(std::size_t rounds, std:
     CHECK(largest.load(std::memory_order_relaxed) < kMostAllocated);
 }
 
-void a_verdict_is_whole_or_none(std::size_t rounds, std::uint64_t seed) {
+void a_damaged_verdict_is_decoded_whole_or_not_at_all(std::size_t rounds, std::uint64_t seed) {
     Chance chance(seed);
     std::vector<Recorded> corpus;
     for (const Code code : {Code::mismatch, Code::timed_out, Code::peer_lost, Code::interrupted}) {
@@ -314,6 +314,6 @@ int main(int argc, char** argv) {
     if (argc > 1 && std::string(argv[1]) == "--write") return write_corpus(), 0;
     const std::size_t rounds = argc > 1 ? std::stoul(argv[1]) : 1500;
     const std::uint64_t seed = argc > 2 ? std::stoul(argv[2]) : 1;
-    nothing_but_an_orderly_failure_comes_of_any_stream(rounds, seed);
-    a_verdict_is_whole_or_none(20 * rounds, seed);
+    every_stream_of_bytes_ends_in_an_orderly_failure(rounds, seed);
+    a_damaged_verdict_is_decoded_whole_or_not_at_all(20 * rounds, seed);
 }

@@ -6,7 +6,7 @@
 #include <functional>
 #include <thread>
 
-#include "call/progress.hpp"
+#include "call/call_queue.hpp"
 #include "check.hpp"
 #include "host/group.hpp"
 
@@ -67,7 +67,7 @@ Call barrier(std::int64_t timeout_ns) {
     return call;
 }
 
-void sums_of_every_size() {
+void sums_are_right_for_every_size() {
     for (const int n : {1, 2, 3, 5})
         with_ranks(n, [n](Rank at) {
             for (const std::size_t count : {0, 1, 18, 19, 1024, 1025, 50'000}) {
@@ -94,7 +94,7 @@ void a_mismatch_fails_alike_and_leaves_the_group_usable() {
     });
 }
 
-void a_missing_rank_is_named_when_the_time_is_over() {
+void a_missing_rank_is_named_after_the_timeout() {
     with_ranks(3, [](Rank at) {
         if (at.rank == 2) {
             std::this_thread::sleep_for(std::chrono::milliseconds(600));
@@ -119,7 +119,7 @@ void a_rank_that_left_is_named() {
     });
 }
 
-void parts_go_to_everybody() {
+void every_rank_receives_its_parts() {
     with_ranks(3, [](Rank at) {
         // all_to_all of 3000 * (sender + 1) bytes to each.
         std::vector<std::vector<std::uint8_t>> out, in;
@@ -143,9 +143,9 @@ void parts_go_to_everybody() {
 }  // namespace
 
 int main() {
-    sums_of_every_size();
+    sums_are_right_for_every_size();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
-    a_missing_rank_is_named_when_the_time_is_over();
+    a_missing_rank_is_named_after_the_timeout();
     a_rank_that_left_is_named();
-    parts_go_to_everybody();
+    every_rank_receives_its_parts();
 }

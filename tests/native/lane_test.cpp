@@ -30,18 +30,23 @@ Bytes pattern(std::size_t nbytes) {
     return bytes;
 }
 
-struct Sockets {
+// The two ends of a connection.
+struct Ends {
+    virtual ~Ends() = default;
+    std::unique_ptr<Lane> a, b;
+};
+
+struct Sockets final : Ends {
     Sockets() {
         int ends[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
         a = std::make_unique<SocketLane>(ends[0]);
         b = std::make_unique<SocketLane>(ends[1]);
     }
-    std::unique_ptr<Lane> a, b;
 };
 
 // Two rings between a and b; each end rings the other's waiter.
-struct Rings {
+struct Rings final : Ends {
     Rings() {
         a = std::make_unique<RingLane>(there, back, [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
         b = std::make_unique<RingLane>(back, there, [this] { of_a.wake(); }, [this] { return b_sees_a_gone.load(); });
@@ -49,8 +54,22 @@ struct Rings {
     Ring there, back;
     Waiter of_a, of_b;
     std::atomic<bool> a_sees_b_gone{false}, b_sees_a_gone{false};
-    std::unique_ptr<Lane> a, b;
+    ~Rings() override {
+        a.reset();
+        b.reset();
+    }
 };
+
+// Tests of both kinds of lane take one of these. They are no templates: the compiler reports unused functions only.
+using Connect = std::unique_ptr<Ends> (*)();
+
+std::unique_ptr<Ends> by_sockets() {
+    return std::make_unique<Sockets>();
+}
+
+std::unique_ptr<Ends> by_rings() {
+    return std::make_unique<Rings>();
+}
 
 // Writes and reads in turns of odd sizes until all is through.
 void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t most_read) {
@@ -73,66 +92,62 @@ void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t m
     CHECK(received == sent);
 }
 
-template <class Pair>
-void bytes_keep_their_order_in_any_sizes() {
+void bytes_arrive_in_order_whatever_the_sizes(Connect connect) {
     const std::pair<std::size_t, std::size_t> sizes[] = {{64, 64}, {1 << 20, 1 << 20}, {100'000, 48}, {77, 333'333}};
     for (const auto& [most_written, most_read] : sizes) {
-        Pair pair;
-        pass_in_turns(*pair.a, *pair.b, most_written, most_read);
-        pass_in_turns(*pair.b, *pair.a, most_read, most_written);
+        const std::unique_ptr<Ends> pair = connect();
+        pass_in_turns(*pair->a, *pair->b, most_written, most_read);
+        pass_in_turns(*pair->b, *pair->a, most_read, most_written);
     }
 }
 
-template <class Pair>
-void more_pieces_than_one_write_takes_are_a_partial_write() {
-    Pair pair;
+void a_write_of_too_many_pieces_is_partial(Connect connect) {
+    const std::unique_ptr<Ends> pair = connect();
     Bytes sent = pattern(1000);
     std::vector<Piece> many;
     for (std::size_t i = 0; i < sent.size(); ++i) many.push_back(piece(sent, i, 1));
     std::size_t written = 0;
-    while (written < sent.size()) written += static_cast<std::size_t>(pair.a->write(std::span(many).subspan(written)));
+    while (written < sent.size()) written += static_cast<std::size_t>(pair->a->write(std::span(many).subspan(written)));
     Bytes received(sent.size());
     std::vector<Piece> into;
     for (std::size_t i = 0; i < received.size(); ++i) into.push_back(piece(received, i, 1));
     std::size_t read = 0;
     while (read < received.size()) {
-        const std::ptrdiff_t n = pair.b->read(std::span(into).subspan(read));
+        const std::ptrdiff_t n = pair->b->read(std::span(into).subspan(read));
         CHECK(n > 0);
         read += static_cast<std::size_t>(n);
     }
     CHECK(received == sent);
 }
 
-template <class Pair>
-void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing() {
-    Pair pair;
+void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
+    const std::unique_ptr<Ends> pair = connect();
     Bytes bytes(4 << 20);
     const Piece all = piece(bytes, 0, bytes.size());
     std::size_t held = 0;
-    for (std::ptrdiff_t n = 1; n != 0; held += static_cast<std::size_t>(n)) CHECK((n = pair.a->write({&all, 1})) >= 0);
+    for (std::ptrdiff_t n = 1; n != 0; held += static_cast<std::size_t>(n)) CHECK((n = pair->a->write({&all, 1})) >= 0);
     CHECK(held > 0 && held < bytes.size());
     std::size_t read = 0;
     while (read < held) {
-        const std::ptrdiff_t n = pair.b->read({&all, 1});
+        const std::ptrdiff_t n = pair->b->read({&all, 1});
         CHECK(n > 0);
         read += static_cast<std::size_t>(n);
     }
-    CHECK(read == held && pair.b->read({&all, 1}) == 0);
-    CHECK(pair.a->write({&all, 1}) > 0);
+    CHECK(read == held && pair->b->read({&all, 1}) == 0);
+    CHECK(pair->a->write({&all, 1}) > 0);
 }
 
-template <class Pair>
-void what_was_sent_before_the_end_is_read_before_the_end() {
-    Pair pair;
+void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
+    const std::unique_ptr<Ends> pair = connect();
     Bytes sent = pattern(40'000);
     const Piece out = piece(sent, 0, sent.size());
-    CHECK(pair.a->write({&out, 1}) == 40'000);
-    pair.a->finish();
+    CHECK(pair->a->write({&out, 1}) == 40'000);
+    pair->a->finish();
     Bytes received(50'000);
     std::size_t read = 0;
     for (;;) {
         const Piece in = piece(received, read, std::min<std::size_t>(7'000, received.size() - read));
-        const std::ptrdiff_t n = pair.b->read({&in, 1});
+        const std::ptrdiff_t n = pair->b->read({&in, 1});
         if (n == kClosed) break;
         CHECK(n > 0);
         read += static_cast<std::size_t>(n);
@@ -140,10 +155,10 @@ void what_was_sent_before_the_end_is_read_before_the_end() {
     received.resize(read);
     CHECK(received == sent);
     const Piece back = piece(sent, 0, 10);
-    CHECK(pair.b->read({&back, 1}) == kClosed);  // and again
+    CHECK(pair->b->read({&back, 1}) == kClosed);  // and again
 }
 
-void a_socket_closed_with_bytes_unread_still_delivers_what_it_sent() {
+void a_socket_closed_with_unread_bytes_still_delivers() {
     Sockets pair;
     Bytes bytes = pattern(100);
     const Piece out = piece(bytes, 0, 100);
@@ -158,7 +173,7 @@ void a_socket_closed_with_bytes_unread_still_delivers_what_it_sent() {
     CHECK(pair.b->write({&out, 1}) == kClosed);
 }
 
-void a_socket_to_a_peer_that_never_stops_is_closed_all_the_same() {
+void a_socket_closes_although_its_peer_never_stops_sending() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     auto lane = std::make_unique<SocketLane>(ends[0]);
@@ -195,7 +210,7 @@ void a_forked_child_holds_no_socket_open() {
     waitpid(child, nullptr, 0);
 }
 
-void a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing() {
+void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
     Rings pair;
     CHECK(pair.b->read({}) == 0);
     pair.a->finish();
@@ -211,7 +226,7 @@ void a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing() {
     CHECK(other.b->read({}) == kClosed);
 }
 
-void a_peek_is_what_a_read_would_give() {
+void a_peek_shows_what_a_read_would_return() {
     Rings pair;
     Bytes sent = pattern(kRingBytes);
     Piece out = piece(sent, 0, kRingBytes / 2 + 64);
@@ -227,7 +242,7 @@ void a_peek_is_what_a_read_would_give() {
 }
 
 // A corrupt peer may write any number as head or tail: what is touched stays within the ring.
-void senseless_counts_in_a_ring_do_no_harm() {
+void corrupt_counts_in_a_ring_do_no_harm() {
     for (const std::uint64_t sense :
          {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
         auto pair = std::make_unique<Rings>();
@@ -243,7 +258,7 @@ void senseless_counts_in_a_ring_do_no_harm() {
 }
 
 // Both sides sleep without a time-out to speak of, so a wake-up that is lost is a time-out.
-void whoever_sleeps_armed_is_woken() {
+void an_armed_sleeper_is_woken() {
     const auto pair = std::make_unique<Rings>();
     const auto started = std::chrono::steady_clock::now();
     constexpr std::size_t kTotal = 8 << 20;
@@ -273,19 +288,19 @@ void whoever_sleeps_armed_is_woken() {
 }  // namespace
 
 int main() {
-    bytes_keep_their_order_in_any_sizes<Sockets>();
-    bytes_keep_their_order_in_any_sizes<Rings>();
-    more_pieces_than_one_write_takes_are_a_partial_write<Sockets>();
-    more_pieces_than_one_write_takes_are_a_partial_write<Rings>();
-    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing<Sockets>();
-    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing<Rings>();
-    what_was_sent_before_the_end_is_read_before_the_end<Sockets>();
-    what_was_sent_before_the_end_is_read_before_the_end<Rings>();
-    a_socket_closed_with_bytes_unread_still_delivers_what_it_sent();
-    a_socket_to_a_peer_that_never_stops_is_closed_all_the_same();
+    bytes_arrive_in_order_whatever_the_sizes(by_sockets);
+    bytes_arrive_in_order_whatever_the_sizes(by_rings);
+    a_write_of_too_many_pieces_is_partial(by_sockets);
+    a_write_of_too_many_pieces_is_partial(by_rings);
+    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(by_sockets);
+    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(by_rings);
+    bytes_sent_before_the_end_are_read_before_it(by_sockets);
+    bytes_sent_before_the_end_are_read_before_it(by_rings);
+    a_socket_closed_with_unread_bytes_still_delivers();
+    a_socket_closes_although_its_peer_never_stops_sending();
     a_forked_child_holds_no_socket_open();
-    a_ring_tells_of_its_peers_end_even_to_who_asks_for_nothing();
-    a_peek_is_what_a_read_would_give();
-    senseless_counts_in_a_ring_do_no_harm();
-    whoever_sleeps_armed_is_woken();
+    a_read_without_pieces_reports_the_end_of_a_rings_peer();
+    a_peek_shows_what_a_read_would_return();
+    corrupt_counts_in_a_ring_do_no_harm();
+    an_armed_sleeper_is_woken();
 }

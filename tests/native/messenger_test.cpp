@@ -49,7 +49,7 @@ void meet(Rank& at) {
         if (peer != at.rank) CHECK(received(at, peer, 1000, 0).outcome.code == Code::ok);
 }
 
-void messages_of_every_size_arrive_early_and_late(Over over) {
+void messages_of_every_size_arrive_before_and_after_their_receive(Over over) {
     with_ranks(2, 1, over, [](Rank at) {
         const std::size_t sizes[] = {0, 1, 47, 48, 16 << 10, (16 << 10) + 1, 300'000, (1 << 20) + 1, 3'000'001};
         for (const bool receiver_first : {true, false}) {
@@ -69,7 +69,7 @@ void messages_of_every_size_arrive_early_and_late(Over over) {
     });
 }
 
-void messages_go_to_and_fro_between_lists_of_pieces() {
+void messages_travel_between_lists_of_pieces() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         Bytes bytes = at.rank == 0 ? pattern(500'000, 9) : Bytes(500'000);
         std::vector<Piece> pieces;
@@ -89,7 +89,7 @@ void messages_go_to_and_fro_between_lists_of_pieces() {
     });
 }
 
-void tags_are_matched_and_order_is_kept_within_one() {
+void messages_match_by_tag_and_keep_their_order_within_it() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         // Small and large ones in turn: a large one must not be overtaken by the small one behind it.
         const std::size_t sizes[] = {10, 100'000, 10, 100'000};
@@ -109,7 +109,7 @@ void tags_are_matched_and_order_is_kept_within_one() {
     });
 }
 
-void any_source_takes_each_message_once() {
+void a_receive_from_any_source_takes_each_message_once() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         if (at.rank == 0) {
             int times[3] = {0, 0, 0};
@@ -127,7 +127,7 @@ void any_source_takes_each_message_once() {
     });
 }
 
-void a_message_that_does_not_fit_fails_and_the_next_one_arrives() {
+void a_message_that_does_not_fit_fails_alone() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         for (const std::size_t nbytes : {std::size_t{100}, std::size_t{100'000}}) {
             if (at.rank == 0) {
@@ -169,17 +169,17 @@ void many_messages_may_be_outstanding_both_ways() {
     });
 }
 
-void offers_that_nobody_takes_are_bounded() {
+void unmatched_offers_are_bounded() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         Bytes bytes(kEagerBytes + 1);
         if (at.rank == 0) {
             std::vector<std::shared_ptr<Request>> requests;
             for (std::size_t i = 0; i <= kMostOffers; ++i)
                 requests.push_back(at.messenger.send(1, 0, DType::u8, stream_of(bytes), 20 * kSecond));
-            CHECK(requests.back()->done() && requests.back()->outcome().code == Code::unfit);
+            CHECK(requests.back()->done() && requests.back()->outcome().code == Code::too_many_offers);
             CHECK(!requests[kMostOffers - 1]->done());
             CHECK(at.messenger.wait(requests.front(), 20 * kSecond, nullptr));
-            CHECK(sent(at, 1, 0, bytes).code != Code::unfit);
+            CHECK(sent(at, 1, 0, bytes).code != Code::too_many_offers);
         } else {
             CHECK(received(at, 0, 0, bytes.size()).outcome.code == Code::ok);
             at.messenger.close();
@@ -187,7 +187,7 @@ void offers_that_nobody_takes_are_bounded() {
     });
 }
 
-void threads_of_a_rank_wait_side_by_side() {
+void threads_of_one_rank_may_wait_at_the_same_time() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         std::vector<std::thread> threads;
         for (int tag = 0; tag < 4; ++tag)
@@ -205,7 +205,7 @@ void threads_of_a_rank_wait_side_by_side() {
     });
 }
 
-void whoever_waits_can_be_interrupted_while_another_thread_drives() {
+void a_wait_can_be_interrupted_while_another_thread_drives() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
             CHECK(received(at, 0, 5, 1).outcome.code == Code::interrupted);  // is told
@@ -222,7 +222,7 @@ void whoever_waits_can_be_interrupted_while_another_thread_drives() {
     });
 }
 
-void a_time_out_names_who_did_not_come_even_while_others_talk() {
+void a_timeout_names_the_missing_rank_while_others_talk() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         if (at.rank == 2) {
             pause(900);
@@ -250,7 +250,7 @@ void a_time_out_names_who_did_not_come_even_while_others_talk() {
     });
 }
 
-void a_rank_that_left_is_told_from_one_that_died(Over over) {
+void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
     for (const bool waits : {true, false}) {
         with_ranks(2, 1, over, [waits](Rank at) {
             meet(at);
@@ -273,7 +273,7 @@ void a_rank_that_left_is_told_from_one_that_died(Over over) {
     }
 }
 
-void a_close_ends_what_is_open_and_tells_why() {
+void a_close_ends_open_requests_and_says_why() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         if (at.rank == 0) {
             Bytes bytes(10);
@@ -305,7 +305,7 @@ void a_close_while_another_thread_waits_ends_its_wait() {
 }
 
 // A peer that computes for long reads nothing; what it is told meanwhile must not pile up here.
-void announcements_to_who_does_not_listen_do_not_pile_up() {
+void announcements_to_a_busy_rank_do_not_pile_up() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
             pause(600);
@@ -324,7 +324,7 @@ void announcements_to_who_does_not_listen_do_not_pile_up() {
     });
 }
 
-void the_first_verdict_stands_and_a_flood_of_them_does_no_harm() {
+void the_first_verdict_stands_in_a_flood_of_them() {
     with_ranks(4, 1, Over::sockets, [](Rank at) {
         Outcome mine;
         mine.code = Code::timed_out;
@@ -344,19 +344,20 @@ void the_first_verdict_stands_and_a_flood_of_them_does_no_harm() {
 }  // namespace
 
 int main() {
-    for (const Over over : {Over::sockets, Over::rings}) messages_of_every_size_arrive_early_and_late(over);
-    messages_go_to_and_fro_between_lists_of_pieces();
-    tags_are_matched_and_order_is_kept_within_one();
-    any_source_takes_each_message_once();
-    a_message_that_does_not_fit_fails_and_the_next_one_arrives();
+    for (const Over over : {Over::sockets, Over::rings})
+        messages_of_every_size_arrive_before_and_after_their_receive(over);
+    messages_travel_between_lists_of_pieces();
+    messages_match_by_tag_and_keep_their_order_within_it();
+    a_receive_from_any_source_takes_each_message_once();
+    a_message_that_does_not_fit_fails_alone();
     many_messages_may_be_outstanding_both_ways();
-    offers_that_nobody_takes_are_bounded();
-    threads_of_a_rank_wait_side_by_side();
-    whoever_waits_can_be_interrupted_while_another_thread_drives();
-    a_time_out_names_who_did_not_come_even_while_others_talk();
-    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_left_is_told_from_one_that_died(over);
-    a_close_ends_what_is_open_and_tells_why();
+    unmatched_offers_are_bounded();
+    threads_of_one_rank_may_wait_at_the_same_time();
+    a_wait_can_be_interrupted_while_another_thread_drives();
+    a_timeout_names_the_missing_rank_while_others_talk();
+    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_left_is_distinguished_from_one_that_died(over);
+    a_close_ends_open_requests_and_says_why();
     a_close_while_another_thread_waits_ends_its_wait();
-    announcements_to_who_does_not_listen_do_not_pile_up();
-    the_first_verdict_stands_and_a_flood_of_them_does_no_harm();
+    announcements_to_a_busy_rank_do_not_pile_up();
+    the_first_verdict_stands_in_a_flood_of_them();
 }

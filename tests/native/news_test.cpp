@@ -15,7 +15,7 @@ using namespace paceline::shm;
 
 constexpr std::int64_t kForEverNs = std::int64_t{600} * 1'000'000'000;  // longer than a test may take
 
-void a_sleeper_is_woken_by_the_news_and_not_by_the_end_of_its_sleep() {
+void news_wakes_a_sleeper_before_its_timeout() {
     News news;
     std::atomic<std::uint32_t> word{0};
     std::thread sleeper([&] { News::Sleeper(news).sleep(word, 0, kForEverNs); });
@@ -31,7 +31,7 @@ void a_sleeper_is_woken_by_the_news_and_not_by_the_end_of_its_sleep() {
     CHECK(!news.repeat());
 }
 
-void one_who_has_heard_is_left_alone() {
+void a_sleeper_that_has_heard_the_news_is_not_woken_again() {
     News news;
     std::atomic<std::uint32_t> word{0};
     News::Sleeper sleeper(news);
@@ -48,22 +48,24 @@ void one_who_has_heard_is_left_alone() {
     waker.join();
 }
 
-void the_end_of_a_holder_is_told_without_a_socket() {
-    std::promise<int> told;
-    Watch watch([&](int peer) { told.set_value(peer); });
+void the_end_of_a_holder_is_reported_without_a_socket() {
+    using Report = std::pair<int, std::uint32_t>;
+    std::promise<Report> told;
+    Watch watch([&](int peer, std::uint32_t note) { told.set_value({peer, note}); });
     const auto pulse = Pulse::create(3);
     CHECK(pulse != nullptr);
     // A thread stands for the process: the kernel does the same for each.
     std::thread([&] { CHECK(pulse->hold()); }).join();
+    pulse->leave(5);
     watch.add(7, Segment::adopt(dup(pulse->segment().fd()), pulse->segment().size()), 2);
-    CHECK(told.get_future().get() == 7);
+    CHECK((told.get_future().get() == Report{7, 5}));
 }
 
-void a_holder_that_is_watched_already_is_told_of_when_it_ends() {
+void a_holder_that_ends_while_it_is_watched_is_reported() {
     std::promise<int> told;
     std::promise<void> held;
     std::promise<void> seen;
-    Watch watch([&](int peer) { told.set_value(peer); });
+    Watch watch([&](int peer, std::uint32_t) { told.set_value(peer); });
     const auto pulse = Pulse::create(2);
     std::thread holder([&] {
         CHECK(pulse->hold());
@@ -77,8 +79,8 @@ void a_holder_that_is_watched_already_is_told_of_when_it_ends() {
     CHECK(told.get_future().get() == 1);
 }
 
-void a_holder_that_takes_leave_ends_without_a_sign() {
-    Watch watch([](int) { CHECK(false); });
+void a_holder_that_releases_its_words_ends_unreported() {
+    Watch watch([](int, std::uint32_t) { CHECK(false); });
     const auto pulse = Pulse::create(2);
     std::thread holder([&] {
         CHECK(pulse->hold());
@@ -94,10 +96,10 @@ void a_holder_that_takes_leave_ends_without_a_sign() {
 }  // namespace
 
 int main() {
-    a_sleeper_is_woken_by_the_news_and_not_by_the_end_of_its_sleep();
-    one_who_has_heard_is_left_alone();
+    news_wakes_a_sleeper_before_its_timeout();
+    a_sleeper_that_has_heard_the_news_is_not_woken_again();
     if (!Watch::is_possible()) return 0;
-    the_end_of_a_holder_is_told_without_a_socket();
-    a_holder_that_is_watched_already_is_told_of_when_it_ends();
-    a_holder_that_takes_leave_ends_without_a_sign();
+    the_end_of_a_holder_is_reported_without_a_socket();
+    a_holder_that_ends_while_it_is_watched_is_reported();
+    a_holder_that_releases_its_words_ends_unreported();
 }

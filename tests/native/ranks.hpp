@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "call/progress.hpp"
+#include "call/call_queue.hpp"
 #include "check.hpp"
 #include "executor/executor.hpp"
 
@@ -26,7 +26,7 @@ enum class Over { sockets, rings };
 struct Rank {
     int rank;
     int size;
-    link::Links& links;
+    link::LaneSet& lanes;
     Messenger& messenger;
     Executor& executor;
 };
@@ -62,12 +62,12 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
             for (std::size_t p = 0; p < size; ++p)
                 places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);
             {
-                const auto links = link::Links::create(mesh, 1, static_cast<int>(r), places, sockets[r],
-                                                       Clock::now() + std::chrono::seconds(20));
-                CHECK(links != nullptr);
-                Messenger messenger(*links);
-                Executor executor(*links, messenger);
-                body({static_cast<int>(r), n, *links, messenger, executor});
+                const auto lanes = link::LaneSet::create(mesh, 1, static_cast<int>(r), places, sockets[r],
+                                                         Clock::now() + std::chrono::seconds(20));
+                CHECK(lanes != nullptr);
+                Messenger messenger(*lanes);
+                Executor executor(*lanes, messenger);
+                body({static_cast<int>(r), n, *lanes, messenger, executor});
             }
             mesh->close();
         });

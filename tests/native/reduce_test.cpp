@@ -17,7 +17,7 @@ float tree(const std::vector<std::vector<float>>& values, std::size_t at, std::s
     return tree(values, at, low, low + half) + tree(values, at, low + half, high);
 }
 
-void sums_follow_the_tree() {
+void sums_follow_the_pairwise_tree() {
     for (std::size_t n = 1; n <= 9; ++n)
         for (const std::size_t count : {1, 7, 1023, 1024, 5000}) {
             std::vector<std::vector<float>> values(n, std::vector<float>(count));
@@ -38,7 +38,7 @@ void sums_follow_the_tree() {
         }
 }
 
-void half_precision_rounds_once() {
+void half_precision_sums_are_rounded_once() {
     const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: each alone is lost beside 1, two are not
     const void* sources[] = {&tiny, &tiny, &one};
     std::uint16_t sum = 0;
@@ -65,7 +65,7 @@ void averages_of_integers_drop_the_fraction() {
     CHECK(unsigned_mean == (1ull << 62) + 1);
 }
 
-void what_is_not_defined_is_not_found() {
+void undefined_reductions_are_not_found() {
     CHECK(find_reduction(DType::boolean, ReduceOp::avg) == nullptr);
     CHECK(find_reduction(DType::f32, ReduceOp::bxor) == nullptr);
     CHECK(find_reduction(DType::c64, ReduceOp::max) == nullptr);
@@ -76,8 +76,8 @@ void what_is_not_defined_is_not_found() {
 }  // namespace
 
 int main() {
-    sums_follow_the_tree();
-    half_precision_rounds_once();
+    sums_follow_the_pairwise_tree();
+    half_precision_sums_are_rounded_once();
     averages_of_integers_drop_the_fraction();
-    what_is_not_defined_is_not_found();
+    undefined_reductions_are_not_found();
 }

@@ -28,11 +28,11 @@ Flat send(std::int32_t peer, std::int32_t buffer, std::int32_t first, std::int32
     return {kSend, 0, peer, kOutput, 0, 0, buffer, first, count};
 }
 
-void no_steps_are_a_schedule() {
+void an_empty_list_of_steps_is_a_schedule() {
     CHECK(is_schedule({}));
 }
 
-void nonsense_is_refused() {
+void malformed_steps_are_refused() {
     const Flat good = {kReduce, 1, 1, kOutput, 0, 2, kOutput, 0, 2};
     CHECK(is_schedule(good));
     for (std::size_t length = 1; length < good.size(); ++length)
@@ -58,7 +58,7 @@ void nonsense_is_refused() {
     CHECK(!is_schedule(good, kSize, 0) && !is_schedule(good, kSize, -1) && !is_schedule(good, kSize, 1));
 }
 
-void steps_are_dealt_to_flows_in_order() {
+void steps_are_assigned_to_flows_in_order() {
     const auto schedule = Schedule::make(3, 4, kRank, kSize,
                                          joined({send(1, kOutput, 0, 1),
                                                  {kReceive, 0, 2, kScratch, 5, 2, kOutput, 0, 0},
@@ -77,7 +77,7 @@ std::vector<std::uint32_t> on(const Schedule& schedule, std::uint32_t step) {
     return steps;
 }
 
-void a_step_follows_those_that_touch_the_same_blocks() {
+void a_step_depends_on_earlier_steps_with_the_same_blocks() {
     using Steps = std::vector<std::uint32_t>;
     const auto schedule = Schedule::make(1, 4, kRank, kSize,
                                          joined({{kReceive, 0, 1, kOutput, 0, 2, kOutput, 0, 0},    // 0 writes 0, 1
@@ -101,8 +101,8 @@ void a_step_follows_those_that_touch_the_same_blocks() {
 }  // namespace
 
 int main() {
-    no_steps_are_a_schedule();
-    nonsense_is_refused();
-    steps_are_dealt_to_flows_in_order();
-    a_step_follows_those_that_touch_the_same_blocks();
+    an_empty_list_of_steps_is_a_schedule();
+    malformed_steps_are_refused();
+    steps_are_assigned_to_flows_in_order();
+    a_step_depends_on_earlier_steps_with_the_same_blocks();
 }

@@ -58,7 +58,7 @@ std::string encoded(const Message& message) {
     return bytes;
 }
 
-void a_waiter_is_answered_when_its_last_key_comes() {
+void a_waiter_is_answered_when_its_last_key_is_set() {
     Table table;
     Waiters waiters;
     std::vector<std::string> changed;
@@ -93,7 +93,7 @@ void queued_values_go_to_waiters_in_the_order_of_asking() {
     CHECK(answers.size() == 1 && answers[0].first == 2 && answers[0].second.fields[0] == "second");
 }
 
-void a_waiter_whose_time_is_over_hears_what_is_missing() {
+void a_waiter_that_times_out_learns_which_key_is_missing() {
     Table table;
     Waiters waiters;
     std::vector<std::string> changed;
@@ -110,7 +110,7 @@ void a_waiter_whose_time_is_over_hears_what_is_missing() {
     CHECK(waiters.holds(2));
 }
 
-void a_get_waits_for_a_value_even_if_a_queue_has_the_name() {
+void a_get_waits_for_a_value_although_a_queue_has_the_name() {
     Table table;
     Waiters waiters;
     std::vector<std::string> changed;
@@ -184,7 +184,7 @@ void keys_set_before_garbage_wake_their_waiters() {
     close(odd);
 }
 
-void one_who_does_not_read_holds_up_nobody() {
+void a_client_that_does_not_read_delays_nobody() {
     Server server;
     Client good(connect_to(server));
     ask(good, request(Op::set, {"big", std::string(8 << 20, 'b')}));
@@ -202,7 +202,7 @@ void one_who_does_not_read_holds_up_nobody() {
     CHECK(ask(good, request(Op::add, {"n"}, 1)).number == 5);
 }
 
-void slow_bytes_make_a_request_in_the_end() {
+void a_request_may_arrive_byte_by_byte() {
     Server server;
     const int fd = connect_to(server);
     for (const char byte : encoded(request(Op::set, {"slow", "loris"}))) {
@@ -230,7 +230,7 @@ void many_clients_add_to_one_sum() {
     CHECK(ask(client, request(Op::get, {"sum"}, 1000)).fields[0] == "3200");
 }
 
-void large_values_come_back_whole() {
+void large_values_are_returned_whole() {
     Server server;
     Client client(connect_to(server));
     std::string value(32 << 20, '\0');
@@ -239,7 +239,7 @@ void large_values_come_back_whole() {
     CHECK(ask(client, request(Op::get, {"large"}, 1000)).fields[0] == value);
 }
 
-void closing_the_client_wakes_whoever_asks() {
+void closing_the_client_wakes_its_waiting_threads() {
     Server server;
     Client client(connect_to(server));
     std::thread closer([&] {
@@ -267,7 +267,7 @@ void closing_the_server_wakes_its_clients() {
     CHECK(late.ask(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
 }
 
-void a_connection_that_ends_leaves_its_last_will() {
+void the_server_publishes_the_will_of_a_lost_connection() {
     Server server;
     Client heir(connect_to(server));
     for (const bool taken_back : {true, false}) {
@@ -282,7 +282,7 @@ void a_connection_that_ends_leaves_its_last_will() {
     }
 }
 
-void a_connection_leaves_a_will_for_each_key() {
+void a_connection_may_leave_a_will_for_each_key() {
     Server server;
     Client heir(connect_to(server));
     Client testator(connect_to(server));
@@ -295,7 +295,7 @@ void a_connection_leaves_a_will_for_each_key() {
     CHECK(ask(heir, request(Op::check, {"two"})).number == 0);
 }
 
-void a_server_that_dies_is_told_from_one_that_is_closed() {
+void a_server_that_died_is_distinguished_from_one_closed() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
     Client client(ends[0]);
@@ -311,7 +311,7 @@ void a_server_that_dies_is_told_from_one_that_is_closed() {
     CHECK(idle.ask(request(Op::count, {}), answer, Clock::now() + 20s, never) == Client::Result::closed);
 }
 
-void a_silent_server_is_left_at_the_deadline() {
+void a_request_to_a_silent_server_ends_at_its_deadline() {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
     Client client(ends[0]);
@@ -323,21 +323,21 @@ void a_silent_server_is_left_at_the_deadline() {
 }  // namespace
 
 int main() {
-    a_waiter_is_answered_when_its_last_key_comes();
+    a_waiter_is_answered_when_its_last_key_is_set();
     queued_values_go_to_waiters_in_the_order_of_asking();
-    a_waiter_whose_time_is_over_hears_what_is_missing();
-    a_get_waits_for_a_value_even_if_a_queue_has_the_name();
+    a_waiter_that_times_out_learns_which_key_is_missing();
+    a_get_waits_for_a_value_although_a_queue_has_the_name();
     malformed_messages_are_recognised();
     hostile_clients_are_dropped_and_the_others_served();
     keys_set_before_garbage_wake_their_waiters();
-    one_who_does_not_read_holds_up_nobody();
-    slow_bytes_make_a_request_in_the_end();
+    a_client_that_does_not_read_delays_nobody();
+    a_request_may_arrive_byte_by_byte();
     many_clients_add_to_one_sum();
-    large_values_come_back_whole();
-    closing_the_client_wakes_whoever_asks();
+    large_values_are_returned_whole();
+    closing_the_client_wakes_its_waiting_threads();
     closing_the_server_wakes_its_clients();
-    a_connection_that_ends_leaves_its_last_will();
-    a_connection_leaves_a_will_for_each_key();
-    a_server_that_dies_is_told_from_one_that_is_closed();
-    a_silent_server_is_left_at_the_deadline();
+    the_server_publishes_the_will_of_a_lost_connection();
+    a_connection_may_leave_a_will_for_each_key();
+    a_server_that_died_is_distinguished_from_one_closed();
+    a_request_to_a_silent_server_ends_at_its_deadline();
 }

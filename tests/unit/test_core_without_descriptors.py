@@ -60,7 +60,7 @@ def test_a_group_needs_descriptors(left: int) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     ends = [ours.detach() for ours, _ in pairs]
     with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):
-        _core.LinkGroup.create(mesh, 1, 0, [0, -1], [[], ends], 5.0)
+        _core.ScheduleGroup.create(mesh, 1, 0, [0, -1], [[], ends], 5.0)
     for _, theirs in pairs:
         await_end(theirs)
     mesh.close()

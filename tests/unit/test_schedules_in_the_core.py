@@ -33,7 +33,7 @@ class Pair:
         ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
         self._silent = theirs
         self._mesh = _core.Mesh(0, [-1])
-        group = _core.LinkGroup.create(self._mesh, 1, 0, [0, -1], [[], [end.detach() for end in ours]], 5.0)
+        group = _core.ScheduleGroup.create(self._mesh, 1, 0, [0, -1], [[], [end.detach() for end in ours]], 5.0)
         assert group is not None
         self.group = group
 
@@ -78,7 +78,7 @@ def test_a_schedule_with_blocks_that_the_call_lacks_is_refused() -> None:
     schedule = made([(COPY, 0, -1, OUTPUT, 0, 1, OUTPUT, 1, 1), (SEND, 0, 1, OUTPUT, 0, 0, OUTPUT, 1, 2)])
     with Pair() as pair:
         outcome = pair.run(schedule, Operation.ALL_REDUCE, [], [torch.ones(4)])
-        assert outcome is not None and outcome.code == Code.UNFIT
+        assert outcome is not None and outcome.code == Code.SCHEDULE_UNFIT
         error = to_error(outcome, [Member(0, "here", 7), Member(1, "here", 8)], 0, "all_reduce(float32, 4 elements)")
     assert str(error).startswith("rank 0 (here, pid 7): all_reduce(float32, 4 elements) was not begun: step 1 ")
 
@@ -109,4 +109,4 @@ def test_any_steps_are_refused_or_come_to_an_end(steps: list[Step], blocks: int,
     outputs = [torch.ones(count)] * (2 if operation == Operation.ALL_TO_ALL else 1)
     with Pair() as pair:
         outcome = pair.run(schedule, operation, inputs, outputs)
-    assert outcome is None or outcome.code in (Code.UNFIT, Code.TIMED_OUT)
+    assert outcome is None or outcome.code in (Code.SCHEDULE_UNFIT, Code.TIMED_OUT)

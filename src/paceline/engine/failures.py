@@ -23,9 +23,10 @@ class Code(IntEnum):
     TIMED_OUT = 2
     PEER_LOST = 3
     INTERRUPTED = 4
-    UNFIT = 5
+    SCHEDULE_UNFIT = 5
     REFUSED = 6  # by the library that an engine rests on
     STARVED = 7
+    TOO_MANY_OFFERS = 8
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ def to_error(
         return _mismatch(outcome, members, me)
     if outcome.code == Code.PEER_LOST:
         return _peer_lost(outcome, members, me, call, everybody or members)
-    if outcome.code == Code.UNFIT and outcome.missing:
+    if outcome.code == Code.TOO_MANY_OFFERS:
         return CollectiveError(
             f"{me}: {call} was not begun: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} wait for its "
             "receives already; receive there what was sent, or wait for earlier sends first"
         )
-    if outcome.code == Code.UNFIT:
+    if outcome.code == Code.SCHEDULE_UNFIT:
         return CollectiveError(
             f"{me}: {call} was not begun: step {outcome.step} of its schedule asks for blocks that the call's tensors "
             "do not have, or is another rank's. The other ranks wait in the call until their time-out. If the "

@@ -38,7 +38,7 @@ class NativeGroup:
     """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
 
     channel: Channel
-    links: _core.LinkGroup
+    links: _core.ScheduleGroup
 
     def close(self) -> None:
         """Ends both; idempotent."""
@@ -132,7 +132,9 @@ class NativeEngine:
         left_s = max(0.1, deadline - time.monotonic())
         # Within a host ranks that chose different algorithms do not find each other; between hosts their calls do.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
-        links = _core.LinkGroup.create(self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, left_s, ranks)
+        links = _core.ScheduleGroup.create(
+            self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, left_s, ranks
+        )
         if links is None:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:

@@ -33,7 +33,7 @@ class ScheduledChannel:
 
     def __init__(
         self,
-        links: _core.LinkGroup,
+        links: _core.ScheduleGroup,
         rank: int,
         hosts: Sequence[Sequence[int]],
         model: CostModel,

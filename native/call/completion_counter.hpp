@@ -9,9 +9,9 @@
 
 namespace paceline {
 
-class Endings {
+class CompletionCounter {
   public:
-    static Endings& of_process();
+    static CompletionCounter& of_process();
 
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
     // After the call says that it is done; a release that pairs with `count`.

@@ -1,8 +1,8 @@
-#include "call/progress.hpp"
+#include "call/call_queue.hpp"
 
 #include <pthread.h>
 
-#include "call/endings.hpp"
+#include "call/completion_counter.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline {
@@ -27,10 +27,10 @@ void Work::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
     done_.store(1, std::memory_order_release);
     shm::futex_wake_all(done_);
-    Endings::of_process().announce();
+    CompletionCounter::of_process().announce();
 }
 
-void Progress::close() {
+void CallQueue::close() {
     {
         const std::lock_guard hold(queueing_);
         closing_ = true;
@@ -44,7 +44,7 @@ void Progress::close() {
     const std::lock_guard hold(running_);  // a call that another thread makes has ended as well
 }
 
-Outcome Progress::run(Call call, const Interrupted& interrupted) {
+Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
         const std::lock_guard hold(running_);
         const Interrupted stopped = [&] { return cancelled_.load(std::memory_order_relaxed) || interrupted(); };
@@ -56,7 +56,7 @@ Outcome Progress::run(Call call, const Interrupted& interrupted) {
     return work->outcome();
 }
 
-std::shared_ptr<Work> Progress::submit(Call call) {
+std::shared_ptr<Work> CallQueue::submit(Call call) {
     auto work = std::make_shared<Work>(std::move(call));
     {
         const std::lock_guard hold(queueing_);
@@ -74,7 +74,7 @@ std::shared_ptr<Work> Progress::submit(Call call) {
     return work;
 }
 
-void Progress::work() {
+void CallQueue::work() {
     pthread_setname_np(pthread_self(), "paceline-work");
     const Interrupted interrupted = [this] { return cancelled_.load(std::memory_order_relaxed); };
     std::unique_lock hold(queueing_);

@@ -19,20 +19,20 @@ struct Peer {
     int mesh_rank = -1;  // of a rank on this host
 };
 
-class Links {
+class LaneSet {
   public:
     // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's place in the mesh, -1 on another host.
     // `sockets[r]` are the connections to group rank r on another host, the first for control; taken over at once.
     // `id` is the same on every member and new for each group. nullptr when a member of this host does not show
     // its rings until `deadline`; throws std::system_error when descriptors or memory are short. `names[r]` is what all
     // groups of this process call group rank r.
-    static std::unique_ptr<Links> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
-                                         const std::vector<int>& mesh_ranks,
-                                         const std::vector<std::vector<int>>& sockets,
-                                         std::chrono::steady_clock::time_point deadline, std::vector<int> names = {});
-    Links(const Links&) = delete;
-    Links& operator=(const Links&) = delete;
-    ~Links();
+    static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+                                           const std::vector<int>& mesh_ranks,
+                                           const std::vector<std::vector<int>>& sockets,
+                                           std::chrono::steady_clock::time_point deadline, std::vector<int> names = {});
+    LaneSet(const LaneSet&) = delete;
+    LaneSet& operator=(const LaneSet&) = delete;
+    ~LaneSet();
 
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(peers_.size()); }
@@ -53,7 +53,7 @@ class Links {
     std::uint32_t news() const { return mesh_->news().count(); }
 
   private:
-    explicit Links(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}
+    explicit LaneSet(std::shared_ptr<shm::Mesh> mesh) : mesh_(std::move(mesh)) {}
 
     bool share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline);
 
@@ -65,8 +65,5 @@ class Links {
     std::vector<int> names_;
     std::vector<std::shared_ptr<shm::Segment>> segments_;
 };
-
-// The cores this process may run on.
-int cores();
 
 }  // namespace paceline::link

@@ -1,12 +1,9 @@
-#include "link/links.hpp"
-
-#include <sched.h>
+#include "link/lane_set.hpp"
 
 #include <bit>
 #include <cerrno>
 #include <new>
 #include <system_error>
-#include <thread>
 
 #include "link/socket_lane.hpp"
 
@@ -22,23 +19,17 @@ Ring& ring_at(shm::Segment& segment, int place, int lane) {
 
 }  // namespace
 
-int cores() {
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
-    return static_cast<int>(std::thread::hardware_concurrency());
-}
-
-std::unique_ptr<Links> Links::create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
-                                     const std::vector<int>& mesh_ranks, const std::vector<std::vector<int>>& sockets,
-                                     std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
-    std::unique_ptr<Links> links(new Links(std::move(mesh)));
-    links->names_ = std::move(names);
-    links->id_ = id;
-    links->rank_ = rank;
-    links->peers_.resize(mesh_ranks.size());
+std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
+                                         const std::vector<int>& mesh_ranks,
+                                         const std::vector<std::vector<int>>& sockets,
+                                         std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
+    std::unique_ptr<LaneSet> lanes(new LaneSet(std::move(mesh)));
+    lanes->names_ = std::move(names);
+    lanes->id_ = id;
+    lanes->rank_ = rank;
+    lanes->peers_.resize(mesh_ranks.size());
     for (std::size_t r = 0; r < sockets.size(); ++r) {
-        Peer& peer = links->peers_[r];
+        Peer& peer = lanes->peers_[r];
         for (const int socket : sockets[r]) {
             auto lane = std::make_unique<SocketLane>(socket);
             if (!peer.control)
@@ -47,12 +38,12 @@ std::unique_ptr<Links> Links::create(std::shared_ptr<shm::Mesh> mesh, std::uint6
                 peer.bulk.push_back(std::move(lane));
         }
     }
-    if (!links->share_rings(mesh_ranks, deadline)) return nullptr;
-    return links;
+    if (!lanes->share_rings(mesh_ranks, deadline)) return nullptr;
+    return lanes;
 }
 
 // Every rank's segment holds the rings it writes to, in the order of the host's ranks in the group.
-bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline) {
+bool LaneSet::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline) {
     std::vector<int> locals;  // group ranks
     int my_place = 0;
     for (int r = 0; r < size(); ++r) {
@@ -99,27 +90,27 @@ bool Links::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_
     return true;
 }
 
-Cause Links::blamed_by(int rank) const {
+Cause LaneSet::blamed_by(int rank) const {
     const int there = peers_[static_cast<std::size_t>(rank)].mesh_rank;
     return mesh_ && there >= 0 ? mesh_->blamed_by(there) : Cause{};
 }
 
-int Links::name(int rank) const {
+int LaneSet::name(int rank) const {
     return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)];
 }
 
-Links::~Links() {
+LaneSet::~LaneSet() {
     peers_.clear();
     if (local_peers_ != 0) mesh_->withdraw(id_, local_peers_);
 }
 
-void Links::watch_control(Waiter& waiter) const {
+void LaneSet::watch_control(Waiter& waiter) const {
     for (const Peer& peer : peers_)
         if (peer.control && peer.control->descriptor() >= 0) waiter.watch(peer.control->descriptor());
     if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
 }
 
-void Links::watch_bulk(Waiter& waiter) const {
+void LaneSet::watch_bulk(Waiter& waiter) const {
     for (const Peer& peer : peers_)
         for (const auto& lane : peer.bulk)
             if (lane->descriptor() >= 0) waiter.watch(lane->descriptor());

@@ -27,7 +27,7 @@ class Work {
     const Outcome& outcome() const { return outcome_; }
 
   private:
-    friend class Progress;
+    friend class CallQueue;
 
     void finish(Outcome outcome);
 
@@ -36,12 +36,12 @@ class Work {
     std::atomic<std::uint32_t> done_{0};
 };
 
-class Progress {
+class CallQueue {
   public:
-    explicit Progress(std::unique_ptr<Collectives> group) : group_(std::move(group)) {}
-    Progress(const Progress&) = delete;
-    Progress& operator=(const Progress&) = delete;
-    ~Progress() { close(); }
+    explicit CallQueue(std::unique_ptr<Collectives> group) : group_(std::move(group)) {}
+    CallQueue(const CallQueue&) = delete;
+    CallQueue& operator=(const CallQueue&) = delete;
+    ~CallQueue() { close(); }
     // Ends every call that waits, other threads' as well, and returns when none runs. Idempotent.
     void close();
 

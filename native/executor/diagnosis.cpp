@@ -1,0 +1,95 @@
+// Why a call of the executor fails: mismatches, ranks that have gone, time-outs and interrupts.
+#include <algorithm>
+#include <thread>
+
+#include "executor/executor.hpp"
+
+namespace paceline::executor {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Of the slices in which a rank waits (executor.cpp).
+constexpr int kSlicesPerInterruptCheck = 5;
+constexpr int kSlicesPerSilenceCheck = 25;
+constexpr int kAnnounceAtSlice = 1;
+constexpr auto kReasonComes = std::chrono::milliseconds(200);
+
+}  // namespace
+
+// Fails the call because a lane to `peer` has ended. The reason, a goodbye or a verdict, comes over the control lane
+// and may arrive later, so this waits for it a moment.
+void Executor::lost(int peer) {
+    const auto has = [peer](const std::vector<int>& ranks) {
+        return std::find(ranks.begin(), ranks.end(), peer) != ranks.end();
+    };
+    const auto until = Clock::now() + kReasonComes;
+    for (poll(); !messenger_.failure() && !has(messenger_.left()) && Clock::now() < until; poll())
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    outcome_ = messenger_.fail(messenger_.without(peer));
+    failed_ = true;
+}
+
+std::vector<int> Executor::awaited() const {
+    std::vector<int> peers;
+    for (const FlowState& state : flows_)
+        if (state.receiving.next < state.flow->receives.size() || state.sending.next < state.flow->sends.size())
+            peers.push_back(state.flow->peer);
+    return peers;
+}
+
+// The ranks to report as missing after a time-out. A rank that has not announced this call may nevertheless have
+// completed its part; a rank that we still wait for has not.
+std::vector<int> Executor::missing(const std::vector<CallHeader>& announced) const {
+    const auto has_come = [&](int rank) {
+        return rank == lanes_.rank() || announced[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
+    };
+    const std::vector<int> here = awaited();
+    std::vector<int> ranks = here;
+    std::erase_if(ranks, has_come);
+    if (!ranks.empty()) return ranks;
+    for (int rank = 0; rank < lanes_.size(); ++rank)
+        if (!has_come(rank)) ranks.push_back(rank);
+    return ranks.empty() ? here : ranks;
+}
+
+// Looks, once in every slice of waiting, for a reason to fail the call; false when it found one.
+bool Executor::look_around(int slice, const Interrupted& interrupted) {
+    hear();
+    if (broken_at_) return true;
+    if (slice == kAnnounceAtSlice) messenger_.announce(header_);
+    const std::vector<CallHeader> announced = messenger_.announced();
+    Outcome outcome;
+    for (std::size_t r = 0; r < announced.size(); ++r) {
+        if (announced[r].sequence != header_.sequence || announced[r].fits(header_)) continue;
+        outcome.code = Code::mismatch;
+        outcome.calls = announced;
+        outcome.calls[static_cast<std::size_t>(lanes_.rank())] = header_;
+    }
+    const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started_).count();
+    const std::vector<int> left = messenger_.left();
+    for (const int peer : awaited()) {
+        if (outcome.code != Code::ok) break;
+        bool gone = slice % kSlicesPerSilenceCheck == 0 && lanes_.peer(peer).control->silent();
+        for (const auto& lane : lanes_.peer(peer).bulk)
+            gone = gone || (slice % kSlicesPerSilenceCheck == 0 && lane->silent());
+        if (!gone) continue;
+        outcome.code = Code::peer_lost;
+        outcome.missing = outcome.gone = {peer};
+    }
+    if (outcome.code == Code::ok && waited_ns > timeout_ns_) {
+        outcome.code = Code::timed_out;
+        outcome.missing = missing(announced);
+        outcome.calls = messenger_.latest();
+    }
+    if (outcome.code == Code::ok && slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted()) {
+        outcome.code = Code::interrupted;
+        outcome.missing = awaited();
+    }
+    if (outcome.code == Code::ok) return true;
+    outcome.waited_ns = waited_ns;
+    outcome_ = messenger_.fail(std::move(outcome));
+    return false;
+}
+
+}  // namespace paceline::executor

@@ -1,0 +1,162 @@
+// How the messenger's lanes are driven: by the threads that wait for requests in turns, or by its own thread.
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <set>
+
+#include "executor/messenger.hpp"
+
+namespace paceline::executor {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr int kSliceMs = 20;
+constexpr int kSlicesPerInterruptCheck = 5;
+constexpr int kSlicesPerSilenceCheck = 25;
+
+}  // namespace
+
+bool Messenger::progress() {
+    bool moved = false;
+    for (int peer = 0; peer < lanes_.size(); ++peer) {
+        PeerState& each = state(peer);
+        if (!lanes_.peer(peer).control || each.lost || each.left) continue;
+        if (!each.outgoing.empty()) moved |= flush(peer);
+        moved |= receive_from(peer);
+    }
+    return moved;
+}
+
+void Messenger::expire(bool look_for_silence) {
+    const auto now = Clock::now();
+    std::set<int> awaited;
+    for (const std::shared_ptr<Request>& request : open_) {
+        if (now > request->deadline_) {
+            Outcome outcome;
+            outcome.code = Code::timed_out;
+            outcome.waited_ns = std::chrono::nanoseconds(now - request->started_).count();
+            for (int peer = 0; peer < lanes_.size(); ++peer)
+                if (peer == request->peer_ || (request->peer_ == kAnySource && peer != lanes_.rank()))
+                    outcome.missing.push_back(peer);
+            outcome.calls = latest_locked();
+            const bool any = std::any_of(outcome.calls.begin(), outcome.calls.end(),
+                                         [](const CallHeader& call) { return call.sequence != 0; });
+            if (!any) outcome.calls.clear();  // the group's collectives do not use this messenger
+            break_group(std::move(outcome), true);
+            return;
+        }
+        if (look_for_silence && request->peer_ != kAnySource && !state(request->peer_).lost)
+            awaited.insert(request->peer_);
+    }
+    for (const int peer : awaited) {
+        if (!lanes_.peer(peer).control->silent()) continue;
+        closed(peer);
+        return;
+    }
+}
+
+// Looks for expired deadlines, silent peers and interrupts, once in a slice even when there is always something to
+// move.
+void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+                            const Interrupted& interrupted) {
+    expire(slice % kSlicesPerSilenceCheck == 0);
+    if (slice % kSlicesPerInterruptCheck != 0 || !interrupted) return;
+    hold.unlock();
+    const bool stop = interrupted();
+    hold.lock();
+    if (!stop || !until || until->done()) return;
+    Outcome outcome;
+    outcome.code = Code::interrupted;
+    if (until->peer_ >= 0) outcome.missing = {until->peer_};
+    break_group(std::move(outcome), true);
+}
+
+// Drives the lanes until `until` is done. Without it (on the messenger's own thread), until there is nothing to do or a
+// thread wants to drive for a request of its own.
+void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
+                      Clock::time_point deadline, const Interrupted& interrupted) {
+    driving_ = true;
+    auto idle_since = Clock::now();
+    auto looked = idle_since;
+    int slice = 0;
+    for (;;) {
+        const bool moved = progress();
+        if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
+        const auto now = Clock::now();
+        if (now > deadline) break;
+        if (now - looked >= std::chrono::milliseconds(kSliceMs)) {
+            looked = now;
+            look_around(hold, until, ++slice, interrupted);
+            continue;
+        }
+        if (moved) {
+            idle_since = now;
+            continue;
+        }
+        if (until && now - idle_since < kSpin) {
+            hold.unlock();
+            sched_yield();
+            hold.lock();
+            continue;
+        }
+        bool more = false;
+        for (int peer = 0; peer < lanes_.size(); ++peer)
+            if (lanes_.peer(peer).control && !state(peer).lost && !state(peer).left)
+                more |= lanes_.peer(peer).control->arm();
+        if (more) continue;
+        hold.unlock();
+        waiter_.sleep(kSliceMs);
+        hold.lock();
+    }
+    driving_ = false;
+    changed_.notify_all();
+}
+
+bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted) {
+    if (request->done()) return true;
+    auto looked = Clock::now();
+    const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
+    const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
+    std::unique_lock hold(mutex_);
+    ++urgent_;
+    if (driving_) waiter_.wake();
+    for (int slice = 0; !request->done() && Clock::now() <= deadline;) {
+        if (!driving_) {
+            drive(hold, request, deadline, interrupted);
+            continue;
+        }
+        changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
+        if (Clock::now() - looked < std::chrono::milliseconds(kSliceMs)) continue;
+        looked = Clock::now();
+        look_around(hold, request, ++slice, interrupted);
+    }
+    --urgent_;
+    changed_.notify_all();
+    return request->done();
+}
+
+void Messenger::run_in_background() {
+    const std::lock_guard hold(mutex_);
+    if (!thread_.joinable()) thread_ = std::thread([this] { background(); });
+    changed_.notify_all();
+}
+
+void Messenger::background() {
+    pthread_setname_np(pthread_self(), "paceline-messages");
+    std::unique_lock hold(mutex_);
+    for (;;) {
+        changed_.wait(hold, [this] { return closing_ || (!open_.empty() && !driving_ && urgent_ == 0); });
+        if (closing_) return;
+        drive(hold, nullptr, Clock::time_point::max(), nullptr);
+    }
+}
+
+void Messenger::poll() {
+    std::unique_lock hold(mutex_, std::try_to_lock);
+    if (hold.owns_lock() && !driving_) progress();
+}
+
+}  // namespace paceline::executor
