@@ -2,8 +2,8 @@
 
 An engine serves one type of device. It must
 
-- open groups of the ranks (`Engine.open_group`), each with a channel for collectives and links for messages, and close
-  them (`channel.py` has both);
+- open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
+  ranks (`channel.py` defines both), and close them;
 - give every wait an end, and tell how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST and MISMATCH where it can
   know, REFUSED with the library's words otherwise (`failures.Failure`);
 - run the calls of a group in the order in which they are made, synchronous or not.
@@ -12,8 +12,9 @@ It may leave to others
 
 - all that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
 - PREMUL_SUM's factors, the lists of objects, coalesced and multi-GPU forms: they come as calls of a channel;
-- the order of calls and a thread for those that run asynchronously, operations, types and reductions that its library
-  lacks: `turns.TurnChannel` has the former, `over_messages.run_schedule` runs a schedule over bare sends and receives.
+- the order of calls, and a thread for those that run asynchronously: `adapters/serial_channel.py` has both;
+- operations, types and reductions that its library lacks: `adapters/executor.py` runs schedules over bare sends and
+  receives.
 
 A module of an engine has two functions, `EngineModule`, and a line in `registry.py`; `tests/engines` says whether it is
 an engine.
@@ -35,7 +36,7 @@ from paceline.store.base import Store
 
 
 @dataclass(frozen=True)
-class Meeting:
+class EngineContext:
     """What an engine starts from.
 
     Args:
@@ -67,7 +68,7 @@ class Meeting:
 
 
 class OpenGroup(Protocol):
-    """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
+    """A group's connections: `channel` for its collectives, `messages` for messages between two of its ranks."""
 
     @property
     def channel(self) -> Channel:
@@ -75,7 +76,7 @@ class OpenGroup(Protocol):
         ...
 
     @property
-    def links(self) -> Messages:
+    def messages(self) -> Messages:
         """Sends and receives."""
         ...
 
@@ -130,6 +131,6 @@ class EngineModule(Protocol):
     def missing_piece(self) -> str | None:
         """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
 
-    def start(self, meeting: Meeting) -> Engine:
+    def start(self, context: EngineContext) -> Engine:
         """The engine, on every rank."""
         ...

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from paceline.engine.api import Engine, EngineModule, Meeting
+from paceline.engine.api import Engine, EngineContext, EngineModule
 from paceline.rendezvous.rendezvous import RendezvousResult
 
 
@@ -86,14 +86,14 @@ def require(name: str, rank: int) -> None:
         raise ValueError(f"rank {rank}: backend {name!r} cannot be used: {missing}")
 
 
-def start(name: str, meeting: Meeting) -> Engine:
+def start(name: str, context: EngineContext) -> Engine:
     """Starts an engine.
 
     Raises:
         ValueError: as for `require`.
     """
-    require(name, meeting.rank)
-    return _module(name).start(meeting)
+    require(name, context.rank)
+    return _module(name).start(context)
 
 
 def meeting(backend: Backend, rank: int) -> Callable[[float], RendezvousResult] | None:

@@ -17,10 +17,10 @@ def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> to
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
 
 
-class Stretch:
+class FlatBuffer:
     """Pieces as one stretch of memory: where they do not lie one behind the other, a copy.
 
-    The copy is filled by `load` and written back by `store`, which do nothing where there is none.
+    The copy is filled by `copy_in` and written back by `copy_out`, which do nothing where there is none.
     """
 
     def __init__(self, pieces: Iterable[Pieces]) -> None:
@@ -33,7 +33,7 @@ class Stretch:
         else:
             self.address = self._pieces[0][0] if self._pieces else 0
 
-    def load(self) -> Stretch:
+    def copy_in(self) -> FlatBuffer:
         """Fills it from the pieces; itself."""
         at = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():
@@ -41,7 +41,7 @@ class Stretch:
             at += nbytes
         return self
 
-    def store(self) -> None:
+    def copy_out(self) -> None:
         """Writes it to the pieces."""
         at = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.channel import HeaderFields, Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation
 from paceline.engine.failures import Code, Failure
@@ -32,15 +32,15 @@ class Call:
     outputs: Sequence[Pieces]
 
 
-class Refused(Exception):
+class LibraryError(Exception):
     """A library refused a call, or gave up on it; the message is what it said."""
 
 
-class Late(Exception):
+class CallTimeout(Exception):
     """A call's time was over."""
 
 
-class Ended(Exception):
+class CallEnded(Exception):
     """A call ended in a way that is known already."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -48,8 +48,8 @@ class Ended(Exception):
         self.outcome = outcome
 
 
-class Turn:
-    """A call that waits for its turn, or is over: the `Pending` of a `TurnChannel`."""
+class QueuedCall:
+    """A call that waits for its turn, or is over: the `Pending` of a `SerialChannel`."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -74,16 +74,16 @@ class Turn:
         return self._outcome
 
 
-class TurnChannel(ABC):
+class SerialChannel(ABC):
     """A `Channel` of which an engine says only how one call is performed.
 
     A call that fails breaks the group: later ones end as it did.
     """
 
-    def __init__(self, inquiry: Inquiry) -> None:
-        self._inquiry = inquiry
+    def __init__(self, diagnosis: FailureDiagnosis) -> None:
+        self._diagnosis = diagnosis
         self._turn = threading.Lock()
-        self._waiting: deque[Turn] = deque()  # the first one runs
+        self._waiting: deque[QueuedCall] = deque()  # the first one runs
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._sequence = 0
@@ -95,8 +95,8 @@ class TurnChannel(ABC):
         """Runs a call to its end, for `call.timeout_ns` at most.
 
         Raises:
-            Late: it was not over by then.
-            Refused: the library did not do it.
+            CallTimeout: it was not over by then.
+            LibraryError: the library did not do it.
         """
 
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
@@ -137,7 +137,7 @@ class TurnChannel(ABC):
         inputs: Sequence[Pieces],
         outputs: Sequence[Pieces],
         /,
-    ) -> Turn:
+    ) -> QueuedCall:
         """Any call, behind those made before."""
         return self._queue(Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs))
 
@@ -145,12 +145,12 @@ class TurnChannel(ABC):
         """Lets the others know, and ends the calls that wait; idempotent."""
         if self._broken is None:
             self._broken = Failure(Code.INTERRUPTED)
-        self._inquiry.leave()
+        self._diagnosis.leave()
         with self._arrived:
             self._arrived.notify()
 
-    def _queue(self, call: Call) -> Turn:
-        turn = Turn(call)
+    def _queue(self, call: Call) -> QueuedCall:
+        turn = QueuedCall(call)
         with self._arrived:
             self._waiting.append(turn)
             if self._thread is None:
@@ -187,9 +187,9 @@ class TurnChannel(ABC):
         self._history.append((self._sequence, operation, dtype, reduce_op, root, count))
 
     def _break(self, error: Exception, started_ns: int) -> Outcome:
-        if isinstance(error, Ended):
+        if isinstance(error, CallEnded):
             self._broken = error.outcome
             return error.outcome
-        said = "" if isinstance(error, Late) else f"{error}" if isinstance(error, Refused) else f"{error!r}"
-        self._broken = self._inquiry.find_out(self._history, said, time.monotonic_ns() - started_ns)
+        said = "" if isinstance(error, CallTimeout) else f"{error}" if isinstance(error, LibraryError) else f"{error!r}"
+        self._broken = self._diagnosis.diagnose(self._history, said, time.monotonic_ns() - started_ns)
         return self._broken

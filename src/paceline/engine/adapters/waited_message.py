@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.engine.adapters.flat_buffer import Stretch
+from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
 
@@ -58,7 +58,7 @@ class Envelope:
     """A message with what it is in front of it, in memory of its own, so that its receiver sees whether it fits."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
-        self._stretch = Stretch([pieces])
+        self._stretch = FlatBuffer([pieces])
         self._head = (self._stretch.nbytes, dtype)
         self._memory = bytearray(_HEAD.size + self._stretch.nbytes)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -66,7 +66,7 @@ class Envelope:
     def fill(self) -> Envelope:
         """For a send; itself."""
         _HEAD.pack_into(self._memory, 0, *self._head)
-        self.tensor[_HEAD.size :].copy_(self._stretch.load().tensor())
+        self.tensor[_HEAD.size :].copy_(self._stretch.copy_in().tensor())
         return self
 
     def open(self, source: int, receiver: int) -> Outcome | None:
@@ -82,5 +82,5 @@ class Envelope:
                 calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
             )
         self._stretch.tensor().copy_(self.tensor[_HEAD.size :])
-        self._stretch.store()
+        self._stretch.copy_out()
         return None

@@ -17,13 +17,13 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from paceline import _core
-from paceline.engine.adapters.diagnosis import Inquiry
-from paceline.engine.adapters.executor import OverMessages, Transfer
-from paceline.engine.adapters.flat_buffer import Stretch, tensor_at
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
+from paceline.engine.adapters.executor import PythonExecutor, Transfer
+from paceline.engine.adapters.flat_buffer import FlatBuffer, tensor_at
 from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
-from paceline.engine.adapters.serial_channel import Call, Late, Refused, TurnChannel
+from paceline.engine.adapters.serial_channel import Call, CallTimeout, LibraryError, SerialChannel
 from paceline.engine.adapters.waited_message import Envelope, WaitedMessage
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.codes import DTYPES, Operation, ReduceCode
 from paceline.engine.failures import Member
@@ -53,10 +53,10 @@ def missing_piece() -> str | None:
     return "this torch was built without gloo; install one from PyPI or pytorch.org"
 
 
-def start(meeting: Meeting) -> GlooEngine:
+def start(context: EngineContext) -> GlooEngine:
     """Connects nobody yet: groups do."""
-    announce_death(meeting)
-    return GlooEngine(meeting)
+    announce_death(context)
+    return GlooEngine(context)
 
 
 class _TorchStore(c10d.Store):
@@ -93,7 +93,7 @@ class GlooGroup:
     """A group's ProcessGroupGloo."""
 
     channel: GlooChannel
-    links: GlooMessages
+    messages: GlooMessages
 
     def close(self) -> None:
         """Ends it; idempotent."""
@@ -105,15 +105,15 @@ class GlooEngine:
 
     name = "gloo"
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
         self._groups: list[GlooGroup] = []
-        self._algorithm = known_algorithm(meeting.algorithm)
+        self._algorithm = known_algorithm(context.algorithm)
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
-        return self._meeting.members
+        return self._context.members
 
     def open_group(
         self,
@@ -124,16 +124,16 @@ class GlooEngine:
         device: torch.device | None = None,
     ) -> GlooGroup:
         """See `engine.Engine`."""
-        meeting = self._meeting
+        context = self._context
         members = [self.members[rank] for rank in ranks]
-        group_rank = list(ranks).index(meeting.rank)
+        group_rank = list(ranks).index(context.rank)
         options = c10d.ProcessGroupGloo._Options()
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address(meeting))]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address(context))]
         options._threads = _THREADS
         deadline = time.monotonic() + timeout_s
-        await_members(meeting, f"gloo/{identity}", members, group_rank, timeout_s)
+        await_members(context, f"gloo/{identity}", members, group_rank, timeout_s)
         options._timeout = max(_SHORTEST, timedelta(seconds=deadline - time.monotonic()))
-        store = _TorchStore(meeting.store, f"gloo/{identity}/")
+        store = _TorchStore(context.store, f"gloo/{identity}/")
         try:
             group = c10d.ProcessGroupGloo(store, group_rank, len(ranks), options)
         except RuntimeError as error:
@@ -141,11 +141,11 @@ class GlooEngine:
                 f"{members[group_rank]}: gloo did not connect the ranks {list(ranks)} within {timeout_s:.0f} s "
                 f"({error}); check the route and the firewall between the hosts, or choose an interface with {VARIABLE}"
             ) from error
-        inquiry = Inquiry(meeting.store, identity, members, group_rank)
+        diagnosis = FailureDiagnosis(context.store, identity, members, group_rank)
         hosts = by_host(members)
         opened = GlooGroup(
-            GlooChannel(group, store, inquiry, group_rank, hosts, known_algorithm(algorithm) or self._algorithm),
-            GlooMessages(group, inquiry, group_rank),
+            GlooChannel(group, store, diagnosis, group_rank, hosts, known_algorithm(algorithm) or self._algorithm),
+            GlooMessages(group, diagnosis, group_rank),
         )
         self._groups.append(opened)
         return opened
@@ -155,10 +155,10 @@ class GlooEngine:
         for group in self._groups:
             group.close()
         self._groups.clear()
-        announce_leave(self._meeting)
+        announce_leave(self._context)
 
 
-class GlooChannel(TurnChannel):
+class GlooChannel(SerialChannel):
     """A group's collectives over gloo.
 
     Args:
@@ -170,17 +170,17 @@ class GlooChannel(TurnChannel):
         self,
         group: c10d.ProcessGroupGloo,
         store: _TorchStore,
-        inquiry: Inquiry,
+        diagnosis: FailureDiagnosis,
         rank: int,
         hosts: Sequence[Sequence[int]],
         algorithm: str | None,
     ) -> None:
-        super().__init__(inquiry)
+        super().__init__(diagnosis)
         self._group = group
         self._store = store
         self._rank = rank
         self._size = sum(map(len, hosts))
-        self._schedules = OverMessages(_GlooWire(group), rank, hosts, algorithm)
+        self._schedules = PythonExecutor(_GlooWire(group), rank, hosts, algorithm)
         self._by_schedule = algorithm is not None
 
     def perform(self, call: Call) -> None:
@@ -201,56 +201,56 @@ class GlooChannel(TurnChannel):
     def _broadcast(self, call: Call, timeout: timedelta) -> None:
         options = c10d.BroadcastOptions()
         options.timeout, options.rootRank = timeout, call.root
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         self._group.broadcast([tensor.tensor()], options).wait()
-        tensor.store()
+        tensor.copy_out()
 
     def _all_reduce(self, call: Call, timeout: timedelta) -> None:
         options = c10d.AllreduceOptions()
         options.timeout, options.reduceOp = timeout, _OPS[ReduceCode(call.reduce_op)]
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         self._group.allreduce([tensor.tensor(DTYPES[call.dtype])], options).wait()
         self._divide(tensor.address, call)
-        tensor.store()
+        tensor.copy_out()
 
     def _reduce(self, call: Call, timeout: timedelta) -> None:
         options = c10d.ReduceOptions()
         options.timeout, options.reduceOp, options.rootRank = timeout, _OPS[ReduceCode(call.reduce_op)], call.root
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         values = tensor.tensor(DTYPES[call.dtype])
         if self._rank == call.root:
             self._group.reduce([values], options).wait()
             self._divide(tensor.address, call)
-            tensor.store()
+            tensor.copy_out()
         else:
             self._group.reduce([values.clone()], options).wait()  # gloo leaves partial sums there
 
     def _all_gather(self, call: Call, timeout: timedelta) -> None:
         options = c10d.AllgatherOptions()
         options.timeout = timeout
-        outputs = [Stretch([each]) for each in call.outputs]
-        tensor = Stretch(call.inputs).load().tensor()
+        outputs = [FlatBuffer([each]) for each in call.outputs]
+        tensor = FlatBuffer(call.inputs).copy_in().tensor()
         self._group.allgather([[each.tensor() for each in outputs]], [tensor], options).wait()
         for each in outputs:
-            each.store()
+            each.copy_out()
 
     def _gather(self, call: Call, timeout: timedelta) -> None:
         options = c10d.GatherOptions()
         options.timeout, options.rootRank = timeout, call.root
-        outputs = [Stretch([each]) for each in call.outputs]
+        outputs = [FlatBuffer([each]) for each in call.outputs]
         written = [[each.tensor() for each in outputs]] if outputs else []
-        self._group.gather(written, [Stretch(call.inputs).load().tensor()], options).wait()
+        self._group.gather(written, [FlatBuffer(call.inputs).copy_in().tensor()], options).wait()
         for each in outputs:
-            each.store()
+            each.copy_out()
 
     def _scatter(self, call: Call, timeout: timedelta) -> None:
         options = c10d.ScatterOptions()
         options.timeout, options.rootRank = timeout, call.root
-        inputs = [Stretch([each]).load() for each in call.inputs]
-        output = Stretch(call.outputs)
+        inputs = [FlatBuffer([each]).copy_in() for each in call.inputs]
+        output = FlatBuffer(call.outputs)
         read = [[each.tensor() for each in inputs]] if inputs else []
         self._group.scatter([output.tensor()], read, options).wait()
-        output.store()
+        output.copy_out()
 
     def _divide(self, address: int, call: Call) -> None:
         if call.reduce_op == ReduceCode.AVG and call.count:
@@ -280,9 +280,9 @@ def _has(call: Call) -> bool:
 class GlooMessages:
     """Messages over gloo, each with its type and length in front."""
 
-    def __init__(self, group: c10d.ProcessGroupGloo, inquiry: Inquiry, rank: int) -> None:
+    def __init__(self, group: c10d.ProcessGroupGloo, diagnosis: FailureDiagnosis, rank: int) -> None:
         self._group = group
-        self._inquiry = inquiry
+        self._diagnosis = diagnosis
         self._rank = rank
 
     def send(
@@ -319,9 +319,9 @@ class GlooMessages:
         try:
             _GlooTransfer(work).wait(started_ns + timeout_ns)
             return None
-        except (Late, Refused) as error:
-            said = "" if isinstance(error, Late) else str(error)
-            return self._inquiry.about_message(peer, said, time.monotonic_ns() - started_ns)
+        except (CallTimeout, LibraryError) as error:
+            said = "" if isinstance(error, CallTimeout) else str(error)
+            return self._diagnosis.about_message(peer, said, time.monotonic_ns() - started_ns)
 
 
 class _GlooTransfer:
@@ -352,16 +352,16 @@ def _translated(deadline_ns: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if time.monotonic_ns() >= deadline_ns:
-            raise Late from error
-        raise Refused(str(error)) from error
+            raise CallTimeout from error
+        raise LibraryError(str(error)) from error
 
 
-def _address(meeting: Meeting) -> str:
+def _address(context: EngineContext) -> str:
     """Gloo's connections are open to all who reach them, so on one host they stay on its loopback."""
-    one_host = len({member.host for member in meeting.members}) == 1
-    if one_host and not meeting.interface and _is_loopback(meeting.peer):
+    one_host = len({member.host for member in context.members}) == 1
+    if one_host and not context.interface and _is_loopback(context.peer):
         return "127.0.0.1"
-    return own_address(meeting.peer, meeting.interface)
+    return own_address(context.peer, context.interface)
 
 
 def _is_loopback(peer: str | None) -> bool:

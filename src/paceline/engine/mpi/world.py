@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
 from paceline.engine.native.scheduled import known_algorithm
 
@@ -78,7 +78,7 @@ def initialised() -> Any:
     return mpi
 
 
-def start(meeting: Meeting) -> MpiEngine:
+def start(context: EngineContext) -> MpiEngine:
     """Initialises the library.
 
     Raises:
@@ -86,15 +86,15 @@ def start(meeting: Meeting) -> MpiEngine:
     """
     mpi = initialised()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    if (rank, size) != (meeting.rank, meeting.world_size):
+    if (rank, size) != (context.rank, context.world_size):
         alone = ", since it was not started by mpirun" if size == 1 else ""
         raise ValueError(
-            f"this process is rank {meeting.rank} of {meeting.world_size}, but rank {rank} of {size} for MPI{alone}; "
-            f"start the script with `mpirun -n {meeting.world_size} python {os.path.basename(sys.argv[0])}` and call "
+            f"this process is rank {context.rank} of {context.world_size}, but rank {rank} of {size} for MPI{alone}; "
+            f"start the script with `mpirun -n {context.world_size} python {os.path.basename(sys.argv[0])}` and call "
             "init_process_group(backend='mpi') without rank and world_size"
         )
-    announce_death(meeting)
-    return MpiEngine(meeting, mpi)
+    announce_death(context)
+    return MpiEngine(context, mpi)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MpiGroup:
     """A group's communicators."""
 
     channel: MpiChannel
-    links: MpiMessages
+    messages: MpiMessages
 
     def close(self) -> None:
         """Ends it; idempotent. The communicators stay: to free them all ranks would have to wait for each other."""
@@ -114,10 +114,10 @@ class MpiEngine:
 
     name = "mpi"
 
-    def __init__(self, meeting: Meeting, mpi: Any) -> None:
-        self._meeting = meeting
+    def __init__(self, context: EngineContext, mpi: Any) -> None:
+        self._context = context
         self._mpi = mpi
-        self._algorithm = known_algorithm(meeting.algorithm)
+        self._algorithm = known_algorithm(context.algorithm)
         self._groups: list[MpiGroup] = []
         # One thread at a time: no more than MPI_THREAD_SERIALIZED is asked of the library.
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class MpiEngine:
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
-        return self._meeting.members
+        return self._context.members
 
     def open_group(
         self,
@@ -140,19 +140,19 @@ class MpiEngine:
         from paceline.engine.mpi.messages import MpiMessages
 
         mpi, members = self._mpi, [self.members[rank] for rank in ranks]
-        group_rank = list(ranks).index(self._meeting.rank)
-        await_members(self._meeting, f"mpi/{identity}", members, group_rank, timeout_s)
+        group_rank = list(ranks).index(self._context.rank)
+        await_members(self._context, f"mpi/{identity}", members, group_rank, timeout_s)
         with self._lock:
             everyone = mpi.COMM_WORLD.Get_group()
             comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
             messages = comm.Dup()
         for each in (comm, messages):
             each.Set_errhandler(mpi.ERRORS_RETURN)
-        inquiry = Inquiry(self._meeting.store, identity, members, group_rank)
+        diagnosis = FailureDiagnosis(self._context.store, identity, members, group_rank)
         algorithm = known_algorithm(algorithm) or self._algorithm
         opened = MpiGroup(
-            MpiChannel(comm, self._lock, inquiry, by_host(members), algorithm),
-            MpiMessages(messages, self._lock, inquiry),
+            MpiChannel(comm, self._lock, diagnosis, by_host(members), algorithm),
+            MpiMessages(messages, self._lock, diagnosis),
         )
         self._groups.append(opened)
         return opened
@@ -162,7 +162,7 @@ class MpiEngine:
         for group in self._groups:
             group.close()
         self._groups.clear()
-        announce_leave(self._meeting)
+        announce_leave(self._context)
 
 
 def _finalize() -> None:

@@ -48,7 +48,7 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
     between = topology.hosts[1][0]
     if topology.rank == 0:
         given = os.environ.get(VARIABLE)
-        to = functools.partial(_Way, formation, topology, links)
+        to = functools.partial(_Probe, formation, topology, links)
         within_host = _measure(to(partners[0])) if partners else _WITHIN_HOST
         between_hosts = _measure(to(between))
         gamma = _core.time_reduction(_REDUCED) / _REDUCED
@@ -56,7 +56,7 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
         formation.store.set(_KEY, _format(model))
         return model
     if topology.rank in (*partners, between):
-        _answer(_Way(formation, topology, links, 0))
+        _answer(_Probe(formation, topology, links, 0))
     if formation.absent([_KEY], deadline):
         raise RendezvousTimeoutError(
             f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
@@ -65,7 +65,7 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
     return _parse(formation.store.get(_KEY).decode())
 
 
-class _Way:
+class _Probe:
     """Messages to and from one rank."""
 
     def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
@@ -94,7 +94,7 @@ class _Way:
             )
 
 
-def _measure(way: _Way) -> LinkCost:
+def _measure(probe: _Probe) -> LinkCost:
     """Round trips within the budget. A number says how many bytes follow it; the answer is empty, and 0 is the end."""
     started = time.monotonic()
 
@@ -102,10 +102,10 @@ def _measure(way: _Way) -> LinkCost:
         best = float("inf")
         for _ in range(most):
             before = time.monotonic()
-            way.send(torch.tensor([nbytes], device="cpu"))
+            probe.send(torch.tensor([nbytes], device="cpu"))
             if nbytes > _ALONE:
-                way.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
-            way.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
+                probe.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            probe.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
             best = min(best, time.monotonic() - before)
             if time.monotonic() - started > _BUDGET_S:
                 break
@@ -116,20 +116,20 @@ def _measure(way: _Way) -> LinkCost:
     if alpha_s < _BUDGET_S / 8:
         # A large message asks before it comes, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
-    way.send(torch.tensor([0], device="cpu"))
+    probe.send(torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 
-def _answer(way: _Way) -> None:
+def _answer(probe: _Probe) -> None:
     """The other end of `_measure`."""
     nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
-        way.receive(nbytes)
+        probe.receive(nbytes)
         if int(nbytes) == 0:
             return
         if int(nbytes) > _ALONE:
-            way.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
-        way.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            probe.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
+        probe.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 def _parse(text: str) -> CostModel:

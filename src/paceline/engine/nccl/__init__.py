@@ -1,15 +1,17 @@
 """The nccl engine: CUDA tensors, by the NCCL library that torch brings or the system has.
 
-May use what `engine` may. Start reading at `engine.py`. A call becomes a `plan.py` of NCCL calls, which a `line.py`
-puts into a stream of its own; `watch.py` ends those that never would. `loader.py` finds NCCL and `functions.py` has its
-functions, `communicator.py` calls them. `device.py` is all that knows CUDA.
+A call becomes NCCL calls (`plan.py`), which `call_stream.py` puts into a CUDA stream of its own. `watch.py` aborts
+those that would never end. `loader.py` finds the library, `functions.py` declares its functions, and
+`communicator.py` calls them. Only `device.py` knows CUDA.
+
+May use: `engine/api.py`, `engine/failures.py`, `engine/introduction.py`, `store`. Start reading at `engine.py`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.nccl.device import CudaDevice
 from paceline.engine.nccl.engine import NcclEngine
 from paceline.engine.nccl.loader import LibraryMissingError, find
@@ -34,6 +36,6 @@ def missing_piece() -> str | None:
     return None
 
 
-def start(meeting: Meeting) -> NcclEngine:
+def start(context: EngineContext) -> NcclEngine:
     """The engine, on every rank."""
-    return NcclEngine(meeting, find(), CudaDevice)
+    return NcclEngine(context, find(), CudaDevice)

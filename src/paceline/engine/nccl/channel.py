@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.engine.channel import Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode, dtype_name
 from paceline.engine.failures import Failure
-from paceline.engine.nccl.line import Line
+from paceline.engine.nccl.call_stream import CallStream
 from paceline.engine.nccl.loader import Library, say_version
 from paceline.engine.nccl.plan import Plan, Room, plan
 from paceline.engine.nccl.types import Reduction, reduction
@@ -25,9 +25,9 @@ class NcclChannel:
     is ended by the watch, and the next one tells.
     """
 
-    def __init__(self, library: Library, line: Line, watch: Watch, rank: int) -> None:
+    def __init__(self, library: Library, calls: CallStream, watch: Watch, rank: int) -> None:
         self._library = library
-        self._line = line
+        self._calls = calls
         self._watch = watch
         self._rank = rank
 
@@ -80,19 +80,19 @@ class NcclChannel:
                 return plan(Operation.ALL_REDUCE, self._rank, root, [], [everybody], room)
             return plan(operation, self._rank, root, inputs, outputs, room)
 
-        self._line.stream.follow()
-        given = self._line.give(make_plan, how, header, timeout_ns)
+        self._calls.stream.follow()
+        given = self._calls.give(make_plan, how, header, timeout_ns)
         self._watch.wake()
-        return NcclWork(self._line, given)
+        return NcclWork(self._calls, given)
 
     def leave(self) -> None:
         """Takes no more calls; idempotent."""
-        self._line.leave()
+        self._calls.leave()
 
     def close(self) -> None:
-        """Ends the line; idempotent."""
-        self._watch.remove(self._line)
-        self._line.close()
+        """Ends the call stream; idempotent."""
+        self._watch.remove(self._calls)
+        self._calls.close()
 
     def _reduction(self, operation: int, dtype: int, reduce_op: int) -> Reduction | None:
         if operation not in _REDUCING:
