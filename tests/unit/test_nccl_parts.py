@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import paceline as dist
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.engine.failures import Member
-from paceline.engine.nccl import loader, missing_piece
+from paceline.engine.nccl import loader
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
+from paceline.engine.nccl.engine import missing_piece
 from paceline.engine.nccl.functions import UNIQUE_ID_BYTES, Config, NcclError, UniqueId, without_blocking
 from paceline.engine.nccl.loader import LibraryMissingError
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet

@@ -46,7 +46,7 @@ class EngineContext:
         formation: of the default group, with which the first engines start.
         members: the ranks; empty for the engine that is to find out (the native one does while it connects them).
         peer: the host at which the ranks met, if it is known.
-        interface: the interface or address that other hosts connect to; see `interface.own_address`.
+        interface: the interface or address that other hosts connect to; see `addresses.own_address`.
         algorithm: for every collective that it has, by schedule.
     """
 

@@ -23,8 +23,8 @@ class _Entry(NamedTuple):
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.engine.native.engine"),
     "gloo": _Entry("cpu", "paceline.engine.gloo.engine"),
-    "mpi": _Entry("cpu", "paceline.engine.mpi", "paceline.engine.mpi.meeting"),
-    "nccl": _Entry("cuda", "paceline.engine.nccl"),
+    "mpi": _Entry("cpu", "paceline.engine.mpi.engine", "paceline.engine.mpi.meeting"),
+    "nccl": _Entry("cuda", "paceline.engine.nccl.engine"),
 }
 _FOR_CPU = "paceline"
 _FOR_OTHERS = {"cuda": "nccl"}

@@ -14,12 +14,10 @@ from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import Call, SerialChannel
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
+from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.types import datatype, reduction
-from paceline.engine.mpi.world import library
 
-# What is longer is cut: MPI counts in 32 bits before its version 4.
-MOST_BYTES = 1 << 30
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
 # From here on Open MPI's non-blocking all-reduce takes twice the time of a schedule over its messages.

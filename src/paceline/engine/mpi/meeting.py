@@ -11,9 +11,9 @@ import time
 from datetime import timedelta
 
 from paceline.engine.adapters.serial_channel import CallTimeout
+from paceline.engine.addresses import own_address
+from paceline.engine.mpi.library import initialised
 from paceline.engine.mpi.requests import complete
-from paceline.engine.mpi.world import initialised
-from paceline.engine.native.addresses import own_address
 from paceline.errors import RendezvousTimeoutError
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.security.secret import job_secret

@@ -13,9 +13,8 @@ from paceline.engine.adapters.serial_channel import CallTimeout, LibraryError
 from paceline.engine.adapters.waited_message import WaitedMessage
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
-from paceline.engine.mpi.channel import MOST_BYTES
+from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
-from paceline.engine.mpi.world import library
 
 _HEAD = struct.Struct("<qq")  # number of bytes, type
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.engine.adapters.serial_channel import CallTimeout, LibraryError
-from paceline.engine.mpi.world import library
+from paceline.engine.mpi.library import library
 
 _AWAKE = 50
 _SPINS = 2000

@@ -12,6 +12,7 @@ from dataclasses import astuple
 import torch
 
 from paceline import _core
+from paceline.engine.algorithms import UNMEASURED
 from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
@@ -27,10 +28,6 @@ _BULK = 512 << 10
 _REDUCED = 1 << 20
 _TIMEOUT_NS = 60_000_000_000
 _ALONE = 1  # nothing follows the number
-# Where nothing can be measured: shared memory, and a fast Ethernet.
-_WITHIN_HOST = LinkCost(2e-6, 1e-10)
-_BETWEEN_HOSTS = LinkCost(3e-5, 5e-10)
-UNMEASURED = CostModel(_WITHIN_HOST, _BETWEEN_HOSTS, 1e-10)
 
 
 def agree_on_costs(formation: Formation, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
@@ -49,7 +46,7 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
     if topology.rank == 0:
         given = os.environ.get(VARIABLE)
         to = functools.partial(_Probe, formation, topology, links)
-        within_host = _measure(to(partners[0])) if partners else _WITHIN_HOST
+        within_host = _measure(to(partners[0])) if partners else UNMEASURED.within_host
         between_hosts = _measure(to(between))
         gamma = _core.time_reduction(_REDUCED) / _REDUCED
         model = _parse(given) if given else CostModel(within_host, between_hosts, gamma)
@@ -112,7 +109,7 @@ def _measure(probe: _Probe) -> LinkCost:
         return best
 
     alpha_s = best_of(_ALONE, 10) / 2
-    beta_s = _BETWEEN_HOSTS.beta_s_per_byte
+    beta_s = UNMEASURED.between_hosts.beta_s_per_byte
     if alpha_s < _BUDGET_S / 8:
         # A large message asks before it comes, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)

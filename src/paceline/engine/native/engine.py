@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from paceline import _core
+from paceline.engine.addresses import own_address
+from paceline.engine.algorithms import ALGORITHM_VARIABLE, UNMEASURED, known_algorithm
 from paceline.engine.api import EngineContext
 from paceline.engine.channel import Channel
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.engine.native.addresses import own_address
 from paceline.engine.native.bootstrap import join
 from paceline.engine.native.connections import connect
-from paceline.engine.native.costs import UNMEASURED, agree_on_costs
-from paceline.engine.native.scheduled import ALGORITHM_VARIABLE, ScheduledChannel, known_algorithm
+from paceline.engine.native.costs import agree_on_costs
+from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
 

