@@ -14,7 +14,8 @@ from values import expected, make
 
 from paceline import ReduceOp
 from paceline.engine.adapters.executor import PythonExecutor
-from paceline.engine.adapters.serial_channel import Call, CallTimeout
+from paceline.engine.adapters.serial_channel import CallTimeout
+from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.schedule.registry import ALGORITHMS, offers
 

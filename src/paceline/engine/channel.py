@@ -8,7 +8,9 @@ that runs on another thread has nobody to raise to. `failures.to_error` makes an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from paceline.engine.codes import ITEM_SIZES, Operation
 
 # Addresses and numbers of bytes, in turns.
 Pieces = Sequence[int]
@@ -104,10 +106,8 @@ class Message(Pending, Protocol):
         ...
 
 
-class Channel(Protocol):
-    """Runs the collectives of one group, in the order in which they are called, from any thread.
-
-    What `inputs` and `outputs` hold follows from the operation; n is the number of ranks:
+class Call(NamedTuple):  # the core takes it apart by position (native/bindings/calls.cpp)
+    """A collective call; what `inputs` and `outputs` hold follows from the operation, and n is the number of ranks.
 
     | operation | inputs | outputs |
     | --- | --- | --- |
@@ -120,40 +120,34 @@ class Channel(Protocol):
     | all_to_all | n, each of its own size | n, each of its own size |
     | barrier | | |
 
-    `count` is the number of elements of one (0 for all_to_all), `root` is -1 where there is none. Each is a list of
-    pieces that stand for one tensor. PREMUL_SUM comes with what has been multiplied, and is a sum.
+    Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
+    all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
+    factors already, so that an engine only sums them.
     """
 
+    operation: int
+    dtype: int
+    reduce_op: int
+    root: int
+    count: int  # type: ignore[assignment]  # tuples have a method of that name, which nobody needs here
+    timeout_ns: int
+    inputs: Sequence[Pieces]
+    outputs: Sequence[Pieces]
+
+
+class Channel(Protocol):
+    """Runs the collectives of one group, in the order in which they are called, from any thread."""
+
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
-        """Of one dense tensor, in place; None when all went well. The shortest way, for small tensors."""
+        """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""
+        outputs = [[address, count * ITEM_SIZES[dtype]]]
+        return self.run(Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
 
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Outcome | None:
-        """Any call, to its end; None when all went well."""
+    def run(self, call: Call, /) -> Outcome | None:
+        """Runs a call to its end; None when it went well."""
 
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Pending:
-        """Any call, behind those made before."""
+    def submit(self, call: Call, /) -> Pending:
+        """Queues a call behind those made before, and returns at once."""
         ...
 
     def close(self) -> None:

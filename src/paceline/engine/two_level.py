@@ -15,9 +15,9 @@ from typing import NamedTuple
 from paceline import _core
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.flat_buffer import FlatBuffer
-from paceline.engine.adapters.serial_channel import Call, CallEnded, SerialChannel
+from paceline.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.engine.api import Engine, OpenGroup
-from paceline.engine.channel import Channel, Messages, Outcome, Pieces
+from paceline.engine.channel import Call, Channel, Messages, Outcome, Pieces
 from paceline.engine.codes import Operation, ReduceCode
 from paceline.engine.failures import Code, Failure
 from paceline.store.base import Store
@@ -125,8 +125,7 @@ class TwoLevelChannel(SerialChannel):
         elif call.operation == Operation.REDUCE:
             self._reduce(call, deadline_ns)
         else:
-            arguments = call.operation, call.dtype, call.reduce_op, call.root, call.count, call.timeout_ns
-            self._check(self._whole.run(*arguments, call.inputs, call.outputs), range(self._size))
+            self._check(self._whole.run(call), range(self._size))
 
     def _all_reduce(self, call: Call, tensor: Sequence[Pieces], deadline_ns: int) -> None:
         op = ReduceCode.SUM if call.reduce_op == ReduceCode.AVG else call.reduce_op
@@ -168,9 +167,8 @@ class TwoLevelChannel(SerialChannel):
     ) -> None:
         if len(part.ranks) > 1:
             left_ns = max(1, deadline_ns - time.monotonic_ns())
-            channel = part.opened.channel
-            outcome = channel.run(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
-            self._check(outcome, part.ranks)
+            own = Call(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
+            self._check(part.opened.channel.run(own), part.ranks)
 
     def _divide(self, call: Call, tensor: Sequence[Pieces]) -> None:
         whole = FlatBuffer(tensor).copy_in()

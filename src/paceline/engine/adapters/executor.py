@@ -16,8 +16,8 @@ import torch
 
 from paceline import _core
 from paceline.engine.adapters.flat_buffer import FlatBuffer
-from paceline.engine.adapters.serial_channel import Call
 from paceline.engine.algorithms import UNMEASURED
+from paceline.engine.channel import Call
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
 from paceline.schedule.cost import choose
 from paceline.schedule.registry import build, offers

@@ -6,30 +6,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
-from paceline.engine.channel import HeaderFields, Outcome, Pieces
-from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.channel import Call, Channel, HeaderFields, Outcome
 from paceline.engine.failures import Code, Failure
 
 _FOR_EVER_S = 1e9
 _REMEMBERED = 16
-
-
-@dataclass(slots=True)  # frozen, it would take three times as long to make
-class Call:
-    """A call of a channel; see `channel.Channel`."""
-
-    operation: int
-    dtype: int
-    reduce_op: int
-    root: int
-    count: int
-    timeout_ns: int
-    inputs: Sequence[Pieces]
-    outputs: Sequence[Pieces]
 
 
 class LibraryError(Exception):
@@ -74,7 +57,7 @@ class QueuedCall:
         return self._outcome
 
 
-class SerialChannel(ABC):
+class SerialChannel(Channel, ABC):
     """A `Channel` of which an engine says only how one call is performed.
 
     A call that fails breaks the group: later ones end as it did.
@@ -99,25 +82,8 @@ class SerialChannel(ABC):
             LibraryError: the library did not do it.
         """
 
-    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
-        """Of one dense tensor, in place."""
-        pieces = [address, count * ITEM_SIZES[dtype]]
-        return self.run(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [pieces])
-
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Outcome | None:
-        """Any call, to its end."""
-        call = Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+    def run(self, call: Call, /) -> Outcome | None:
+        """Runs a call to its end; None when it went well."""
         if not self._waiting:
             with self._turn:
                 if not self._waiting:
@@ -126,20 +92,9 @@ class SerialChannel(ABC):
         turn.wait(int(_FOR_EVER_S * 1e9))
         return turn.outcome()
 
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> QueuedCall:
-        """Any call, behind those made before."""
-        return self._queue(Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs))
+    def submit(self, call: Call, /) -> QueuedCall:
+        """Queues a call behind those made before."""
+        return self._queue(call)
 
     def close(self) -> None:
         """Lets the others know, and ends the calls that wait; idempotent."""

@@ -13,7 +13,8 @@ from paceline import _core
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.executor import PythonExecutor
 from paceline.engine.adapters.flat_buffer import FlatBuffer
-from paceline.engine.adapters.serial_channel import Call, SerialChannel
+from paceline.engine.adapters.serial_channel import SerialChannel
+from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPES, Operation, ReduceCode
 from paceline.engine.gloo.wire import SHORTEST, GlooWire, translated
 

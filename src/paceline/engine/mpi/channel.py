@@ -11,8 +11,8 @@ from paceline import _core
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.executor import PythonExecutor, Transfer
 from paceline.engine.adapters.flat_buffer import FlatBuffer
-from paceline.engine.adapters.serial_channel import Call, SerialChannel
-from paceline.engine.channel import Outcome, Pieces
+from paceline.engine.adapters.serial_channel import SerialChannel
+from paceline.engine.channel import Call, Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
 from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
