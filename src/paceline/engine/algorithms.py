@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from paceline.engine.codes import Operation
 from paceline.schedule.cost import CostModel, LinkCost
 from paceline.schedule.registry import ALGORITHMS
+from paceline.schedule.steps import OPERATIONS
+from paceline.schedule.steps import Operation as OperationName
 
 ALGORITHM_NAMES = tuple(ALGORITHMS)
 ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
+
+OPERATION_NAMES: dict[int, OperationName] = {Operation[name.upper()]: name for name in OPERATIONS}
+"""What schedules call the operations of `codes.py`."""
 
 # Shared memory within a host, and fast Ethernet between hosts.
 UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)

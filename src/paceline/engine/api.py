@@ -4,20 +4,20 @@ An engine serves one type of device. It must
 
 - open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
   ranks (`channel.py` defines both), and close them;
-- give every wait an end, and tell how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST and MISMATCH where it can
-  know, REFUSED with the library's words otherwise (`failures.Failure`);
+- give every wait a deadline, and report how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST or MISMATCH if it can
+  know, otherwise REFUSED with the library's words (`failures.Failure`);
 - run the calls of a group in the order in which they are made, synchronous or not.
 
 It may leave to others
 
-- all that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
-- PREMUL_SUM's factors, the lists of objects, coalesced and multi-GPU forms: they come as calls of a channel;
+- everything that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
+- PREMUL_SUM's factors, lists of objects, coalesced and multi-GPU forms: they arrive as ordinary calls of a channel;
 - the order of calls, and a thread for those that run asynchronously: `adapters/serial_channel.py` has both;
 - operations, types and reductions that its library lacks: `adapters/executor.py` runs schedules over bare sends and
   receives.
 
-A module of an engine has two functions, `EngineModule`, and a line in `registry.py`; `tests/engines` says whether it is
-an engine.
+An engine's module has the two functions of `EngineModule` and a line in `registry.py`; `tests/engines` checks that it
+behaves as an engine must.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ class OpenGroup(Protocol):
 
     @property
     def channel(self) -> Channel:
-        """Runs its collectives."""
+        """Runs the group's collectives."""
         ...
 
     @property
     def messages(self) -> Messages:
-        """Sends and receives."""
+        """Sends to and receives from single ranks of the group."""
         ...
 
     def close(self) -> None:
-        """Ends both; idempotent."""
+        """Closes both; idempotent."""
 
 
 class Engine(Protocol):
@@ -89,7 +89,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What `backend=` calls it."""
+        """The engine's name in `backend=`."""
         ...
 
     @property
@@ -122,15 +122,15 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends every group and takes leave of the other ranks; idempotent."""
+        """Closes every group and tells the other ranks that this one leaves; idempotent."""
 
 
 class EngineModule(Protocol):
-    """What the module of an engine has; it is imported when the engine is asked for."""
+    """The functions of an engine's module, which is imported when the engine is chosen."""
 
     def missing_piece(self) -> str | None:
         """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
 
     def start(self, context: EngineContext) -> Engine:
-        """The engine, on every rank."""
+        """Starts the engine; every rank calls this."""
         ...

@@ -16,7 +16,7 @@ import torch
 
 from paceline import _core
 from paceline.engine.adapters.flat_buffer import FlatBuffer
-from paceline.engine.algorithms import UNMEASURED
+from paceline.engine.algorithms import OPERATION_NAMES, UNMEASURED
 from paceline.engine.channel import Call
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
 from paceline.schedule.cost import choose
@@ -35,7 +35,7 @@ class Transfer(Protocol):
         """Waits for its end, by the monotonic clock.
 
         Raises:
-            turns.CallTimeout, turns.LibraryError: as for `SerialChannel.perform`.
+            CallTimeout, LibraryError: as for `SerialChannel.perform`.
         """
 
 
@@ -83,12 +83,12 @@ class PythonExecutor:
         """Runs any call but a barrier.
 
         Raises:
-            turns.CallTimeout, turns.LibraryError: as for `SerialChannel.perform`.
+            CallTimeout, LibraryError: as for `SerialChannel.perform`.
         """
         operation = Operation(call.operation)
         nbytes = call.count * ITEM_SIZES[call.dtype]
         longest = nbytes if operation in _CUT else nbytes * self._size if call.count else _ANY_SIZE
-        name: Name = _NAMES[operation]
+        name = OPERATION_NAMES[operation]
         schedule = self._schedule(self._algorithm(name, longest), name, call.root)
         read_only = operation is Operation.REDUCE and call.root != self._rank
         inputs = [FlatBuffer([each]).copy_in() for each in (call.outputs if read_only else call.inputs)]
@@ -203,15 +203,3 @@ def _nearly_equal(address: int, call: Call, blocks: int) -> list[tuple[int, int]
     item_size = ITEM_SIZES[call.dtype]
     bounds = [call.count * block // blocks * item_size for block in range(blocks + 1)]
     return [(address + first, end - first) for first, end in itertools.pairwise(bounds)]
-
-
-_NAMES: dict[Operation, Name] = {
-    Operation.ALL_REDUCE: "all_reduce",
-    Operation.REDUCE: "reduce",
-    Operation.BROADCAST: "broadcast",
-    Operation.ALL_GATHER: "all_gather",
-    Operation.GATHER: "gather",
-    Operation.SCATTER: "scatter",
-    Operation.REDUCE_SCATTER: "reduce_scatter",
-    Operation.ALL_TO_ALL: "all_to_all",
-}

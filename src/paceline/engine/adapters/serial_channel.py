@@ -1,4 +1,4 @@
-"""Takes the calls of a group in turn: those that run synchronously where they are made, the others on a thread."""
+"""Runs the calls of a group one after the other: synchronous ones where they are made, the others on a thread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _REMEMBERED = 16
 
 
 class LibraryError(Exception):
-    """A library refused a call, or gave up on it; the message is what it said."""
+    """A library refused a call, or gave up on it; the message has the library's words."""
 
 
 class CallTimeout(Exception):
-    """A call's time was over."""
+    """A call was not over by its deadline."""
 
 
 class CallEnded(Exception):
-    """A call ended in a way that is known already."""
+    """A call failed, and its outcome is known already."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class CallEnded(Exception):
 
 
 class QueuedCall:
-    """A call that waits for its turn, or is over: the `Pending` of a `SerialChannel`."""
+    """A call in the queue of a `SerialChannel`, which is its `Pending`."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -40,7 +40,7 @@ class QueuedCall:
         self._outcome: Outcome | None = None
 
     def end(self, outcome: Outcome | None) -> None:
-        """The call is over."""
+        """Marks the call as over."""
         self._outcome = outcome
         self._over.set()
 
@@ -58,9 +58,9 @@ class QueuedCall:
 
 
 class SerialChannel(Channel, ABC):
-    """A `Channel` of which an engine says only how one call is performed.
+    """A `Channel` for an engine that only says how one call is performed.
 
-    A call that fails breaks the group: later ones end as it did.
+    A call that fails breaks the group: later calls end in the same way.
     """
 
     def __init__(self, diagnosis: FailureDiagnosis) -> None:
@@ -78,8 +78,8 @@ class SerialChannel(Channel, ABC):
         """Runs a call to its end, for `call.timeout_ns` at most.
 
         Raises:
-            CallTimeout: it was not over by then.
-            LibraryError: the library did not do it.
+            CallTimeout: the call was not over by then.
+            LibraryError: the library refused the call or failed.
         """
 
     def run(self, call: Call, /) -> Outcome | None:
@@ -97,7 +97,7 @@ class SerialChannel(Channel, ABC):
         return self._queue(call)
 
     def close(self) -> None:
-        """Lets the others know, and ends the calls that wait; idempotent."""
+        """Tells the other ranks that this one leaves, and ends the calls that wait; idempotent."""
         if self._broken is None:
             self._broken = Failure(Code.INTERRUPTED)
         self._diagnosis.leave()

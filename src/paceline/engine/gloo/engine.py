@@ -31,14 +31,14 @@ _THREADS = 2
 
 
 def missing_piece() -> str | None:
-    """Gloo is part of torch, nearly always."""
+    """Returns the fix if this torch lacks gloo, which nearly every torch has; None otherwise."""
     if c10d.is_gloo_available():
         return None
     return "this torch was built without gloo; install one from PyPI or pytorch.org"
 
 
 def start(context: EngineContext) -> GlooEngine:
-    """Connects nobody yet: groups do."""
+    """Starts the engine without any connection; each group opens its own."""
     announce_death(context)
     return GlooEngine(context)
 
@@ -80,7 +80,7 @@ class GlooGroup:
     messages: GlooMessages
 
     def close(self) -> None:
-        """Ends it; idempotent."""
+        """Closes the group; idempotent."""
         self.channel.close()
 
 
@@ -135,7 +135,7 @@ class GlooEngine:
         return opened
 
     def close(self) -> None:
-        """Ends every group; idempotent."""
+        """Closes every group; idempotent."""
         for group in self._groups:
             group.close()
         self._groups.clear()

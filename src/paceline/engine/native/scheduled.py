@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Sequence
 
 from paceline import _core
-from paceline.engine.algorithms import ALGORITHM_NAMES
+from paceline.engine.algorithms import ALGORITHM_NAMES, OPERATION_NAMES
 from paceline.engine.channel import Call, Channel
 from paceline.engine.codes import ITEM_SIZES, Operation
 from paceline.schedule.cost import Choice, CostModel, choose
 from paceline.schedule.registry import build, offers
-from paceline.schedule.steps import OPERATIONS, Schedule, Slice
 from paceline.schedule.steps import Operation as Name
+from paceline.schedule.steps import Schedule, Slice
 
 # Every rank knows all sizes but those of an all_to_all, which differ from rank to rank.
 _ANY_SIZE = 1 << 20
@@ -63,10 +63,10 @@ class ScheduledChannel(Channel):
         return self._links.submit(self._schedule_for(call), call)
 
     def close(self) -> None:
-        """The links are their owner's to close."""
+        """Does nothing: the group that owns the links closes them."""
 
     def _schedule_for(self, call: Call) -> _core.Schedule:
-        name = _NAMES[call.operation]
+        name = OPERATION_NAMES[call.operation]
         return self._schedule(self._algorithm(name, self._nbytes(call)), name, call.root)
 
     def _nbytes(self, call: Call) -> int:
@@ -80,9 +80,6 @@ class ScheduledChannel(Channel):
         schedule = build(algorithm, name, self._rank, self._size, root, self._hosts)
         code = 1 + ALGORITHM_NAMES.index(algorithm)
         return _core.Schedule.make(code, schedule.blocks, self._rank, self._size, _flatten(schedule))
-
-
-_NAMES: dict[int, Name] = {Operation[name.upper()]: name for name in OPERATIONS}
 
 
 def _flatten(schedule: Schedule) -> bytes:

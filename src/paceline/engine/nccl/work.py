@@ -73,7 +73,7 @@ class NcclMessage:
         self._work: NcclWork | None = None
 
     def arrive(self, work: NcclWork) -> None:
-        """It was given to the call stream."""
+        """Marks the message as given to its call stream."""
         self._work = work
         self._arrived.set()
 
