@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from paceline.engine import registry
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.nccl import loader
 from paceline.engine.nccl.engine import NcclEngine
 
@@ -58,10 +58,10 @@ def missing_piece() -> None:
     """Nothing."""
 
 
-def start(meeting: Meeting) -> NcclEngine:
+def start(context: EngineContext) -> NcclEngine:
     loaded = loader.find()
     cuda = stand_in_for_cuda(loaded.path)
-    return NcclEngine(meeting, loaded, lambda device: StubDevice(cuda))
+    return NcclEngine(context, loaded, lambda device: StubDevice(cuda))
 
 
 def stand_in_for_cuda(path: str) -> ctypes.CDLL:

@@ -22,17 +22,18 @@ Stream to_stream(const FlatPieces& flat) {
     return Stream(std::move(pieces));
 }
 
-Call make_call(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
-               const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
+Call to_call(const nb::tuple& fields) {
+    constexpr std::size_t kFields = 8;
+    if (fields.size() != kFields) throw nb::type_error("a call is a paceline.engine.channel.Call");
     Call call;
-    call.operation = static_cast<Operation>(operation);
-    call.dtype = static_cast<DType>(dtype);
-    call.reduce_op = static_cast<ReduceOp>(reduce_op);
-    call.root = root;
-    call.count = count;
-    call.timeout_ns = timeout_ns;
-    call.inputs = to_streams(inputs);
-    call.outputs = to_streams(outputs);
+    call.operation = static_cast<Operation>(nb::cast<int>(fields[0]));
+    call.dtype = static_cast<DType>(nb::cast<int>(fields[1]));
+    call.reduce_op = static_cast<ReduceOp>(nb::cast<int>(fields[2]));
+    call.root = nb::cast<int>(fields[3]);
+    call.count = nb::cast<std::uint64_t>(fields[4]);
+    call.timeout_ns = nb::cast<std::int64_t>(fields[5]);
+    call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[6]));
+    call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[7]));
     return call;
 }
 

@@ -17,8 +17,10 @@ namespace paceline::bindings {
 using FlatPieces = std::vector<std::uint64_t>;
 
 Stream to_stream(const FlatPieces& flat);
-Call make_call(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
-               const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs);
+
+// The call that a paceline.engine.channel.Call describes, a tuple: operation, dtype, reduce op, root, count, time-out,
+// inputs, outputs.
+Call to_call(const nanobind::tuple& fields);
 
 // Lets Ctrl-C through while a call waits; leaves the exception set on the calling thread.
 bool python_interrupted();

@@ -45,15 +45,10 @@ class HostGroup {
         return finish(std::move(call));
     }
 
-    nb::object run(int operation, int dtype, int reduce_op, int root, std::uint64_t count, std::int64_t timeout_ns,
-                   const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
-        return finish(make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs));
-    }
+    nb::object run(const nb::tuple& call) { return finish(to_call(call)); }
 
-    std::shared_ptr<Work> submit(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
-                                 std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
-                                 const std::vector<FlatPieces>& outputs) {
-        Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+    std::shared_ptr<Work> submit(const nb::tuple& fields) {
+        Call call = to_call(fields);
         find_region(call);
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;

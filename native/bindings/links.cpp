@@ -72,18 +72,14 @@ class ScheduleGroup {
         static_cast<void>(new std::shared_ptr<link::LaneSet>(lanes_));
     }
 
-    nb::object run(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op, int root,
-                   std::uint64_t count, std::int64_t timeout_ns, const std::vector<FlatPieces>& inputs,
-                   const std::vector<FlatPieces>& outputs) {
-        Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+    nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
+        Call call = to_call(fields);
         call.schedule = std::move(schedule);
         return run_call(*queue(), std::move(call));
     }
 
-    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, int operation, int dtype, int reduce_op,
-                                 int root, std::uint64_t count, std::int64_t timeout_ns,
-                                 const std::vector<FlatPieces>& inputs, const std::vector<FlatPieces>& outputs) {
-        Call call = make_call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs);
+    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
+        Call call = to_call(fields);
         call.schedule = std::move(schedule);
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.engine.channel import Call
+
 class Outcome:
     """Why a collective call failed."""
 
@@ -48,30 +50,8 @@ class HostGroup:
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> Outcome | None: ...
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> Outcome | None: ...
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> Work: ...
+    def run(self, call: Call, /) -> Outcome | None: ...
+    def submit(self, call: Call, /) -> Work: ...
     def close(self) -> None: ...
 
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
@@ -117,32 +97,8 @@ class ScheduleGroup:
         timeout_s: float,
         names: Sequence[int] = (),
     ) -> ScheduleGroup | None: ...
-    def run(
-        self,
-        schedule: Schedule,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> Outcome | None: ...
-    def submit(
-        self,
-        schedule: Schedule,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        /,
-    ) -> Work: ...
+    def run(self, schedule: Schedule, call: Call, /) -> Outcome | None: ...
+    def submit(self, schedule: Schedule, call: Call, /) -> Work: ...
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Sequence[int], timeout_ns: int, background: bool, /
     ) -> Message: ...

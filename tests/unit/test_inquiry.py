@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import paceline as dist
-from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.members import fate_of
 from paceline.engine.failures import Code, Member, to_error
 from paceline.engine.introduction import introduce, read
@@ -68,7 +68,7 @@ def members(*processes: Process | None) -> list[Member]:
 
 
 def finds(store: dist.Store, them: list[Member], said: str = "", rank: int = 0):
-    failure = Inquiry(store, 1, them, rank).find_out(HISTORY, said, 10**9)
+    failure = FailureDiagnosis(store, 1, them, rank).diagnose(HISTORY, said, 10**9)
     return failure, str(to_error(failure, them, rank, "all_reduce(float32, 3 elements, SUM)"))
 
 
@@ -129,8 +129,8 @@ def test_a_process_that_ended_with_the_store_is_not_called_dead():
 
 def test_a_message_to_another_rank_is_given_up_without_verdict():
     them = members(Process.mine(), ELSEWHERE)
-    assert Inquiry(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
-    assert Inquiry(Gone(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
+    assert FailureDiagnosis(dist.HashStore(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
+    assert FailureDiagnosis(Gone(), 1, them, 0).about_message(1, "", 10**9).code == Code.TIMED_OUT
 
 
 def test_ranks_of_one_version_know_each_other():

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import paceline as dist
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.engine.failures import Member
-from paceline.engine.nccl import loader, missing_piece
+from paceline.engine.nccl import loader
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
+from paceline.engine.nccl.engine import missing_piece
 from paceline.engine.nccl.functions import UNIQUE_ID_BYTES, Config, NcclError, UniqueId, without_blocking
 from paceline.engine.nccl.loader import LibraryMissingError
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
-from paceline.engine.nccl.plan import Call, Kind, plan
+from paceline.engine.nccl.plan import Kind, NcclCall, plan
 from paceline.engine.nccl.types import DataType, RedOp, Reduction, reduction
 
 MEMBERS = (Member(0, "alpha", 11), Member(1, "beta", 12))
@@ -109,18 +110,18 @@ def no_room(nbytes: int) -> int:
 
 def test_parts_that_lie_flat_are_gathered_without_a_copy():
     made = plan(Operation.ALL_GATHER, 1, -1, [[1000, 8]], [[2000, 8], [2008, 8]], no_room)
-    assert made.calls == [Call(Kind.ALL_GATHER, 1000, 2000, 8)]
+    assert made.calls == [NcclCall(Kind.ALL_GATHER, 1000, 2000, 8)]
     assert not made.before and not made.after
 
 
 def test_a_list_is_reduced_piece_by_piece_in_place():
     made = plan(Operation.ALL_REDUCE, 0, -1, [], [[1000, 8, 3000, 0, 5000, 4]], no_room)
-    assert made.calls == [Call(Kind.ALL_REDUCE, 1000, 1000, 8), Call(Kind.ALL_REDUCE, 5000, 5000, 4)]
+    assert made.calls == [NcclCall(Kind.ALL_REDUCE, 1000, 1000, 8), NcclCall(Kind.ALL_REDUCE, 5000, 5000, 4)]
 
 
 def test_ranks_of_which_only_the_root_reads_get_no_target():
-    assert plan(Operation.REDUCE, 1, 0, [], [[1000, 8]], no_room).calls == [Call(Kind.REDUCE, 1000, 0, 8, 0)]
-    assert plan(Operation.REDUCE, 0, 0, [], [[1000, 8]], no_room).calls == [Call(Kind.REDUCE, 1000, 1000, 8, 0)]
+    assert plan(Operation.REDUCE, 1, 0, [], [[1000, 8]], no_room).calls == [NcclCall(Kind.REDUCE, 1000, 0, 8, 0)]
+    assert plan(Operation.REDUCE, 0, 0, [], [[1000, 8]], no_room).calls == [NcclCall(Kind.REDUCE, 1000, 1000, 8, 0)]
 
 
 def test_an_empty_part_is_no_message():
@@ -224,7 +225,7 @@ def test_calls_of_a_plan_form_one_group(functions, tmp_path):
     stream = nccl_stub.stand_in_for_cuda(loader.find().path).stubOpenStream()
     memory = torch.ones(6)
     address = memory.data_ptr()
-    calls = [Call(Kind.ALL_REDUCE, address, address, 8), Call(Kind.ALL_REDUCE, address + 8, address + 8, 16)]
+    calls = [NcclCall(Kind.ALL_REDUCE, address, address, 8), NcclCall(Kind.ALL_REDUCE, address + 8, address + 8, 16)]
     how = Reduction(DataType.FLOAT32, 4, RedOp.SUM)
     with nccl_stub.told(in_progress=3):
         made.launch(calls, how, stream, time.monotonic() + 5)

@@ -13,8 +13,9 @@ import torch
 from values import expected, make
 
 from paceline import ReduceOp
-from paceline.engine.adapters.executor import OverMessages
-from paceline.engine.adapters.serial_channel import Call, Late
+from paceline.engine.adapters.executor import PythonExecutor
+from paceline.engine.adapters.serial_channel import CallTimeout
+from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.schedule.registry import ALGORITHMS, offers
 
@@ -40,7 +41,7 @@ class _Received:
             try:
                 data = self.link.messages.get(timeout=max(0.0, (deadline_ns - time.monotonic_ns()) / 1e9))
             except queue.Empty:
-                raise Late from None
+                raise CallTimeout from None
             first = self.link.posted.pop(0)
             assert len(data) == first.nbytes
             ctypes.memmove(first.address, data, first.nbytes)
@@ -104,7 +105,7 @@ def _run(algorithm: str, operation: Operation, op: ReduceCode, size: int, root: 
             [_pieces(each) for each in inputs],
             [_pieces(each) for each in outputs],
         )
-        OverMessages(_Wire(links, rank), rank, _HOSTS[size], algorithm).run(call, time.monotonic_ns() + 10**10)
+        PythonExecutor(_Wire(links, rank), rank, _HOSTS[size], algorithm).run(call, time.monotonic_ns() + 10**10)
         return outputs
 
     with ThreadPoolExecutor(size) as ranks:
@@ -159,5 +160,5 @@ def test_the_wait_for_an_absent_rank_ends_at_its_time_out():
     links: _Links = defaultdict(_Link)
     tensor = torch.ones(_COUNT)
     call = Call(Operation.ALL_REDUCE, DTYPE_CODES[torch.float32], ReduceCode.SUM, -1, _COUNT, 0, [], [_pieces(tensor)])
-    with pytest.raises(Late):
-        OverMessages(_Wire(links, 0), 0, _HOSTS[2]).run(call, time.monotonic_ns() + 50_000_000)
+    with pytest.raises(CallTimeout):
+        PythonExecutor(_Wire(links, 0), 0, _HOSTS[2]).run(call, time.monotonic_ns() + 50_000_000)

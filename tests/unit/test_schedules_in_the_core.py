@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import _core
+from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
 from paceline.engine.failures import Code, Member, to_error
 
@@ -43,9 +44,8 @@ class Pair:
         reduction = ReduceCode.SUM if operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER) else ReduceCode.NONE
         count = (outputs or inputs)[0].numel()
         pieces = [[[each.data_ptr(), each.nbytes] for each in tensors] for tensors in (inputs, outputs)]
-        return self.group.run(
-            schedule, operation, DTYPE_CODES[torch.float32], reduction, -1, count, MILLISECOND_NS, *pieces
-        )
+        call = Call(operation, DTYPE_CODES[torch.float32], reduction, -1, count, MILLISECOND_NS, *pieces)
+        return self.group.run(schedule, call)
 
     def __enter__(self) -> Pair:
         return self

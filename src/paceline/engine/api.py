@@ -2,21 +2,22 @@
 
 An engine serves one type of device. It must
 
-- open groups of the ranks (`Engine.open_group`), each with a channel for collectives and links for messages, and close
-  them (`channel.py` has both);
-- give every wait an end, and tell how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST and MISMATCH where it can
-  know, REFUSED with the library's words otherwise (`failures.Failure`);
+- open groups of the ranks (`Engine.open_group`), each with a channel for its collectives and with messages between its
+  ranks (`channel.py` defines both), and close them;
+- give every wait a deadline, and report how a call ended as an `Outcome`: TIMED_OUT, PEER_LOST or MISMATCH if it can
+  know, otherwise REFUSED with the library's words (`failures.Failure`);
 - run the calls of a group in the order in which they are made, synchronous or not.
 
 It may leave to others
 
-- all that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
-- PREMUL_SUM's factors, the lists of objects, coalesced and multi-GPU forms: they come as calls of a channel;
-- the order of calls and a thread for those that run asynchronously, operations, types and reductions that its library
-  lacks: `turns.TurnChannel` has the former, `over_messages.run_schedule` runs a schedule over bare sends and receives.
+- everything that concerns tensors (views, copies, types, checks of arguments): `group/` does that;
+- PREMUL_SUM's factors, lists of objects, coalesced and multi-GPU forms: they arrive as ordinary calls of a channel;
+- the order of calls, and a thread for those that run asynchronously: `adapters/serial_channel.py` has both;
+- operations, types and reductions that its library lacks: `adapters/executor.py` runs schedules over bare sends and
+  receives.
 
-A module of an engine has two functions, `EngineModule`, and a line in `registry.py`; `tests/engines` says whether it is
-an engine.
+An engine's module has the two functions of `EngineModule` and a line in `registry.py`; `tests/engines` checks that it
+behaves as an engine must.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.store.base import Store
 
 
 @dataclass(frozen=True)
-class Meeting:
+class EngineContext:
     """What an engine starts from.
 
     Args:
@@ -45,7 +46,7 @@ class Meeting:
         formation: of the default group, with which the first engines start.
         members: the ranks; empty for the engine that is to find out (the native one does while it connects them).
         peer: the host at which the ranks met, if it is known.
-        interface: the interface or address that other hosts connect to; see `interface.own_address`.
+        interface: the interface or address that other hosts connect to; see `addresses.own_address`.
         algorithm: for every collective that it has, by schedule.
     """
 
@@ -67,20 +68,20 @@ class Meeting:
 
 
 class OpenGroup(Protocol):
-    """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
+    """A group's connections: `channel` for its collectives, `messages` for messages between two of its ranks."""
 
     @property
     def channel(self) -> Channel:
-        """Runs its collectives."""
+        """Runs the group's collectives."""
         ...
 
     @property
-    def links(self) -> Messages:
-        """Sends and receives."""
+    def messages(self) -> Messages:
+        """Sends to and receives from single ranks of the group."""
         ...
 
     def close(self) -> None:
-        """Ends both; idempotent."""
+        """Closes both; idempotent."""
 
 
 class Engine(Protocol):
@@ -88,7 +89,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What `backend=` calls it."""
+        """The engine's name in `backend=`."""
         ...
 
     @property
@@ -121,15 +122,15 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends every group and takes leave of the other ranks; idempotent."""
+        """Closes every group and tells the other ranks that this one leaves; idempotent."""
 
 
 class EngineModule(Protocol):
-    """What the module of an engine has; it is imported when the engine is asked for."""
+    """The functions of an engine's module, which is imported when the engine is chosen."""
 
     def missing_piece(self) -> str | None:
         """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
 
-    def start(self, meeting: Meeting) -> Engine:
-        """The engine, on every rank."""
+    def start(self, context: EngineContext) -> Engine:
+        """Starts the engine; every rank calls this."""
         ...

@@ -1,16 +1,18 @@
-"""What an engine gives a group: something that runs its collectives, and messages between two of its ranks.
+"""What an engine gives a group: a channel that runs its collectives, and messages between two of its ranks.
 
-Tensors cross as addresses and numbers of bytes (`Pieces`), on whatever device the group was opened for; types,
-operations and reductions as the numbers of `codes.py`. What comes back is how a call ended, never an exception: a call
-that runs on another thread has nobody to raise to. `failures.to_error` makes an exception of it.
+Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device that the group was opened for; types,
+operations and reductions are passed as the numbers of `codes.py`. A call returns how it ended and never raises, since
+a call on another thread has nobody to raise to; `failures.to_error` turns the outcome into an exception.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-# Addresses and numbers of bytes, in turns.
+from paceline.engine.codes import ITEM_SIZES, Operation
+
+# A tensor in one or more pieces: address, number of bytes, address, number of bytes, ...
 Pieces = Sequence[int]
 
 HeaderFields = tuple[int, int, int, int, int, int]
@@ -21,55 +23,55 @@ class Outcome(Protocol):
 
     @property
     def code(self) -> int:
-        """Of `failures.Code`."""
+        """A `failures.Code`."""
 
     @property
     def missing(self) -> Sequence[int]:
-        """Who did not come."""
+        """Ranks that did not make the call."""
 
     @property
     def gone(self) -> Sequence[int]:
-        """Who died or left."""
+        """Ranks that died or left."""
 
     @property
     def left(self) -> Sequence[int]:
-        """Who of those left in order."""
+        """The ranks among `gone` that left cleanly rather than died."""
 
     @property
     def cause(self) -> int:
-        """For whose sake those in `gone` went, if they said so: a rank as the engine counts its `members`."""
+        """The rank because of which those in `gone` left, if they said so; it counts in the engine's `members`."""
 
     @property
     def cause_left(self) -> bool:
-        """Whether that one left in order."""
+        """Whether `cause` left cleanly rather than died."""
 
     @property
     def reporter(self) -> int:
-        """Who saw it first and ended the group for all."""
+        """The rank that saw the failure first and ended the group for all."""
 
     @property
     def waited_ns(self) -> int:
-        """For how long."""
+        """How long the call waited."""
 
     @property
     def step(self) -> int:
-        """Of the schedule, which does not fit the call."""
+        """The index of the first step of the schedule that does not fit the call (UNFIT only)."""
 
     @property
     def split_from(self) -> int:
-        """Whose part does not fit what another expects."""
+        """The rank that sends a part of another size than its receiver expects."""
 
     @property
     def split_to(self) -> int:
-        """Whom that part is for."""
+        """The rank for which the part of `split_from` is meant."""
 
     @property
     def split_sent(self) -> int:
-        """Its bytes at the sender."""
+        """The bytes of that part at the sender."""
 
     @property
     def split_expected(self) -> int:
-        """Its bytes at the receiver."""
+        """The bytes of that part that the receiver expects."""
 
     @property
     def calls(self) -> Sequence[HeaderFields]:
@@ -77,37 +79,35 @@ class Outcome(Protocol):
 
     @property
     def algorithms(self) -> Sequence[int]:
-        """By which algorithm each made it, 0 for none."""
+        """The algorithm of each of these calls: one more than its place in the registry, or 0 without one."""
 
 
 class Pending(Protocol):
-    """A call in progress. It may be asked from several threads at once."""
+    """A call in progress; several threads may use it at once."""
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the call is over, successfully or not."""
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits without the interpreter lock until the tensors may be used; False when the time was over first.
+        """Waits, without the interpreter lock, until the tensors may be used; returns False if the time was over first.
 
-        On a device with streams that is when the calling thread's current stream has been made to wait.
+        On a device with streams the wait is over as soon as the calling thread's current stream has been made to wait.
         """
 
     def outcome(self) -> Outcome | None:
-        """Why it failed; None when it went well. For calls that `wait` has returned True for."""
+        """Why the call failed, or None if it succeeded; valid once `wait` has returned True."""
 
 
 class Message(Pending, Protocol):
     """A send or a receive in progress."""
 
     def source(self) -> int:
-        """Of a receive that is over: the sender's group rank."""
+        """The group rank of the sender, once a receive is over."""
         ...
 
 
-class Channel(Protocol):
-    """Runs the collectives of one group, in the order in which they are called, from any thread.
-
-    What `inputs` and `outputs` hold follows from the operation; n is the number of ranks:
+class Call(NamedTuple):  # the core takes it apart by position (native/bindings/calls.cpp)
+    """A collective call; what `inputs` and `outputs` hold follows from the operation, and n is the number of ranks.
 
     | operation | inputs | outputs |
     | --- | --- | --- |
@@ -120,53 +120,47 @@ class Channel(Protocol):
     | all_to_all | n, each of its own size | n, each of its own size |
     | barrier | | |
 
-    `count` is the number of elements of one (0 for all_to_all), `root` is -1 where there is none. Each is a list of
-    pieces that stand for one tensor. PREMUL_SUM comes with what has been multiplied, and is a sum.
+    Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
+    all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
+    factors already, so that an engine only sums them.
     """
 
+    operation: int
+    dtype: int
+    reduce_op: int
+    root: int
+    count: int  # type: ignore[assignment]  # tuples have a method of that name, which nobody needs here
+    timeout_ns: int
+    inputs: Sequence[Pieces]
+    outputs: Sequence[Pieces]
+
+
+class Channel(Protocol):
+    """Runs the collectives of one group, in the order in which they are called, from any thread."""
+
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
-        """Of one dense tensor, in place; None when all went well. The shortest way, for small tensors."""
+        """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""
+        outputs = [[address, count * ITEM_SIZES[dtype]]]
+        return self.run(Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
 
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Outcome | None:
-        """Any call, to its end; None when all went well."""
+    def run(self, call: Call, /) -> Outcome | None:
+        """Runs a call to its end; None when it went well."""
 
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Pending:
-        """Any call, behind those made before."""
+    def submit(self, call: Call, /) -> Pending:
+        """Queues a call behind those made before, and returns at once."""
         ...
 
     def close(self) -> None:
-        """Ends it; calls that are under way fail soon. Idempotent."""
+        """Closes the channel; calls that are under way fail soon. Idempotent."""
 
 
 class Messages(Protocol):
-    """Sends to and receives from single ranks of the group. None of them waits for the other end to return."""
+    """Sends to and receives from single ranks of the group. Neither waits for the other rank before it returns."""
 
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> Message:
-        """To a group rank; goes on by itself if it is to run in the background."""
+        """Starts a send to a group rank, which goes on by itself if `background` is true."""
         ...
 
     def receive(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> Message:
-        """From a group rank, or with -1 from any."""
+        """Starts a receive from a group rank, or with -1 from any rank."""
         ...

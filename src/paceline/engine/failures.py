@@ -1,4 +1,4 @@
-"""From what the core saw to the error that the user reads."""
+"""Turns the outcome of a call into the error that the user reads."""
 
 from __future__ import annotations
 

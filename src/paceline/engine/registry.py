@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from paceline.engine.api import Engine, EngineModule, Meeting
+from paceline.engine.api import Engine, EngineContext, EngineModule
 from paceline.rendezvous.rendezvous import RendezvousResult
 
 
@@ -23,8 +23,8 @@ class _Entry(NamedTuple):
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.engine.native.engine"),
     "gloo": _Entry("cpu", "paceline.engine.gloo.engine"),
-    "mpi": _Entry("cpu", "paceline.engine.mpi", "paceline.engine.mpi.meeting"),
-    "nccl": _Entry("cuda", "paceline.engine.nccl"),
+    "mpi": _Entry("cpu", "paceline.engine.mpi.engine", "paceline.engine.mpi.meeting"),
+    "nccl": _Entry("cuda", "paceline.engine.nccl.engine"),
 }
 _FOR_CPU = "paceline"
 _FOR_OTHERS = {"cuda": "nccl"}
@@ -86,14 +86,14 @@ def require(name: str, rank: int) -> None:
         raise ValueError(f"rank {rank}: backend {name!r} cannot be used: {missing}")
 
 
-def start(name: str, meeting: Meeting) -> Engine:
+def start(name: str, context: EngineContext) -> Engine:
     """Starts an engine.
 
     Raises:
         ValueError: as for `require`.
     """
-    require(name, meeting.rank)
-    return _module(name).start(meeting)
+    require(name, context.rank)
+    return _module(name).start(context)
 
 
 def meeting(backend: Backend, rank: int) -> Callable[[float], RendezvousResult] | None:

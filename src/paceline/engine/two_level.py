@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline import _core
-from paceline.engine.adapters.diagnosis import Inquiry
-from paceline.engine.adapters.flat_buffer import Stretch
-from paceline.engine.adapters.serial_channel import Call, Ended, TurnChannel
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
+from paceline.engine.adapters.flat_buffer import FlatBuffer
+from paceline.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.engine.api import Engine, OpenGroup
-from paceline.engine.channel import Channel, Messages, Outcome, Pieces
+from paceline.engine.channel import Call, Channel, Messages, Outcome, Pieces
 from paceline.engine.codes import Operation, ReduceCode
 from paceline.engine.failures import Code, Failure
 from paceline.store.base import Store
@@ -25,7 +25,7 @@ from paceline.store.base import Store
 _WITHIN = 1 << 61  # tells the identity of a group's part on one host from its own
 
 
-class Part(NamedTuple):
+class Subgroup(NamedTuple):
     """An open group of some of the group's ranks."""
 
     opened: OpenGroup
@@ -37,7 +37,7 @@ class TwoLevelGroup:
     """A group whose hosts are connected by another engine."""
 
     channel: TwoLevelChannel
-    links: Messages
+    messages: Messages
     parts: Sequence[OpenGroup]
 
     def close(self) -> None:
@@ -78,16 +78,16 @@ def open_two_levels(
         undo.callback(within.close)
         between = None
         if me in leaders:
-            between = Part(outside.open_group([ranks[at] for at in leaders], timeout_s, identity), leaders)
+            between = Subgroup(outside.open_group([ranks[at] for at in leaders], timeout_s, identity), leaders)
             undo.callback(between.opened.close)
-        inquiry = Inquiry(store, identity, [inside.members[each] for each in ranks], me)
-        channel = TwoLevelChannel(inquiry, whole.channel, by_host, me, Part(within, local), between)
+        diagnosis = FailureDiagnosis(store, identity, [inside.members[each] for each in ranks], me)
+        channel = TwoLevelChannel(diagnosis, whole.channel, by_host, me, Subgroup(within, local), between)
         undo.pop_all()
     parts = [within, whole] if between is None else [between.opened, within, whole]
-    return TwoLevelGroup(channel, whole.links, parts)
+    return TwoLevelGroup(channel, whole.messages, parts)
 
 
-class TwoLevelChannel(TurnChannel):
+class TwoLevelChannel(SerialChannel):
     """Reduces and broadcasts through the leaders.
 
     Args:
@@ -100,14 +100,14 @@ class TwoLevelChannel(TurnChannel):
 
     def __init__(
         self,
-        inquiry: Inquiry,
+        diagnosis: FailureDiagnosis,
         whole: Channel,
         hosts: Sequence[Sequence[int]],
         rank: int,
-        within: Part,
-        between: Part | None,
+        within: Subgroup,
+        between: Subgroup | None,
     ) -> None:
-        super().__init__(inquiry)
+        super().__init__(diagnosis)
         self._whole = whole
         self._hosts = hosts
         self._rank = rank
@@ -125,8 +125,7 @@ class TwoLevelChannel(TurnChannel):
         elif call.operation == Operation.REDUCE:
             self._reduce(call, deadline_ns)
         else:
-            arguments = call.operation, call.dtype, call.reduce_op, call.root, call.count, call.timeout_ns
-            self._check(self._whole.run(*arguments, call.inputs, call.outputs), range(self._size))
+            self._check(self._whole.run(call), range(self._size))
 
     def _all_reduce(self, call: Call, tensor: Sequence[Pieces], deadline_ns: int) -> None:
         op = ReduceCode.SUM if call.reduce_op == ReduceCode.AVG else call.reduce_op
@@ -138,12 +137,12 @@ class TwoLevelChannel(TurnChannel):
         self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, 0, tensor, deadline_ns)
 
     def _reduce(self, call: Call, deadline_ns: int) -> None:
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         copy = tensor.tensor().clone()  # the tensors of all but the root stay as they are
         self._all_reduce(call, [[copy.data_ptr(), copy.nbytes]], deadline_ns)
         if self._rank == call.root:
             tensor.tensor().copy_(copy)
-            tensor.store()
+            tensor.copy_out()
 
     def _broadcast(self, call: Call, tensor: Sequence[Pieces], root: int, deadline_ns: int) -> None:
         at_home = root in self._within.ranks
@@ -158,7 +157,7 @@ class TwoLevelChannel(TurnChannel):
 
     def _run(
         self,
-        part: Part,
+        part: Subgroup,
         operation: Operation,
         call: Call,
         reduce_op: int,
@@ -168,15 +167,14 @@ class TwoLevelChannel(TurnChannel):
     ) -> None:
         if len(part.ranks) > 1:
             left_ns = max(1, deadline_ns - time.monotonic_ns())
-            channel = part.opened.channel
-            outcome = channel.run(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
-            self._check(outcome, part.ranks)
+            own = Call(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
+            self._check(part.opened.channel.run(own), part.ranks)
 
     def _divide(self, call: Call, tensor: Sequence[Pieces]) -> None:
-        whole = Stretch(tensor).load()
+        whole = FlatBuffer(tensor).copy_in()
         if call.count:
             _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceCode.AVG, self._size)
-        whole.store()
+        whole.copy_out()
 
     def _check(self, outcome: Outcome | None, ranks: Sequence[int]) -> None:
         """Ends the call as a part of it ended, in the group's ranks."""
@@ -185,7 +183,7 @@ class TwoLevelChannel(TurnChannel):
         calls = [(0, 0, 0, 0, -1, 0)] * self._size
         for rank, header in zip(ranks, outcome.calls, strict=False):
             calls[rank] = header
-        raise Ended(
+        raise CallEnded(
             Failure(
                 Code(outcome.code),
                 outcome.said if isinstance(outcome, Failure) else "",

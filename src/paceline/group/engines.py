@@ -13,7 +13,7 @@ import torch
 
 from paceline.engine import registry
 from paceline.engine.adapters.members import exchange_members
-from paceline.engine.api import Engine, Meeting, OpenGroup
+from paceline.engine.api import Engine, EngineContext, OpenGroup
 from paceline.engine.failures import Member
 from paceline.engine.native.engine import NativeEngine
 from paceline.engine.registry import Backend
@@ -28,7 +28,7 @@ class Engines:
     """Starts engines and opens groups with them; ended by `close`.
 
     Args:
-        meeting: what engines start from, without members.
+        context: what engines start from, without members.
         backend: of the default group.
         between_hosts: the engine for what passes between hosts, where "paceline" is the one for CPU tensors.
 
@@ -36,33 +36,33 @@ class Engines:
         ValueError: an engine lacks something.
     """
 
-    def __init__(self, meeting: Meeting, backend: Backend, between_hosts: str | None = None) -> None:
+    def __init__(self, context: EngineContext, backend: Backend, between_hosts: str | None = None) -> None:
         self.backend = backend
         self._between_hosts = between_hosts
-        self._meeting = meeting
+        self._context = context
         self._started: dict[str, Engine] = {}
         self._counted = 0
         self._counted_by_members: Counter[tuple[int, ...]] = Counter()
         if _FINDS_MEMBERS not in backend.engines.values():
-            members = exchange_members(meeting)
-            self._meeting = dataclasses.replace(meeting, members=members)
+            members = exchange_members(context)
+            self._context = dataclasses.replace(context, members=members)
         try:
             self.start(backend)
         except BaseException:
             self.close()
             raise
         if not self.members:
-            self._meeting = dataclasses.replace(self._meeting, members=self._started[_FINDS_MEMBERS].members)
+            self._context = dataclasses.replace(self._context, members=self._started[_FINDS_MEMBERS].members)
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._meeting.rank
+        return self._context.rank
 
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
-        return self._meeting.members
+        return self._context.members
 
     def start(self, backend: Backend) -> None:
         """Starts those for CPU tensors; all ranks do. Others wait for the first tensor on their device.
@@ -74,7 +74,7 @@ class Engines:
             if device_type == "cpu":
                 self._engine(name)
             else:
-                registry.require(name, self._meeting.rank)
+                registry.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
         """The identity of the next group of those that all ranks count, members or not."""
@@ -96,7 +96,7 @@ class Engines:
             engine = self._engine(name)
             if isinstance(engine, NativeEngine) and self._between_hosts and algorithm in (None, "hierarchical"):
                 outside = self._engine(self._between_hosts)
-                store, rank = self._meeting.store, self._meeting.rank
+                store, rank = self._context.store, self._context.rank
                 return open_two_levels(engine, outside, store, rank, ranks, engine.hosts, timeout_s, identity)
             return engine.open_group(ranks, timeout_s, identity, algorithm, device)
 
@@ -110,7 +110,7 @@ class Engines:
 
     def _engine(self, name: str) -> Engine:
         if name not in self._started:
-            self._started[name] = registry.start(name, self._meeting)
+            self._started[name] = registry.start(name, self._context)
         return self._started[name]
 
 

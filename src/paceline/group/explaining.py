@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from paceline.engine.algorithms import ALGORITHM_VARIABLE
 from paceline.engine.channel import Channel
-from paceline.engine.native.scheduled import ALGORITHM_VARIABLE, ScheduledChannel
+from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.schedule.cost import explain_text
 from paceline.schedule.steps import Operation
 

@@ -12,7 +12,7 @@ import torch
 
 from paceline.descriptors import is_shortage, out_of_descriptors
 from paceline.durations import Timeout, to_seconds, to_timedelta
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.formation import Formation
 from paceline.engine.registry import Backend, choose, meeting
 from paceline.group.default import Group, GroupMember, NonMember, OwnWorld, adopt, default_world, leave, own_world
@@ -83,7 +83,7 @@ def init_process_group(
         if store is None:
             undo.callback(joined.store.close)
         with Formation(joined.store, joined.rank, joined.world_size) as formation:
-            start = Meeting(
+            start = EngineContext(
                 joined.store,
                 joined.rank,
                 joined.world_size,

@@ -54,9 +54,9 @@ class MessagingGroup(RunningGroup):
         pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)
         recording = Recording("recvAnySource" if peer < 0 else name, tensors) if profiler._is_profiler_enabled else None
         opened = self._devices.of(tensors, name)
-        links = opened.links
+        messages = opened.messages
         lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST
-        start = links.send if name == "send" else links.receive
+        start = messages.send if name == "send" else messages.receive
         message = start(peer, tag, code, pieces, self._limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {count_elements(tensors)} elements, {other_end}, tag {tag})"

@@ -10,7 +10,7 @@ from torch.autograd import profiler
 
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
-from paceline.engine.channel import HeaderFields, Outcome
+from paceline.engine.channel import Call, HeaderFields, Outcome
 from paceline.engine.codes import ITEM_SIZES, Operation
 from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
 from paceline.errors import CollectiveError, CollectiveTimeoutError
@@ -134,8 +134,9 @@ class RunningGroup(BaseGroup):
         name = operation.name.lower()
         recording = Recording(name, _shown(buffers, inputs)) if profiler._is_profiler_enabled else None
         channel = self._devices.of(buffers.kept, name).channel
+        call = Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
         if async_op:
-            submitted = channel.submit(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+            submitted = channel.submit(call)
             work = Work(
                 submitted,
                 name,
@@ -147,7 +148,7 @@ class RunningGroup(BaseGroup):
             if recording is not None:
                 work.when_over(recording.end)
             return work
-        outcome = channel.run(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        outcome = channel.run(call)
         if recording is not None:
             recording.end()
         if outcome is not None:

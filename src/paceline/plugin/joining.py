@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 from paceline.durations import to_seconds
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
 from paceline.engine.registry import choose
@@ -55,7 +55,7 @@ def _join(options: Any) -> TorchProcessGroup:
     backend = choose("paceline")
     with contextlib.ExitStack() as undo:
         with Formation(store, rank, size) as formation, _secret_of_group(store, rank):
-            start = Meeting(store, rank, size, timeout_s, formation, peer=os.environ.get("MASTER_ADDR"))
+            start = EngineContext(store, rank, size, timeout_s, formation, peer=os.environ.get("MASTER_ADDR"))
             engines = undo.enter_context(contextlib.closing(Engines(start, backend)))
             opener = engines.openers(backend, range(size), timeout_s, engines.count_group(range(size)))["cpu"]
             opened = opener(torch.device("cpu"))

@@ -20,7 +20,7 @@ _ENDED = "ended (it died or left; the store, which could tell, is gone)"
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
-class Inquiry:
+class FailureDiagnosis:
     """Tells the others where this rank is when a call fails, and asks them.
 
     Args:
@@ -36,7 +36,7 @@ class Inquiry:
         self._rank = group_rank
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
-    def find_out(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> Failure:
+    def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> Failure:
         """Why the latest call failed, as far as it can be known.
 
         Args:
@@ -57,7 +57,7 @@ class Inquiry:
         return Failure(Code.REFUSED, said)
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> Failure:
-        """Why a message to or from `peer`, or with -1 from any rank, did not pass; arguments as for `find_out`."""
+        """Why a message to or from `peer`, or with -1 from any rank, did not pass; arguments as for `diagnose`."""
         others = [rank for rank in range(len(self._members)) if rank != self._rank] if peer < 0 else [peer]
         try:
             left = [rank for rank in others if self._has_left(rank)]

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from paceline import _core
-from paceline.engine.adapters.flat_buffer import Stretch
-from paceline.engine.adapters.serial_channel import Call
+from paceline.engine.adapters.flat_buffer import FlatBuffer
+from paceline.engine.algorithms import OPERATION_NAMES, UNMEASURED
+from paceline.engine.channel import Call
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
-from paceline.engine.native.costs import UNMEASURED
 from paceline.schedule.cost import choose
 from paceline.schedule.registry import build, offers
 from paceline.schedule.steps import Buffer, Kind, Schedule, Slice, Step
@@ -35,7 +35,7 @@ class Transfer(Protocol):
         """Waits for its end, by the monotonic clock.
 
         Raises:
-            turns.Late, turns.Refused: as for `TurnChannel.perform`.
+            CallTimeout, LibraryError: as for `SerialChannel.perform`.
         """
 
 
@@ -61,7 +61,7 @@ class Spans(NamedTuple):
         return [] if blocks is None else self.blocks[blocks.buffer][blocks.first : blocks.first + blocks.length]
 
 
-class OverMessages:
+class PythonExecutor:
     """Runs a group's calls by schedule over its `wire`.
 
     Args:
@@ -83,24 +83,24 @@ class OverMessages:
         """Runs any call but a barrier.
 
         Raises:
-            turns.Late, turns.Refused: as for `TurnChannel.perform`.
+            CallTimeout, LibraryError: as for `SerialChannel.perform`.
         """
         operation = Operation(call.operation)
         nbytes = call.count * ITEM_SIZES[call.dtype]
         longest = nbytes if operation in _CUT else nbytes * self._size if call.count else _ANY_SIZE
-        name: Name = _NAMES[operation]
+        name = OPERATION_NAMES[operation]
         schedule = self._schedule(self._algorithm(name, longest), name, call.root)
         read_only = operation is Operation.REDUCE and call.root != self._rank
-        inputs = [Stretch([each]).load() for each in (call.outputs if read_only else call.inputs)]
-        outputs = [Stretch([each]) for each in (() if read_only else call.outputs)]
+        inputs = [FlatBuffer([each]).copy_in() for each in (call.outputs if read_only else call.inputs)]
+        outputs = [FlatBuffer([each]) for each in (() if read_only else call.outputs)]
         if operation in _CUT:
             for each in outputs:
-                each.load()
+                each.copy_in()
         scratch = torch.empty(nbytes if operation in _CUT else nbytes * self._size, dtype=torch.uint8, device="cpu")
         spans = Spans((_cut(inputs, call, schedule), _cut(outputs, call, schedule), _room(scratch, call, schedule)))
-        _Run(schedule, spans, self._wire, call, deadline_ns).run()
+        _Execution(schedule, spans, self._wire, call, deadline_ns).run()
         for each in outputs:
-            each.store()
+            each.copy_out()
 
     def _choose(self, name: Name, nbytes: int) -> str:
         forced = self._forced if self._forced in offers(name) else None
@@ -118,7 +118,7 @@ class _Started(NamedTuple):
     received: list[torch.Tensor]
 
 
-class _Run:
+class _Execution:
     def __init__(self, schedule: Schedule, spans: Spans, wire: Wire, call: Call, deadline_ns: int) -> None:
         self._schedule = schedule
         self._spans = spans
@@ -186,7 +186,7 @@ def _blocks(blocks: Slice | None) -> frozenset[tuple[Buffer, int]]:
     return frozenset((blocks.buffer, blocks.first + at) for at in range(blocks.length))
 
 
-def _cut(stretches: Sequence[Stretch], call: Call, schedule: Schedule) -> list[tuple[int, int]]:
+def _cut(stretches: Sequence[FlatBuffer], call: Call, schedule: Schedule) -> list[tuple[int, int]]:
     if call.operation not in _CUT:
         return [(each.address, each.nbytes) for each in stretches]
     return [span for each in stretches for span in _nearly_equal(each.address, call, schedule.blocks)]
@@ -203,15 +203,3 @@ def _nearly_equal(address: int, call: Call, blocks: int) -> list[tuple[int, int]
     item_size = ITEM_SIZES[call.dtype]
     bounds = [call.count * block // blocks * item_size for block in range(blocks + 1)]
     return [(address + first, end - first) for first, end in itertools.pairwise(bounds)]
-
-
-_NAMES: dict[Operation, Name] = {
-    Operation.ALL_REDUCE: "all_reduce",
-    Operation.REDUCE: "reduce",
-    Operation.BROADCAST: "broadcast",
-    Operation.ALL_GATHER: "all_gather",
-    Operation.GATHER: "gather",
-    Operation.SCATTER: "scatter",
-    Operation.REDUCE_SCATTER: "reduce_scatter",
-    Operation.ALL_TO_ALL: "all_to_all",
-}

@@ -1,4 +1,4 @@
-"""CPU memory by its address: as a tensor, and tensors in several pieces as one stretch."""
+"""CPU memory by its address: as a tensor, and tensors in several pieces as one contiguous buffer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> to
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
 
 
-class Stretch:
-    """Pieces as one stretch of memory: where they do not lie one behind the other, a copy.
+class FlatBuffer:
+    """Pieces as one contiguous buffer, which is a copy unless they are contiguous already.
 
-    The copy is filled by `load` and written back by `store`, which do nothing where there is none.
+    `copy_in` fills the copy and `copy_out` writes it back; both do nothing if there is no copy.
     """
 
     def __init__(self, pieces: Iterable[Pieces]) -> None:
@@ -33,23 +33,23 @@ class Stretch:
         else:
             self.address = self._pieces[0][0] if self._pieces else 0
 
-    def load(self) -> Stretch:
-        """Fills it from the pieces; itself."""
+    def copy_in(self) -> FlatBuffer:
+        """Fills the copy from the pieces; returns the buffer."""
         at = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():
             ctypes.memmove(at, address, nbytes)
             at += nbytes
         return self
 
-    def store(self) -> None:
-        """Writes it to the pieces."""
+    def copy_out(self) -> None:
+        """Writes the copy back to the pieces."""
         at = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():
             ctypes.memmove(address, at, nbytes)
             at += nbytes
 
     def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """The stretch as a flat tensor."""
+        """The buffer as a flat tensor."""
         if self._copy is not None:
             return self._copy.view(dtype)
         return tensor_at(self.address, self.nbytes, dtype)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from enum import Enum
 
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
 from paceline.engine.introduction import introduce, read
 from paceline.errors import RendezvousTimeoutError, StoreError
@@ -21,41 +21,41 @@ class Fate(Enum):
     LEFT = "left"
 
 
-def exchange_members(meeting: Meeting) -> tuple[Member, ...]:
+def exchange_members(context: EngineContext) -> tuple[Member, ...]:
     """Publishes this rank's host and process and reads the others'.
 
     Raises:
         RendezvousError: a rank gave up or died, or the ranks run different versions.
         RendezvousTimeoutError: a rank did not publish its own; the message names it.
     """
-    keys = {f"members/{rank}": rank for rank in range(meeting.world_size)}
-    meeting.store.set(f"members/{meeting.rank}", introduce())
-    with meeting.forming("members") as formation:
-        absent = formation.absent(list(keys), time.monotonic() + meeting.timeout_s)
+    keys = {f"members/{rank}": rank for rank in range(context.world_size)}
+    context.store.set(f"members/{context.rank}", introduce())
+    with context.forming("members") as formation:
+        absent = formation.absent(list(keys), time.monotonic() + context.timeout_s)
     if absent:
         raise RendezvousTimeoutError(
-            f"rank {meeting.rank}: waited {meeting.timeout_s:.0f} s for {meeting.world_size} ranks; "
+            f"rank {context.rank}: waited {context.timeout_s:.0f} s for {context.world_size} ranks; "
             f"{', '.join(str(keys[key]) for key in absent)} did not arrive. Look at their output, or raise timeout="
         )
-    return read(meeting.store.multi_get(list(keys)), meeting.rank)[0]
+    return read(context.store.multi_get(list(keys)), context.rank)[0]
 
 
-def announce_death(meeting: Meeting) -> None:
+def announce_death(context: EngineContext) -> None:
     """Has the store's server tell the others if this rank dies: those in other namespaces and on other hosts do not see
     it themselves.
     """
-    will = _key(meeting.rank), Fate.DIED.value
-    if meeting.formation is not None and meeting.formation.is_open:
-        meeting.formation.bequeath(*will)
+    will = _key(context.rank), Fate.DIED.value
+    if context.formation is not None and context.formation.is_open:
+        context.formation.bequeath(*will)
     else:
-        meeting.store.set_last_will(*will)
+        context.store.set_last_will(*will)
 
 
-def announce_leave(meeting: Meeting) -> None:
+def announce_leave(context: EngineContext) -> None:
     """Tells the others that this rank has left; as far as the store still is there."""
     with contextlib.suppress(StoreError):
-        meeting.store.set(_key(meeting.rank), Fate.LEFT.value)
-        meeting.store.set_last_will("", "")
+        context.store.set(_key(context.rank), Fate.LEFT.value)
+        context.store.set_last_will("", "")
 
 
 def fate_of(store: Store | None, member: Member) -> Fate | None:
@@ -69,7 +69,9 @@ def fate_of(store: Store | None, member: Member) -> Fate | None:
     return Fate.DIED if member.process is not None and member.process.has_ended() else None
 
 
-def await_members(meeting: Meeting, name: str, members: Sequence[Member], group_rank: int, timeout_s: float) -> None:
+def await_members(
+    context: EngineContext, name: str, members: Sequence[Member], group_rank: int, timeout_s: float
+) -> None:
     """Waits until all of a group's members have come, before a library does that has no time-out or names nobody.
 
     Args:
@@ -79,10 +81,10 @@ def await_members(meeting: Meeting, name: str, members: Sequence[Member], group_
         RendezvousError: a member gave up, died or left.
         RendezvousTimeoutError: a member did not come; the message names it.
     """
-    store, others = meeting.store, [member for at, member in enumerate(members) if at != group_rank]
+    store, others = context.store, [member for at, member in enumerate(members) if at != group_rank]
     keys = {f"{name}/here/{rank}": member for rank, member in enumerate(members)}
     store.set(list(keys)[group_rank], b"")
-    with meeting.forming(name) as formation:
+    with context.forming(name) as formation:
         formation.watch(lambda: next((each for each in others if fate_of(store, each)), None))
         absent = formation.absent(list(keys), time.monotonic() + timeout_s)
         if absent:

@@ -1,4 +1,4 @@
-"""Takes the calls of a group in turn: those that run synchronously where they are made, the others on a thread."""
+"""Runs the calls of a group one after the other: synchronous ones where they are made, the others on a thread."""
 
 from __future__ import annotations
 
@@ -6,50 +6,33 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from paceline.engine.adapters.diagnosis import Inquiry
-from paceline.engine.channel import HeaderFields, Outcome, Pieces
-from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
+from paceline.engine.channel import Call, Channel, HeaderFields, Outcome
 from paceline.engine.failures import Code, Failure
 
 _FOR_EVER_S = 1e9
 _REMEMBERED = 16
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make
-class Call:
-    """A call of a channel; see `channel.Channel`."""
-
-    operation: int
-    dtype: int
-    reduce_op: int
-    root: int
-    count: int
-    timeout_ns: int
-    inputs: Sequence[Pieces]
-    outputs: Sequence[Pieces]
+class LibraryError(Exception):
+    """A library refused a call, or gave up on it; the message has the library's words."""
 
 
-class Refused(Exception):
-    """A library refused a call, or gave up on it; the message is what it said."""
+class CallTimeout(Exception):
+    """A call was not over by its deadline."""
 
 
-class Late(Exception):
-    """A call's time was over."""
-
-
-class Ended(Exception):
-    """A call ended in a way that is known already."""
+class CallEnded(Exception):
+    """A call failed, and its outcome is known already."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
         self.outcome = outcome
 
 
-class Turn:
-    """A call that waits for its turn, or is over: the `Pending` of a `TurnChannel`."""
+class QueuedCall:
+    """A call in the queue of a `SerialChannel`, which is its `Pending`."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -57,7 +40,7 @@ class Turn:
         self._outcome: Outcome | None = None
 
     def end(self, outcome: Outcome | None) -> None:
-        """The call is over."""
+        """Marks the call as over."""
         self._outcome = outcome
         self._over.set()
 
@@ -74,16 +57,16 @@ class Turn:
         return self._outcome
 
 
-class TurnChannel(ABC):
-    """A `Channel` of which an engine says only how one call is performed.
+class SerialChannel(Channel, ABC):
+    """A `Channel` for an engine that only says how one call is performed.
 
-    A call that fails breaks the group: later ones end as it did.
+    A call that fails breaks the group: later calls end in the same way.
     """
 
-    def __init__(self, inquiry: Inquiry) -> None:
-        self._inquiry = inquiry
+    def __init__(self, diagnosis: FailureDiagnosis) -> None:
+        self._diagnosis = diagnosis
         self._turn = threading.Lock()
-        self._waiting: deque[Turn] = deque()  # the first one runs
+        self._waiting: deque[QueuedCall] = deque()  # the first one runs
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._sequence = 0
@@ -95,29 +78,12 @@ class TurnChannel(ABC):
         """Runs a call to its end, for `call.timeout_ns` at most.
 
         Raises:
-            Late: it was not over by then.
-            Refused: the library did not do it.
+            CallTimeout: the call was not over by then.
+            LibraryError: the library refused the call or failed.
         """
 
-    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
-        """Of one dense tensor, in place."""
-        pieces = [address, count * ITEM_SIZES[dtype]]
-        return self.run(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [pieces])
-
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Outcome | None:
-        """Any call, to its end."""
-        call = Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+    def run(self, call: Call, /) -> Outcome | None:
+        """Runs a call to its end; None when it went well."""
         if not self._waiting:
             with self._turn:
                 if not self._waiting:
@@ -126,31 +92,20 @@ class TurnChannel(ABC):
         turn.wait(int(_FOR_EVER_S * 1e9))
         return turn.outcome()
 
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Pieces],
-        outputs: Sequence[Pieces],
-        /,
-    ) -> Turn:
-        """Any call, behind those made before."""
-        return self._queue(Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs))
+    def submit(self, call: Call, /) -> QueuedCall:
+        """Queues a call behind those made before."""
+        return self._queue(call)
 
     def close(self) -> None:
-        """Lets the others know, and ends the calls that wait; idempotent."""
+        """Tells the other ranks that this one leaves, and ends the calls that wait; idempotent."""
         if self._broken is None:
             self._broken = Failure(Code.INTERRUPTED)
-        self._inquiry.leave()
+        self._diagnosis.leave()
         with self._arrived:
             self._arrived.notify()
 
-    def _queue(self, call: Call) -> Turn:
-        turn = Turn(call)
+    def _queue(self, call: Call) -> QueuedCall:
+        turn = QueuedCall(call)
         with self._arrived:
             self._waiting.append(turn)
             if self._thread is None:
@@ -187,9 +142,9 @@ class TurnChannel(ABC):
         self._history.append((self._sequence, operation, dtype, reduce_op, root, count))
 
     def _break(self, error: Exception, started_ns: int) -> Outcome:
-        if isinstance(error, Ended):
+        if isinstance(error, CallEnded):
             self._broken = error.outcome
             return error.outcome
-        said = "" if isinstance(error, Late) else f"{error}" if isinstance(error, Refused) else f"{error!r}"
-        self._broken = self._inquiry.find_out(self._history, said, time.monotonic_ns() - started_ns)
+        said = "" if isinstance(error, CallTimeout) else f"{error}" if isinstance(error, LibraryError) else f"{error!r}"
+        self._broken = self._diagnosis.diagnose(self._history, said, time.monotonic_ns() - started_ns)
         return self._broken

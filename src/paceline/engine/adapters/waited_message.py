@@ -1,4 +1,4 @@
-"""Messages of libraries that tell only those who wait: a thread waits for what goes on in the background."""
+"""Messages of libraries that report an end only to a thread that waits: those in the background have one each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.engine.adapters.flat_buffer import Stretch
+from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
 
@@ -17,7 +17,7 @@ _HEAD = struct.Struct("<qq")  # number of bytes, type
 
 
 class WaitedMessage:
-    """A `channel.Message` that `finish` waits for, which returns the sender's group rank, and why it failed."""
+    """A `channel.Message`; `finish` waits for its end and returns the sender's group rank and why it failed."""
 
     def __init__(self, finish: Callable[[], tuple[int, Outcome | None]], background: bool) -> None:
         self._finish = finish
@@ -55,22 +55,22 @@ class WaitedMessage:
 
 
 class Envelope:
-    """A message with what it is in front of it, in memory of its own, so that its receiver sees whether it fits."""
+    """A message behind a header with its size and type, in its own buffer, so that its receiver can check it first."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
-        self._stretch = Stretch([pieces])
+        self._stretch = FlatBuffer([pieces])
         self._head = (self._stretch.nbytes, dtype)
         self._memory = bytearray(_HEAD.size + self._stretch.nbytes)
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill(self) -> Envelope:
-        """For a send; itself."""
+        """Copies the tensor in, for a send; returns the envelope."""
         _HEAD.pack_into(self._memory, 0, *self._head)
-        self.tensor[_HEAD.size :].copy_(self._stretch.load().tensor())
+        self.tensor[_HEAD.size :].copy_(self._stretch.copy_in().tensor())
         return self
 
     def open(self, source: int, receiver: int) -> Outcome | None:
-        """After a receive: writes the tensor, if the message fits; else why not."""
+        """Copies a received message into the tensor; if it does not fit, returns why."""
         (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack_from(self._memory), self._head
         if (nbytes, dtype) != self._head:
             return Failure(
@@ -82,5 +82,5 @@ class Envelope:
                 calls=[(0, 0, dtype, 0, 0, 0), (0, 0, expected_dtype, 0, 0, 0)],
             )
         self._stretch.tensor().copy_(self.tensor[_HEAD.size :])
-        self._stretch.store()
+        self._stretch.copy_out()
         return None

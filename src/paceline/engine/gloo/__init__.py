@@ -1,4 +1,5 @@
-"""The engine over torch's gloo library.
+"""The engine over torch's gloo library, which needs nothing of torch.distributed's groups.
 
-May use: `engine/api.py`, `engine/adapters`, `schedule`, `store`. Start reading at `engine.py`.
+May use: the files of `engine` itself, `engine/adapters`, `store`, `_core`. Start reading at `engine.py`; `channel.py`
+runs collectives, `messages.py` sends and receives, and `wire.py` carries the schedules for what gloo lacks.
 """

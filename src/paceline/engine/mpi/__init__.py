@@ -1,10 +1,8 @@
-"""The mpi engine: any MPI library through mpi4py.
+"""The mpi engine: any MPI library, through mpi4py.
 
-May use what `engine` may. `world.py` starts the library, `meeting.py` lets the ranks that mpirun started find each
-other, `channel.py` runs collectives, `messages.py` sends and receives, `types.py` has the library's types and
-reductions. Start reading at `world.py`.
+`meeting.py` lets the ranks that mpirun started find each other, `channel.py` runs collectives, `messages.py` sends and
+receives, `types.py` maps types and reductions; all rest on `library.py`, which loads and initialises MPI.
+
+May use: the files of `engine` itself, `engine/adapters`, `rendezvous`, `security`, `store`. Start reading
+at `engine.py`.
 """
-
-from paceline.engine.mpi.world import MpiEngine, missing_piece, start
-
-__all__ = ["MpiEngine", "missing_piece", "start"]

@@ -8,18 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline import _core
-from paceline.engine.adapters.diagnosis import Inquiry
-from paceline.engine.adapters.executor import OverMessages, Transfer
-from paceline.engine.adapters.flat_buffer import Stretch
-from paceline.engine.adapters.serial_channel import Call, TurnChannel
-from paceline.engine.channel import Outcome, Pieces
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
+from paceline.engine.adapters.executor import PythonExecutor, Transfer
+from paceline.engine.adapters.flat_buffer import FlatBuffer
+from paceline.engine.adapters.serial_channel import SerialChannel
+from paceline.engine.channel import Call, Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
+from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.types import datatype, reduction
-from paceline.engine.mpi.world import library
 
-# What is longer is cut: MPI counts in 32 bits before its version 4.
-MOST_BYTES = 1 << 30
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
 # From here on Open MPI's non-blocking all-reduce takes twice the time of a schedule over its messages.
@@ -29,7 +27,7 @@ _AVG = int(ReduceCode.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 
 
-class MpiChannel(TurnChannel):
+class MpiChannel(SerialChannel):
     """Runs calls as MPI's non-blocking collectives.
 
     Args:
@@ -41,11 +39,11 @@ class MpiChannel(TurnChannel):
         self,
         comm: Any,
         lock: threading.Lock,
-        inquiry: Inquiry,
+        diagnosis: FailureDiagnosis,
         hosts: Sequence[Sequence[int]],
         algorithm: str | None,
     ) -> None:
-        super().__init__(inquiry)
+        super().__init__(diagnosis)
         self._mpi = library()
         self._known: dict[int, tuple[Any, Any]] = {}
         self._from_address = self._mpi.buffer.fromaddress
@@ -53,7 +51,7 @@ class MpiChannel(TurnChannel):
         self._lock = lock
         self._rank: int = comm.Get_rank()
         self._size: int = comm.Get_size()
-        self._schedules = OverMessages(_MpiWire(comm, lock), self._rank, hosts, algorithm)
+        self._schedules = PythonExecutor(_MpiWire(comm, lock), self._rank, hosts, algorithm)
         self._by_schedule = algorithm is not None
 
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
@@ -100,22 +98,22 @@ class MpiChannel(TurnChannel):
         self._run(deadline_ns, self._comm.Ibarrier)
 
     def _broadcast(self, call: Call, deadline_ns: int) -> None:
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         for at in range(0, tensor.nbytes, MOST_BYTES):
             nbytes = min(MOST_BYTES, tensor.nbytes - at)
             self._run(deadline_ns, self._comm.Ibcast, self._bytes(tensor.address + at, nbytes), call.root)
-        tensor.store()
+        tensor.copy_out()
 
     def _all_reduce(self, call: Call, deadline_ns: int) -> None:
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         op = reduction(call.dtype, call.reduce_op)
         for part in self._parts(tensor.address, call):
             self._run(deadline_ns, self._comm.Iallreduce, self._mpi.IN_PLACE, part, op)
         self._divide(tensor.address, call)
-        tensor.store()
+        tensor.copy_out()
 
     def _reduce(self, call: Call, deadline_ns: int) -> None:
-        tensor = Stretch(call.outputs).load()
+        tensor = FlatBuffer(call.outputs).copy_in()
         op = reduction(call.dtype, call.reduce_op)
         is_root = self._rank == call.root
         for part in self._parts(tensor.address, call):
@@ -123,33 +121,33 @@ class MpiChannel(TurnChannel):
             self._run(deadline_ns, self._comm.Ireduce, *ends, op, call.root)
         if is_root:
             self._divide(tensor.address, call)
-            tensor.store()
+            tensor.copy_out()
 
     def _all_gather(self, call: Call, deadline_ns: int) -> None:
-        outputs = Stretch(call.outputs)
+        outputs = FlatBuffer(call.outputs)
         source = _apart(call.inputs, outputs)
         ends = self._bytes(source.address, source.nbytes), self._bytes(outputs.address, source.nbytes)
         self._run(deadline_ns, self._comm.Iallgather, *ends)
-        outputs.store()
+        outputs.copy_out()
 
     def _gather(self, call: Call, deadline_ns: int) -> None:
-        outputs = Stretch(call.outputs)
+        outputs = FlatBuffer(call.outputs)
         source = _apart(call.inputs, outputs)
         target = self._bytes(outputs.address, source.nbytes) if call.outputs else None
         ends = self._bytes(source.address, source.nbytes), target
         self._run(deadline_ns, self._comm.Igather, *ends, call.root)
-        outputs.store()
+        outputs.copy_out()
 
     def _scatter(self, call: Call, deadline_ns: int) -> None:
-        output = Stretch(call.outputs)
+        output = FlatBuffer(call.outputs)
         inputs = _apart(call.inputs, output)
         source = self._bytes(inputs.address, output.nbytes) if call.inputs else None
         ends = source, self._bytes(output.address, output.nbytes)
         self._run(deadline_ns, self._comm.Iscatter, *ends, call.root)
-        output.store()
+        output.copy_out()
 
     def _reduce_scatter(self, call: Call, deadline_ns: int) -> None:
-        output = Stretch(call.outputs)
+        output = FlatBuffer(call.outputs)
         inputs = _apart(call.inputs, output)
         kind, op = datatype(call.dtype), reduction(call.dtype, call.reduce_op)
         ends = (
@@ -158,17 +156,17 @@ class MpiChannel(TurnChannel):
         )
         self._run(deadline_ns, self._comm.Ireduce_scatter_block, *ends, op)
         self._divide(output.address, call)
-        output.store()
+        output.copy_out()
 
     def _all_to_all(self, call: Call, deadline_ns: int) -> None:
-        outputs = Stretch(call.outputs)
+        outputs = FlatBuffer(call.outputs)
         inputs = _apart(call.inputs, outputs)
         ends = [
             [self._from_address(each.address, each.nbytes), _sizes(pieces), self._mpi.BYTE]
             for each, pieces in ((inputs, call.inputs), (outputs, call.outputs))
         ]
         self._run(deadline_ns, self._comm.Ialltoallv, *ends)
-        outputs.store()
+        outputs.copy_out()
 
     def _run(self, deadline_ns: int, post: Callable[..., Any], *arguments: Any) -> None:
         with self._lock:
@@ -213,13 +211,13 @@ def _is_long(call: Call) -> bool:
 class _Apart:
     """A stretch that is read, copied since it overlaps one that is written: MPI does not take these."""
 
-    def __init__(self, source: Stretch) -> None:
+    def __init__(self, source: FlatBuffer) -> None:
         self._memory = source.tensor().clone()
         self.address, self.nbytes = self._memory.data_ptr(), source.nbytes
 
 
-def _apart(inputs: Sequence[Pieces], written: Stretch) -> Stretch | _Apart:
-    source = Stretch(inputs).load()
+def _apart(inputs: Sequence[Pieces], written: FlatBuffer) -> FlatBuffer | _Apart:
+    source = FlatBuffer(inputs).copy_in()
     overlap = source.address < written.address + written.nbytes and written.address < source.address + source.nbytes
     return _Apart(source) if overlap else source
 

@@ -10,10 +10,10 @@ import threading
 import time
 from datetime import timedelta
 
-from paceline.engine.adapters.serial_channel import Late
+from paceline.engine.adapters.serial_channel import CallTimeout
+from paceline.engine.addresses import own_address
+from paceline.engine.mpi.library import initialised
 from paceline.engine.mpi.requests import complete
-from paceline.engine.mpi.world import initialised
-from paceline.engine.native.addresses import own_address
 from paceline.errors import RendezvousTimeoutError
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.security.secret import job_secret
@@ -48,7 +48,7 @@ def meet(timeout_s: float) -> RendezvousResult:
         request = world.Ibcast([letter, _LETTER_BYTES, mpi.BYTE], 0)
         try:
             complete(request, threading.Lock(), int(deadline * 1e9))
-        except Late:
+        except CallTimeout:
             raise RendezvousTimeoutError(
                 f"rank {world.Get_rank()}: not all {world.Get_size()} ranks that mpirun started called "
                 f"init_process_group within {timeout_s:.0f} s; look at their output"

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.engine.adapters.diagnosis import Inquiry
-from paceline.engine.adapters.serial_channel import Late, Refused
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
+from paceline.engine.adapters.serial_channel import CallTimeout, LibraryError
 from paceline.engine.adapters.waited_message import WaitedMessage
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
-from paceline.engine.mpi.channel import MOST_BYTES
+from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
-from paceline.engine.mpi.world import library
 
 _HEAD = struct.Struct("<qq")  # number of bytes, type
 
@@ -27,10 +26,10 @@ class MpiMessages:
         lock: held in every call of MPI.
     """
 
-    def __init__(self, comm: Any, lock: threading.Lock, inquiry: Inquiry) -> None:
+    def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis) -> None:
         self._comm = comm
         self._lock = lock
-        self._inquiry = inquiry
+        self._diagnosis = diagnosis
         self._most_tag: int = library().COMM_WORLD.Get_attr(library().TAG_UB)
 
     def send(
@@ -69,10 +68,10 @@ class MpiMessages:
             status = mpi.Status()
             try:
                 complete(request, self._lock, started_ns + timeout_ns, status)
-            except (Late, Refused) as error:
+            except (CallTimeout, LibraryError) as error:
                 self._give_up(request)
-                said = "" if isinstance(error, Late) else str(error)
-                return peer, self._inquiry.about_message(peer, said, time.monotonic_ns() - started_ns)
+                said = "" if isinstance(error, CallTimeout) else str(error)
+                return peer, self._diagnosis.about_message(peer, said, time.monotonic_ns() - started_ns)
             return end(memory, status, peer)
 
         return WaitedMessage(finish, background)

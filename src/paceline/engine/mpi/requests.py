@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.engine.adapters.serial_channel import Late, Refused
-from paceline.engine.mpi.world import library
+from paceline.engine.adapters.serial_channel import CallTimeout, LibraryError
+from paceline.engine.mpi.library import library
 
 _AWAKE = 50
 _SPINS = 2000
@@ -19,8 +19,8 @@ def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any =
     """Waits for a request: first awake, then in short sleeps.
 
     Raises:
-        Late: it was not over by then. It still is under way.
-        Refused: the library reported an error.
+        CallTimeout: it was not over by then. It still is under way.
+        LibraryError: the library reported an error.
     """
     test: Callable[[Any], bool] = request.Test
     turns = 0
@@ -39,6 +39,6 @@ def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any =
             elif turns % 16 == 0:
                 time.sleep(0)
             if time.monotonic_ns() > deadline_ns:
-                raise Late
+                raise CallTimeout
     except library().Exception as error:
-        raise Refused(f"MPI: {error.Get_error_string()}") from error
+        raise LibraryError(f"MPI: {error.Get_error_string()}") from error

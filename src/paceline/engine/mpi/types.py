@@ -10,7 +10,7 @@ import torch
 
 from paceline import _core
 from paceline.engine.codes import DTYPES, ITEM_SIZES, ReduceCode
-from paceline.engine.mpi.world import library
+from paceline.engine.mpi.library import library
 
 _NAMES = {
     torch.bool: "C_BOOL",

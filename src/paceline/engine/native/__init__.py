@@ -1,4 +1,5 @@
 """Paceline's own engine: shared memory between the ranks of a host, TCP between hosts.
 
-May use: `engine/api.py`, `schedule`, `rendezvous`, `store`, `security`, `_core`. Start reading at `engine.py`.
+May use: the files of `engine` itself, `schedule`, `rendezvous`, `store`, `security`, `_core`. Start reading at
+`engine.py`; `scheduled.py` runs collectives between hosts, and `_core.HostGroup` those of one host.
 """

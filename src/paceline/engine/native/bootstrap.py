@@ -11,12 +11,11 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from paceline import _core
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.engine.introduction import introduce, read
+from paceline.engine.introduction import host_id, introduce, read
 from paceline.engine.native.dialing import Arrivals, dial
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
@@ -43,12 +42,6 @@ class Topology:
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks of this host; their order is that of the mesh."""
         return next(ranks for ranks in self.hosts if self.rank in ranks)
-
-
-def host_id() -> str:
-    """The same for all processes that reach each other's abstract Unix sockets, and for no others."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def join(

@@ -12,6 +12,7 @@ from dataclasses import astuple
 import torch
 
 from paceline import _core
+from paceline.engine.algorithms import UNMEASURED
 from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
@@ -27,10 +28,6 @@ _BULK = 512 << 10
 _REDUCED = 1 << 20
 _TIMEOUT_NS = 60_000_000_000
 _ALONE = 1  # nothing follows the number
-# Where nothing can be measured: shared memory, and a fast Ethernet.
-_WITHIN_HOST = LinkCost(2e-6, 1e-10)
-_BETWEEN_HOSTS = LinkCost(3e-5, 5e-10)
-UNMEASURED = CostModel(_WITHIN_HOST, _BETWEEN_HOSTS, 1e-10)
 
 
 def agree_on_costs(formation: Formation, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
@@ -48,15 +45,15 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
     between = topology.hosts[1][0]
     if topology.rank == 0:
         given = os.environ.get(VARIABLE)
-        to = functools.partial(_Way, formation, topology, links)
-        within_host = _measure(to(partners[0])) if partners else _WITHIN_HOST
+        to = functools.partial(_Probe, formation, topology, links)
+        within_host = _measure(to(partners[0])) if partners else UNMEASURED.within_host
         between_hosts = _measure(to(between))
         gamma = _core.time_reduction(_REDUCED) / _REDUCED
         model = _parse(given) if given else CostModel(within_host, between_hosts, gamma)
         formation.store.set(_KEY, _format(model))
         return model
     if topology.rank in (*partners, between):
-        _answer(_Way(formation, topology, links, 0))
+        _answer(_Probe(formation, topology, links, 0))
     if formation.absent([_KEY], deadline):
         raise RendezvousTimeoutError(
             f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
@@ -65,7 +62,7 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
     return _parse(formation.store.get(_KEY).decode())
 
 
-class _Way:
+class _Probe:
     """Messages to and from one rank."""
 
     def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
@@ -94,7 +91,7 @@ class _Way:
             )
 
 
-def _measure(way: _Way) -> LinkCost:
+def _measure(probe: _Probe) -> LinkCost:
     """Round trips within the budget. A number says how many bytes follow it; the answer is empty, and 0 is the end."""
     started = time.monotonic()
 
@@ -102,34 +99,34 @@ def _measure(way: _Way) -> LinkCost:
         best = float("inf")
         for _ in range(most):
             before = time.monotonic()
-            way.send(torch.tensor([nbytes], device="cpu"))
+            probe.send(torch.tensor([nbytes], device="cpu"))
             if nbytes > _ALONE:
-                way.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
-            way.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
+                probe.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            probe.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
             best = min(best, time.monotonic() - before)
             if time.monotonic() - started > _BUDGET_S:
                 break
         return best
 
     alpha_s = best_of(_ALONE, 10) / 2
-    beta_s = _BETWEEN_HOSTS.beta_s_per_byte
+    beta_s = UNMEASURED.between_hosts.beta_s_per_byte
     if alpha_s < _BUDGET_S / 8:
         # A large message asks before it comes, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
-    way.send(torch.tensor([0], device="cpu"))
+    probe.send(torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 
-def _answer(way: _Way) -> None:
+def _answer(probe: _Probe) -> None:
     """The other end of `_measure`."""
     nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
-        way.receive(nbytes)
+        probe.receive(nbytes)
         if int(nbytes) == 0:
             return
         if int(nbytes) > _ALONE:
-            way.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
-        way.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            probe.receive(torch.empty(int(nbytes), dtype=torch.uint8, device="cpu"))
+        probe.send(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 def _parse(text: str) -> CostModel:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import torch
 
 from paceline import _core
-from paceline.engine.api import Meeting
+from paceline.engine.addresses import own_address
+from paceline.engine.algorithms import ALGORITHM_VARIABLE, UNMEASURED, known_algorithm
+from paceline.engine.api import EngineContext
 from paceline.engine.channel import Channel
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.engine.native.addresses import own_address
 from paceline.engine.native.bootstrap import join
 from paceline.engine.native.connections import connect
-from paceline.engine.native.costs import UNMEASURED, agree_on_costs
-from paceline.engine.native.scheduled import ALGORITHM_VARIABLE, ScheduledChannel, known_algorithm
+from paceline.engine.native.costs import agree_on_costs
+from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
 
@@ -35,15 +36,15 @@ _LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
 
 @dataclass(frozen=True)
 class NativeGroup:
-    """A group's connections: `channel` for its collectives, `links` for messages between two of its ranks."""
+    """A group's connections: `channel` for its collectives, `messages` for messages between two of its ranks."""
 
     channel: Channel
-    links: _core.ScheduleGroup
+    messages: _core.ScheduleGroup
 
     def close(self) -> None:
         """Ends both; idempotent."""
         self.channel.close()
-        self.links.close()
+        self.messages.close()
 
 
 class NativeEngine:
@@ -165,7 +166,7 @@ class NativeEngine:
         """A rank that is seen to have died: of this host, or in the default group."""
         lost = self._mesh.lost()
         here = [rank for place, rank in enumerate(self._topology.local_ranks) if lost >> place & 1]
-        gone = here or (self._groups[0].links.gone() if self._groups else [])
+        gone = here or (self._groups[0].messages.gone() if self._groups else [])
         return self._topology.members[gone[0]] if gone else None
 
     def _not_opened(self, formation: Formation, ranks: Sequence[int], timeout_s: float) -> RendezvousTimeoutError:
@@ -180,15 +181,15 @@ def missing_piece() -> None:
     """Nothing: it comes with Paceline."""
 
 
-def start(meeting: Meeting) -> NativeEngine:
+def start(context: EngineContext) -> NativeEngine:
     """Connects this rank with the others of its host, and learns of all."""
-    with meeting.forming(_START) as formation:
+    with context.forming(_START) as formation:
         return NativeEngine(
             formation,
-            meeting.timeout_s,
-            peer=meeting.peer,
-            interface=meeting.interface,
-            algorithm=meeting.algorithm,
+            context.timeout_s,
+            peer=context.peer,
+            interface=context.interface,
+            algorithm=context.algorithm,
         )
 
 

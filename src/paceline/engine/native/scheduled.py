@@ -7,20 +7,20 @@ from array import array
 from collections.abc import Sequence
 
 from paceline import _core
+from paceline.engine.algorithms import ALGORITHM_NAMES, OPERATION_NAMES
+from paceline.engine.channel import Call, Channel
 from paceline.engine.codes import ITEM_SIZES, Operation
 from paceline.schedule.cost import Choice, CostModel, choose
-from paceline.schedule.registry import ALGORITHMS, build, offers
-from paceline.schedule.steps import OPERATIONS, Schedule, Slice
+from paceline.schedule.registry import build, offers
 from paceline.schedule.steps import Operation as Name
-
-ALGORITHM_NAMES = tuple(ALGORITHMS)
-ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
+from paceline.schedule.steps import Schedule, Slice
 
 # Every rank knows all sizes but those of an all_to_all, which differ from rank to rank.
 _ANY_SIZE = 1 << 20
+_WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
 
 
-class ScheduledChannel:
+class ScheduledChannel(Channel):
     """Runs the calls of one group by schedules over its links.
 
     Args:
@@ -54,63 +54,32 @@ class ScheduledChannel:
         forced = self._forced if self._forced in offers(operation) else None
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
 
-    def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int) -> _core.Outcome | None:
-        """Of one dense tensor, in place."""
-        nbytes = count * ITEM_SIZES[dtype]
-        return self.run(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], [[address, nbytes]])
+    def run(self, call: Call) -> _core.Outcome | None:
+        """Runs a call to its end; None when it went well."""
+        return self._links.run(self._schedule_for(call), call)
 
-    def run(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-    ) -> _core.Outcome | None:
-        """Runs a call to its end; None when all went well."""
-        schedule = self._schedule_for(operation, root, self._nbytes(operation, dtype, count))
-        return self._links.run(schedule, operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
-
-    def submit(
-        self,
-        operation: int,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        timeout_ns: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-    ) -> _core.Work:
+    def submit(self, call: Call) -> _core.Work:
         """Queues a call behind those made before."""
-        schedule = self._schedule_for(operation, root, self._nbytes(operation, dtype, count))
-        return self._links.submit(schedule, operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+        return self._links.submit(self._schedule_for(call), call)
 
     def close(self) -> None:
-        """The links are their owner's to close."""
+        """Does nothing: the group that owns the links closes them."""
 
-    def _nbytes(self, operation: int, dtype: int, count: int) -> int:
+    def _schedule_for(self, call: Call) -> _core.Schedule:
+        name = OPERATION_NAMES[call.operation]
+        return self._schedule(self._algorithm(name, self._nbytes(call)), name, call.root)
+
+    def _nbytes(self, call: Call) -> int:
         """The longest buffer of a rank, by which an algorithm is chosen."""
-        nbytes = count * ITEM_SIZES[dtype]
-        if operation == Operation.ALL_TO_ALL:
+        if call.operation == Operation.ALL_TO_ALL:
             return _ANY_SIZE
-        whole = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
-        return nbytes * self._size if operation in whole else nbytes
-
-    def _schedule_for(self, operation: int, root: int, nbytes: int) -> _core.Schedule:
-        name = _NAMES[operation]
-        return self._schedule(self._algorithm(name, nbytes), name, root)
+        nbytes = call.count * ITEM_SIZES[call.dtype]
+        return nbytes * self._size if call.operation in _WHOLE else nbytes
 
     def _build(self, algorithm: str, name: Name, root: int) -> _core.Schedule:
         schedule = build(algorithm, name, self._rank, self._size, root, self._hosts)
         code = 1 + ALGORITHM_NAMES.index(algorithm)
         return _core.Schedule.make(code, schedule.blocks, self._rank, self._size, _flatten(schedule))
-
-
-_NAMES: dict[int, Name] = {Operation[name.upper()]: name for name in OPERATIONS}
 
 
 def _flatten(schedule: Schedule) -> bytes:
@@ -123,17 +92,3 @@ def _flatten(schedule: Schedule) -> bytes:
 
 def _numbers(slice_: Slice | None) -> tuple[int, int, int]:
     return (slice_.buffer, slice_.first, slice_.length) if slice_ is not None else (1, 0, 0)
-
-
-def known_algorithm(algorithm: str | None) -> str | None:
-    """The algorithm, if there is one of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if algorithm is not None and algorithm not in ALGORITHM_NAMES:
-        raise ValueError(
-            f"the algorithm is {algorithm!r} (an argument, or {ALGORITHM_VARIABLE}); it must be one of "
-            f"{', '.join(ALGORITHM_NAMES)}, or nothing for the fastest"
-        )
-    return algorithm

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.engine.nccl.functions import Functions, NcclError, Result, UniqueId, without_blocking
-from paceline.engine.nccl.plan import Call, Kind
+from paceline.engine.nccl.plan import Kind, NcclCall
 from paceline.engine.nccl.types import DataType, RedOp, Reduction
 
 # NCCL puts every group into the stream on a thread of its own, which takes some 50 us where ranks have met before.
@@ -60,7 +60,7 @@ class Communicator:
         self._require(size, functions.count, "ncclCommCount")
         self._require(rank, functions.user_rank, "ncclCommUserRank")
 
-    def launch(self, calls: Sequence[Call], reduction: Reduction | None, stream: int, deadline: float) -> None:
+    def launch(self, calls: Sequence[NcclCall], reduction: Reduction | None, stream: int, deadline: float) -> None:
         """Puts `calls` into `stream`, as one group.
 
         Args:
@@ -113,7 +113,7 @@ class Communicator:
         handle, self._handle = self._handle, None
         self._functions.destroy(handle)
 
-    def _call(self, call: Call, reduction: Reduction, stream: int) -> int:
+    def _call(self, call: NcclCall, reduction: Reduction, stream: int) -> int:
         functions, handle = self._functions, self._handle
         source, target, peer = call.source or None, call.target or None, call.peer
         data_type, item_size, op = reduction

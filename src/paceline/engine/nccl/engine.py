@@ -8,15 +8,39 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.engine.api import Meeting
+from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
+from paceline.engine.nccl.call_stream import CallStream, Ends
 from paceline.engine.nccl.channel import NcclChannel
-from paceline.engine.nccl.device import OpenDevice
-from paceline.engine.nccl.line import Ends, Line
-from paceline.engine.nccl.loader import Library
+from paceline.engine.nccl.device import CudaDevice, OpenDevice
+from paceline.engine.nccl.loader import Library, LibraryMissingError, find
 from paceline.engine.nccl.messages import NcclMessages
 from paceline.engine.nccl.watch import Watch
 from paceline.store.prefix import PrefixStore
+
+
+def missing_piece() -> str | None:
+    """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
+    if torch.version.cuda is None:
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA; install one with it (pytorch.org, Get Started), "
+            "or use backend='paceline' with CPU tensors"
+        )
+    if torch.cuda.device_count() == 0:
+        return (
+            "torch sees no GPU; look at nvidia-smi, at the driver, and at CUDA_VISIBLE_DEVICES, or use "
+            "backend='paceline' with CPU tensors"
+        )
+    try:
+        find()
+    except LibraryMissingError as error:
+        return str(error)
+    return None
+
+
+def start(context: EngineContext) -> NcclEngine:
+    """The engine, on every rank."""
+    return NcclEngine(context, find(), CudaDevice)
 
 
 @dataclass(frozen=True)
@@ -24,7 +48,7 @@ class NcclGroup:
     """A group on a device; see `engine.OpenGroup`."""
 
     channel: NcclChannel
-    links: NcclMessages
+    messages: NcclMessages
 
     def leave(self) -> None:
         """Takes no more calls; idempotent.
@@ -33,28 +57,28 @@ class NcclGroup:
         to end before one is waited for.
         """
         self.channel.leave()
-        self.links.leave()
+        self.messages.leave()
 
     def close(self) -> None:
         """Ends both; idempotent."""
         self.leave()
         self.channel.close()
-        self.links.close()
+        self.messages.close()
 
 
 class NcclEngine:
     """Connects the ranks' GPUs; closed by `close`. Nothing is connected before the first call of a group on a device.
 
     Args:
-        meeting: has the ranks.
+        context: names the ranks.
         library: NCCL.
         open_device: gives a device as the engine uses it.
     """
 
     name = "nccl"
 
-    def __init__(self, meeting: Meeting, library: Library, open_device: OpenDevice) -> None:
-        self._meeting = meeting
+    def __init__(self, context: EngineContext, library: Library, open_device: OpenDevice) -> None:
+        self._context = context
         self._library = library
         self._open_device = open_device
         self._watch = Watch()
@@ -65,7 +89,7 @@ class NcclEngine:
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
-        return self._meeting.members
+        return self._context.members
 
     def open_group(
         self,
@@ -84,23 +108,23 @@ class NcclEngine:
             raise ValueError(
                 f"the algorithm is {algorithm!r}, and nccl chooses its own; leave it out, or set NCCL_ALGO"
             )
-        members = self._meeting.members
+        members = self._context.members
         here = self._open_device(torch.device("cuda") if device is None else device)
         nth = self._opened[identity]  # all ranks open a group for their devices in the same order
         self._opened[identity] += 1
-        store = PrefixStore(f"nccl/{identity}/{nth}", self._meeting.store)
-        rank = list(ranks).index(self._meeting.rank)
+        store = PrefixStore(f"nccl/{identity}/{nth}", self._context.store)
+        rank = list(ranks).index(self._context.rank)
 
-        def open_line(group_ranks: Sequence[int], name: str) -> Line:
+        def open_call_stream(group_ranks: Sequence[int], name: str) -> CallStream:
             ends = Ends(
                 tuple(members[ranks[each]] for each in group_ranks), tuple(group_ranks), group_ranks.index(rank)
             )
-            line = Line(self._library, here, PrefixStore(name, store), ends, lambda: self._closed)
-            self._watch.add(line)
-            return line
+            calls = CallStream(self._library, here, PrefixStore(name, store), ends, lambda: self._closed)
+            self._watch.add(calls)
+            return calls
 
-        channel = NcclChannel(self._library, open_line(range(len(ranks)), "all"), self._watch, rank)
-        group = NcclGroup(channel, NcclMessages(rank, open_line, self._watch))
+        channel = NcclChannel(self._library, open_call_stream(range(len(ranks)), "all"), self._watch, rank)
+        group = NcclGroup(channel, NcclMessages(rank, open_call_stream, self._watch))
         self._groups.append(group)
         return group
 

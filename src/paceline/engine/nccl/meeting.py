@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from paceline.engine.failures import Member
-from paceline.engine.native.bootstrap import host_id
+from paceline.engine.introduction import host_id
 from paceline.errors import StoreError
 from paceline.store.base import Store
 

@@ -1,8 +1,8 @@
 """Sends and receives by NCCL.
 
-NCCL runs the calls of a communicator one after the other, so two ranks that both send first would wait for each other
-for ever, and it knows no tags. Each direction between two ranks, and each tag, therefore has a line of its own. It
-opens when the first message is sent or received there, on a thread of its own: the other rank may come later.
+NCCL has no tags, and it runs the calls of a communicator one after the other, so two ranks that both send first would
+wait for each other for ever. Therefore each direction between two ranks, and each tag, has a call stream of its own. It
+opens when the first message is sent or received there, on a thread of its own, since the other rank may come later.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from queue import SimpleQueue
 
 from paceline.engine.channel import HeaderFields, Pieces
 from paceline.engine.failures import Failure
-from paceline.engine.nccl.line import Flight, Line
+from paceline.engine.nccl.call_stream import CallStream, Flight
 from paceline.engine.nccl.plan import Kind, plan_message
 from paceline.engine.nccl.watch import Watch
 from paceline.engine.nccl.work import NcclMessage, NcclWork
 
-OpenLine = Callable[[Sequence[int], str], Line]
-"""Makes a line between two group ranks, sender first, of that name."""
+OpenCallStream = Callable[[Sequence[int], str], CallStream]
+"""Makes a call stream between two group ranks, sender first, of that name."""
 
 _Give = Callable[[], "Flight | Failure"]
 
 
 class Lane:
-    """A line, and the thread that gives it its messages in order."""
+    """A call stream, and the thread that gives it its messages in order."""
 
-    def __init__(self, line: Line, watch: Watch) -> None:
-        self.line = line
+    def __init__(self, calls: CallStream, watch: Watch) -> None:
+        self.calls = calls
         self._watch = watch
         self._messages: SimpleQueue[tuple[NcclMessage, _Give] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="paceline-nccl-lane", daemon=True).start()
@@ -38,24 +38,24 @@ class Lane:
         self._messages.put((message, give))
 
     def close(self) -> None:
-        """Ends the line and the thread; idempotent."""
-        self._watch.remove(self.line)
+        """Ends the call stream and the thread; idempotent."""
+        self._watch.remove(self.calls)
         self._messages.put(None)
-        self.line.close()
+        self.calls.close()
 
     def _run(self) -> None:
         while (entry := self._messages.get()) is not None:
             message, give = entry
-            message.arrive(NcclWork(self.line, give()))
+            message.arrive(NcclWork(self.calls, give()))
             self._watch.wake()
 
 
 class NcclMessages:
     """Messages between two ranks of a group; see `engine.channel.Messages`."""
 
-    def __init__(self, rank: int, open_line: OpenLine, watch: Watch) -> None:
+    def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: Watch) -> None:
         self._rank = rank
-        self._open_line = open_line
+        self._open_call_stream = open_call_stream
         self._watch = watch
         self._lanes: dict[tuple[int, int, int], Lane] = {}
         self._opening = threading.Lock()
@@ -82,23 +82,23 @@ class NcclMessages:
         with self._opening:
             lane = self._lanes.get((source, target, tag))
             if lane is None:
-                line = self._open_line((source, target), f"{source}-{target}/{tag}")
-                lane = self._lanes[source, target, tag] = Lane(line, self._watch)
-        line = lane.line
-        line.stream.follow()
+                calls = self._open_call_stream((source, target), f"{source}-{target}/{tag}")
+                lane = self._lanes[source, target, tag] = Lane(calls, self._watch)
+        calls = lane.calls
+        calls.stream.follow()
         other_place = 1 if kind is Kind.SEND else 0
         header: HeaderFields = (0, 0, dtype, 0, -1, 0)
         message = NcclMessage(source)
         lane.put(
             message,
-            lambda: line.give(lambda room: plan_message(kind, other_place, tensor, room), None, header, timeout_ns),
+            lambda: calls.give(lambda room: plan_message(kind, other_place, tensor, room), None, header, timeout_ns),
         )
         return message
 
     def leave(self) -> None:
         """Takes no more messages; idempotent."""
         for lane in self._lanes.values():
-            lane.line.leave()
+            lane.calls.leave()
 
     def close(self) -> None:
         """Ends all lanes; idempotent."""

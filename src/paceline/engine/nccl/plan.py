@@ -34,7 +34,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Call:
+class NcclCall:
     """One call: `nbytes` as the function counts (of one rank's part), `peer` is its root or other end."""
 
     kind: Kind
@@ -57,7 +57,7 @@ class Copy:
 class Plan:
     """Copies, the calls of one NCCL group, copies; in this order."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[NcclCall] = field(default_factory=list)
     before: list[Copy] = field(default_factory=list)
     after: list[Copy] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ def plan(operation: int, rank: int, root: int, inputs: Sequence[Pieces], outputs
         kind = _IN_PLACE[operation]
         for address, nbytes in _segments(outputs):
             target = 0 if kind is Kind.REDUCE and rank != root else address
-            made.calls.append(Call(kind, address, target, nbytes, root))
+            made.calls.append(NcclCall(kind, address, target, nbytes, root))
     elif operation == Operation.ALL_GATHER:
         source = _source(made, inputs, room)
         target = _target(made, outputs, room)
@@ -119,7 +119,7 @@ def _parts(
 
 def _add(made: Plan, kind: Kind, source: int, target: int, nbytes: int, peer: int = -1) -> None:
     if nbytes:
-        made.calls.append(Call(kind, source, target, nbytes, peer))
+        made.calls.append(NcclCall(kind, source, target, nbytes, peer))
 
 
 def _source(made: Plan, lists: Sequence[Pieces], room: Room) -> int:

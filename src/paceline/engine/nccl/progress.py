@@ -1,4 +1,4 @@
-"""Which call each rank of a line came to, told through the store, so that a time-out can name who is missing."""
+"""Which call each rank of a call stream came to, told through the store, so that a time-out can name who is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 0.5
 _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
-class Progress:
+class RankProgress:
     """This rank's calls, and what the others tell of theirs. What it tells of is at most half a second old."""
 
     def __init__(self, store: Store, at: int, size: int) -> None:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import threading
 
-from paceline.engine.nccl.line import Line
+from paceline.engine.nccl.call_stream import CallStream
 
 _EVERY_S = 0.05
 
 
 class Watch:
-    """Looks at `lines` for as long as one of them has a call under way; ended by `close`."""
+    """Looks at `streams` for as long as one of them has a call under way; ended by `close`."""
 
     def __init__(self) -> None:
-        self._lines: list[Line] = []
+        self._streams: list[CallStream] = []
         self._called = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-nccl-watch", daemon=True)
         self._thread.start()
 
-    def add(self, line: Line) -> None:
-        """Looks after `line` from now on."""
-        self._lines = [*self._lines, line]
+    def add(self, calls: CallStream) -> None:
+        """Looks after `calls` from now on."""
+        self._streams = [*self._streams, calls]
 
-    def remove(self, line: Line) -> None:
+    def remove(self, calls: CallStream) -> None:
         """Leaves it alone."""
-        self._lines = [each for each in self._lines if each is not line]
+        self._streams = [each for each in self._streams if each is not calls]
 
     def wake(self) -> None:
         """There is a new call."""
@@ -43,6 +43,6 @@ class Watch:
             if self._closing.wait(_EVERY_S):
                 return
             self._called.clear()
-            for line in self._lines:
-                if line.look():
+            for calls in self._streams:
+                if calls.look():
                     self._called.set()

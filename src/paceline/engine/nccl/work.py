@@ -6,7 +6,7 @@ import threading
 import time
 
 from paceline.engine.failures import Failure
-from paceline.engine.nccl.line import Flight, Line
+from paceline.engine.nccl.call_stream import CallStream, Flight
 
 # As long as this is no limit: the program's stream waits, and its thread goes on.
 _NO_LIMIT_NS = 1 << 61
@@ -14,10 +14,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 class NcclWork:
-    """A call that was given to `line`, or the reason why it was not."""
+    """A call that was given to `calls`, or the reason why it was not."""
 
-    def __init__(self, line: Line, given: Flight | Failure) -> None:
-        self._line = line
+    def __init__(self, calls: CallStream, given: Flight | Failure) -> None:
+        self._calls = calls
         self._given = given
         self._went_well = False
 
@@ -28,7 +28,7 @@ class NcclWork:
         assert isinstance(self._given, Flight)
         # Looked at before the failure is: an abort ends what is in the stream, too.
         passed = self._given.mark.done()
-        self._went_well = passed and self._line.failure is None
+        self._went_well = passed and self._calls.failure is None
         return passed
 
     def wait(self, timeout_ns: int) -> bool:
@@ -61,11 +61,11 @@ class NcclWork:
     def _failure(self) -> Failure | None:
         if isinstance(self._given, Failure):
             return self._given
-        return None if self._went_well else self._line.failure
+        return None if self._went_well else self._calls.failure
 
 
 class NcclMessage:
-    """A send or a receive, which a lane's thread gives to its line."""
+    """A send or a receive, which a lane's thread gives to its call stream."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -73,7 +73,7 @@ class NcclMessage:
         self._work: NcclWork | None = None
 
     def arrive(self, work: NcclWork) -> None:
-        """It was given to the line."""
+        """Marks the message as given to its call stream."""
         self._work = work
         self._arrived.set()
 
@@ -82,7 +82,7 @@ class NcclMessage:
         return self._work is not None and self._work.done()
 
     def wait(self, timeout_ns: int) -> bool:
-        """As a collective's; but first for the line to be open, which takes the other rank."""
+        """As a collective's; but first for the call stream to be open, which takes the other rank."""
         started_ns = time.monotonic_ns()
         if not self._arrived.wait(timeout_ns / 1e9):
             return False

