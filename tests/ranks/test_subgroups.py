@@ -141,6 +141,17 @@ def test_a_monitored_barrier_names_the_absent_on_every_rank(ranks):
     assert "monitored_barrier: rank 1 and 1 more" in told[2]
 
 
+def make_groups_and_end_them_at_once() -> None:
+    dist.init_process_group(timeout=timedelta(seconds=20))
+    for _ in range(20):
+        dist.destroy_process_group(dist.new_group())
+    dist.barrier()
+
+
+def test_a_group_may_end_as_soon_as_it_is_made(ranks):
+    ranks(4)(make_groups_and_end_them_at_once)
+
+
 def test_world_is_there_before_anything_else_was_used():
     code = "import paceline; assert paceline.group.WORLD is None; assert paceline.group.__name__ == 'paceline.group'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=dict(os.environ))

@@ -95,7 +95,6 @@ def init_process_group(
             )
             engines = undo.enter_context(contextlib.closing(Engines(start, chosen, between_hosts)))
             world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
-            world.barrier()  # nobody leaves before all have read what they need from the store
         undo.pop_all()
     adopt(OwnWorld(joined.store, store is None, engines, world, timeout))
 
@@ -211,7 +210,14 @@ def _open(
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
     group_rank = list(ranks).index(engines.rank)
-    return ProcessGroup(opened, members, group_rank, timeout, name, backend.text, openers, everybody=engines.members)
+    group = ProcessGroup(opened, members, group_rank, timeout, name, backend.text, openers, everybody=engines.members)
+    try:
+        # No rank may end the group, or its store, before all ranks have found each other in it.
+        group.barrier()
+    except BaseException:
+        group.close()
+        raise
+    return group
 
 
 def _meet(
