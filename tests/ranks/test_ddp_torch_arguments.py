@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from collectives_vs_gloo import torch_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch_programs import torch_group
 from training import batches, mlp, require_equal_on_all_ranks
 
 import paceline as dist
