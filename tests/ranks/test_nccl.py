@@ -105,9 +105,9 @@ def test_failures_say_what_was_seen_and_break_the_group(ranks, nccl_library, tmp
     assert "timed out after " in told["late"]
     assert f"rank 1 ({host}" in told["late"]
     assert "did not come" in told["late"]
-    assert "latest all_reduce(float32, 1 elements, SUM) as call 1" in told["late"]
-    assert "all_reduce(float32, 4 elements, SUM) as call 2" in told["different"]
-    assert "reduce(float32, 4 elements, SUM, root 0) as call 2" in told["different"]
+    assert "latest all_reduce(float32, 1 elements, SUM) as call 2" in told["late"]
+    assert "all_reduce(float32, 4 elements, SUM) as call 3" in told["different"]
+    assert "reduce(float32, 4 elements, SUM, root 0) as call 3" in told["different"]
 
 
 def die_in_a_call(library: Path, folder: Path) -> str | None:

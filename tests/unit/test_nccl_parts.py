@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline as dist
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.codes import DTYPE_CODES, Operation, ReduceOp
 from paceline.engine.failures import Member
 from paceline.engine.nccl import loader
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
@@ -81,18 +81,18 @@ def test_structures_have_the_sizes_of_nccl_h():
 @pytest.mark.parametrize(
     ("dtype", "op", "wanted"),
     [
-        (torch.float32, ReduceCode.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
-        (torch.bfloat16, ReduceCode.AVG, Reduction(DataType.BFLOAT16, 2, RedOp.AVG)),
-        (torch.int64, ReduceCode.MIN, Reduction(DataType.INT64, 8, RedOp.MIN)),
-        (torch.int64, ReduceCode.AVG, Reduction(DataType.INT64, 8, RedOp.AVG)),
-        (torch.float16, ReduceCode.PREMUL_SUM, Reduction(DataType.FLOAT16, 2, RedOp.SUM)),
-        (torch.bool, ReduceCode.BAND, Reduction(DataType.UINT8, 1, RedOp.MIN)),
-        (torch.bool, ReduceCode.BXOR, None),
-        (torch.complex64, ReduceCode.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
-        (torch.complex64, ReduceCode.PRODUCT, None),
-        (torch.int16, ReduceCode.SUM, None),
-        (torch.int32, ReduceCode.BOR, None),
-        (torch.float8_e5m2, ReduceCode.SUM, None),
+        (torch.float32, ReduceOp.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
+        (torch.bfloat16, ReduceOp.AVG, Reduction(DataType.BFLOAT16, 2, RedOp.AVG)),
+        (torch.int64, ReduceOp.MIN, Reduction(DataType.INT64, 8, RedOp.MIN)),
+        (torch.int64, ReduceOp.AVG, Reduction(DataType.INT64, 8, RedOp.AVG)),
+        (torch.float16, ReduceOp.PREMUL_SUM, Reduction(DataType.FLOAT16, 2, RedOp.SUM)),
+        (torch.bool, ReduceOp.BAND, Reduction(DataType.UINT8, 1, RedOp.MIN)),
+        (torch.bool, ReduceOp.BXOR, None),
+        (torch.complex64, ReduceOp.SUM, Reduction(DataType.FLOAT32, 4, RedOp.SUM)),
+        (torch.complex64, ReduceOp.PRODUCT, None),
+        (torch.int16, ReduceOp.SUM, None),
+        (torch.int32, ReduceOp.BOR, None),
+        (torch.float8_e5m2, ReduceOp.SUM, None),
     ],
 )
 def test_types_and_reductions_are_those_of_nccl_2_21(dtype, op, wanted):
@@ -101,7 +101,7 @@ def test_types_and_reductions_are_those_of_nccl_2_21(dtype, op, wanted):
 
 def test_float8_is_reduced_from_2_24_on():
     code = DTYPE_CODES[torch.float8_e4m3fn]
-    assert reduction(code, ReduceCode.SUM, 22400) == Reduction(DataType.FLOAT8_E4M3, 1, RedOp.SUM)
+    assert reduction(code, ReduceOp.SUM, 22400) == Reduction(DataType.FLOAT8_E4M3, 1, RedOp.SUM)
 
 
 def no_room(nbytes: int) -> int:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from values import expected, make
 
-from paceline import ReduceOp
 from paceline.engine.adapters.executor import PythonExecutor
 from paceline.engine.adapters.serial_channel import CallTimeout
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, Operation, ReduceOp
 from paceline.schedule.registry import ALGORITHMS, offers
 
 _COUNT = 5
@@ -76,7 +75,7 @@ def _pieces(tensor: torch.Tensor) -> list[int]:
     return [first.data_ptr(), first.nbytes, rest.data_ptr(), rest.nbytes]
 
 
-def _run(algorithm: str, operation: Operation, op: ReduceCode, size: int, root: int) -> list[list[torch.Tensor]]:
+def _run(algorithm: str, operation: Operation, op: ReduceOp, size: int, root: int) -> list[list[torch.Tensor]]:
     """What every rank's output tensors hold afterwards."""
     links: _Links = defaultdict(_Link)
     for pair in ((a, b) for a in range(size) for b in range(size)):
@@ -112,7 +111,7 @@ def _run(algorithm: str, operation: Operation, op: ReduceCode, size: int, root: 
         return list(ranks.map(rank_main, range(size)))
 
 
-def _wanted(operation: Operation, op: ReduceCode, size: int, root: int, rank: int) -> list[torch.Tensor]:
+def _wanted(operation: Operation, op: ReduceOp, size: int, root: int, rank: int) -> list[torch.Tensor]:
     def tensor(of: int, part: int = 0) -> torch.Tensor:
         return make(torch.float32, _COUNT, 10 * of + part)
 
@@ -149,7 +148,7 @@ def test_every_schedule_runs_in_the_order_of_its_steps(algorithm, size):
     for operation in _OPERATIONS:
         if algorithm not in offers(operation.name.lower()):
             continue
-        for op in (ReduceCode.SUM, ReduceCode.AVG) if operation in _REDUCING else (ReduceCode.NONE,):
+        for op in (ReduceOp.SUM, ReduceOp.AVG) if operation in _REDUCING else (NO_REDUCTION,):
             root = size - 1 if operation in _ROOTED else -1
             for rank, outputs in enumerate(_run(algorithm, operation, op, size, root)):
                 wanted = _wanted(operation, op, size, root, rank)
@@ -159,6 +158,6 @@ def test_every_schedule_runs_in_the_order_of_its_steps(algorithm, size):
 def test_the_wait_for_an_absent_rank_ends_at_its_time_out():
     links: _Links = defaultdict(_Link)
     tensor = torch.ones(_COUNT)
-    call = Call(Operation.ALL_REDUCE, DTYPE_CODES[torch.float32], ReduceCode.SUM, -1, _COUNT, 0, [], [_pieces(tensor)])
+    call = Call(Operation.ALL_REDUCE, DTYPE_CODES[torch.float32], ReduceOp.SUM, -1, _COUNT, 0, [], [_pieces(tensor)])
     with pytest.raises(CallTimeout):
         PythonExecutor(_Wire(links, 0), 0, _HOSTS[2]).run(call, time.monotonic_ns() + 50_000_000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, Operation, ReduceOp
 from paceline.engine.failures import Code, Member, to_error
 
 SEND, RECEIVE, REDUCE, COPY = range(4)
@@ -41,7 +41,7 @@ class Pair:
     def run(
         self, schedule: _core.Schedule, operation: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> _core.Outcome | None:
-        reduction = ReduceCode.SUM if operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER) else ReduceCode.NONE
+        reduction = ReduceOp.SUM if operation in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER) else NO_REDUCTION
         count = (outputs or inputs)[0].numel()
         pieces = [[[each.data_ptr(), each.nbytes] for each in tensors] for tensors in (inputs, outputs)]
         call = Call(operation, DTYPE_CODES[torch.float32], reduction, -1, count, MILLISECOND_NS, *pieces)

@@ -1,6 +1,6 @@
 """The numbers by which the core knows operations, types and reductions.
 
-The other halves are native/host/layout.hpp and native/reduce/reduce.hpp.
+The other halves are native/call/call.hpp and native/reduce/reduce.hpp.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ class Operation(IntEnum):
     BARRIER = 9
 
 
-class ReduceCode(IntEnum):
-    """A reduction."""
+class ReduceOp(IntEnum):
+    """A reduction; of booleans SUM, MAX and BOR are "or", PRODUCT, MIN and BAND "and".
+
+    AVG is the sum divided by the group's size. Sums of integers wrap around at the limits of their type; AVG of
+    integers divides the wrapped sum and drops the fraction (it truncates toward zero, -7 / 2 = -3), as NCCL does.
+    Booleans have no AVG.
+    """
 
     SUM = 0
     AVG = 1
@@ -36,7 +41,9 @@ class ReduceCode(IntEnum):
     BOR = 6
     BXOR = 7
     PREMUL_SUM = 8
-    NONE = 9
+
+
+NO_REDUCTION = 9  # stands in a call's header for a reduction where the operation has none
 
 
 _DTYPE_NAMES = (

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from paceline.descriptors import out_of_descriptors
 from paceline.engine.channel import HeaderFields, Outcome
-from paceline.engine.codes import Operation, ReduceCode, dtype_name
+from paceline.engine.codes import NO_REDUCTION, Operation, ReduceOp, dtype_name
 from paceline.engine.processes import Process
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from paceline.schedule.registry import ALGORITHMS
@@ -91,8 +91,8 @@ def describe_call(header: HeaderFields) -> str:
     # Of an all_to_all some engines' ranks do not know each other's numbers.
     if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
         parts.append(f"{count} elements")
-    if reduce_op != ReduceCode.NONE:
-        parts.append(ReduceCode(reduce_op).name)
+    if reduce_op != NO_REDUCTION:
+        parts.append(ReduceOp(reduce_op).name)
     if root >= 0:
         parts.append(f"root {root}")
     return f"{Operation(operation).name.lower()}({', '.join(parts)}) as call {sequence}"

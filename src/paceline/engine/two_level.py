@@ -18,7 +18,7 @@ from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.engine.api import Engine, OpenGroup
 from paceline.engine.channel import Call, Channel, Messages, Outcome, Pieces
-from paceline.engine.codes import Operation, ReduceCode
+from paceline.engine.codes import NO_REDUCTION, Operation, ReduceOp
 from paceline.engine.failures import Code, Failure
 from paceline.store.base import Store
 
@@ -128,13 +128,13 @@ class TwoLevelChannel(SerialChannel):
             self._check(self._whole.run(call), range(self._size))
 
     def _all_reduce(self, call: Call, tensor: Sequence[Pieces], deadline_ns: int) -> None:
-        op = ReduceCode.SUM if call.reduce_op == ReduceCode.AVG else call.reduce_op
+        op = ReduceOp.SUM if call.reduce_op == ReduceOp.AVG else call.reduce_op
         self._run(self._within, Operation.REDUCE, call, op, 0, tensor, deadline_ns)
         if self._between is not None:
             self._run(self._between, Operation.ALL_REDUCE, call, op, -1, tensor, deadline_ns)
-            if call.reduce_op == ReduceCode.AVG:
+            if call.reduce_op == ReduceOp.AVG:
                 self._divide(call, tensor)
-        self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, 0, tensor, deadline_ns)
+        self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
 
     def _reduce(self, call: Call, deadline_ns: int) -> None:
         tensor = FlatBuffer(call.outputs).copy_in()
@@ -148,12 +148,12 @@ class TwoLevelChannel(SerialChannel):
         at_home = root in self._within.ranks
         if at_home:
             source = list(self._within.ranks).index(root)
-            self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, source, tensor, deadline_ns)
+            self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, source, tensor, deadline_ns)
         if self._between is not None:
             source = next(number for number, host in enumerate(self._hosts) if root in host)
-            self._run(self._between, Operation.BROADCAST, call, ReduceCode.NONE, source, tensor, deadline_ns)
+            self._run(self._between, Operation.BROADCAST, call, NO_REDUCTION, source, tensor, deadline_ns)
         if not at_home:
-            self._run(self._within, Operation.BROADCAST, call, ReduceCode.NONE, 0, tensor, deadline_ns)
+            self._run(self._within, Operation.BROADCAST, call, NO_REDUCTION, 0, tensor, deadline_ns)
 
     def _run(
         self,
@@ -173,7 +173,7 @@ class TwoLevelChannel(SerialChannel):
     def _divide(self, call: Call, tensor: Sequence[Pieces]) -> None:
         whole = FlatBuffer(tensor).copy_in()
         if call.count:
-            _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceCode.AVG, self._size)
+            _core.reduce(whole.address, [whole.address], call.count, call.dtype, ReduceOp.AVG, self._size)
         whole.copy_out()
 
     def _check(self, outcome: Outcome | None, ranks: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import profiler
 
 from paceline.durations import Timeout
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceCode
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, Operation
 from paceline.group.arguments import lists_by_rank, require_counts
 from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code, is_plain_strided
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
@@ -94,7 +94,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         return self._run(
             Operation.BROADCAST,
             code,
-            ReduceCode.NONE,
+            NO_REDUCTION,
             root,
             count_elements(listed),
             [],
@@ -212,7 +212,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         return self._run(
             Operation.SCATTER,
             code,
-            ReduceCode.NONE,
+            NO_REDUCTION,
             root,
             count_elements(written),
             flat_inputs,
@@ -240,14 +240,14 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         flat_inputs = [buffers.read(each) for each in read]
         flat_outputs = [buffers.write(each) for each in written]
         return self._run(
-            Operation.ALL_TO_ALL, code, ReduceCode.NONE, -1, 0, flat_inputs, flat_outputs, buffers, async_op, timeout
+            Operation.ALL_TO_ALL, code, NO_REDUCTION, -1, 0, flat_inputs, flat_outputs, buffers, async_op, timeout
         )
 
     def barrier(self, async_op: bool | Options | None = None, timeout: Timeout | None = None) -> Work | None:
         """Returns when every rank has called it."""
         if are_options(async_op):
             async_op, timeout = True, time_limit(async_op)
-        return self._run(Operation.BARRIER, 0, ReduceCode.NONE, -1, 0, [], [], Buffers(), async_op, timeout)
+        return self._run(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, [], [], Buffers(), async_op, timeout)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, by rank; of any lengths."""
@@ -282,7 +282,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         return self._run(
             operation,
             code,
-            ReduceCode.NONE,
+            NO_REDUCTION,
             root,
             count_elements(read),
             flat_inputs,

@@ -18,7 +18,7 @@ from paceline import _core
 from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.algorithms import OPERATION_NAMES, UNMEASURED
 from paceline.engine.channel import Call
-from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
+from paceline.engine.codes import ITEM_SIZES, Operation, ReduceOp
 from paceline.schedule.cost import choose
 from paceline.schedule.registry import build, offers
 from paceline.schedule.steps import Buffer, Kind, Schedule, Slice, Step
@@ -162,8 +162,8 @@ class _Execution:
 
     def _combine(self, step: Step, received: Sequence[torch.Tensor]) -> None:
         op = self._call.reduce_op
-        if op == ReduceCode.PREMUL_SUM or (op == ReduceCode.AVG and not step.final):
-            op = ReduceCode.SUM
+        if op == ReduceOp.PREMUL_SUM or (op == ReduceOp.AVG and not step.final):
+            op = ReduceOp.SUM
         item_size = ITEM_SIZES[self._call.dtype]
         for (source, _), (target, nbytes), other in zip(
             self._spans.of(step.src), self._spans.of(step.dst), received, strict=True

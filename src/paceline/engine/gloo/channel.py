@@ -15,16 +15,16 @@ from paceline.engine.adapters.executor import PythonExecutor
 from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import SerialChannel
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPES, Operation, ReduceCode
+from paceline.engine.codes import DTYPES, NO_REDUCTION, Operation, ReduceOp
 from paceline.engine.gloo.wire import SHORTEST, GlooWire, translated
 
 _OPS = {
-    ReduceCode.SUM: c10d.ReduceOp.SUM,
-    ReduceCode.AVG: c10d.ReduceOp.SUM,
-    ReduceCode.PREMUL_SUM: c10d.ReduceOp.SUM,
-    ReduceCode.PRODUCT: c10d.ReduceOp.PRODUCT,
-    ReduceCode.MIN: c10d.ReduceOp.MIN,
-    ReduceCode.MAX: c10d.ReduceOp.MAX,
+    ReduceOp.SUM: c10d.ReduceOp.SUM,
+    ReduceOp.AVG: c10d.ReduceOp.SUM,
+    ReduceOp.PREMUL_SUM: c10d.ReduceOp.SUM,
+    ReduceOp.PRODUCT: c10d.ReduceOp.PRODUCT,
+    ReduceOp.MIN: c10d.ReduceOp.MIN,
+    ReduceOp.MAX: c10d.ReduceOp.MAX,
 }
 _REDUCED = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 
@@ -78,7 +78,7 @@ class GlooChannel(SerialChannel):
 
     def _all_reduce(self, call: Call, timeout: timedelta) -> None:
         options = c10d.AllreduceOptions()
-        options.timeout, options.reduceOp = timeout, _OPS[ReduceCode(call.reduce_op)]
+        options.timeout, options.reduceOp = timeout, _OPS[ReduceOp(call.reduce_op)]
         tensor = FlatBuffer(call.outputs).copy_in()
         self._group.allreduce([tensor.tensor(DTYPES[call.dtype])], options).wait()
         self._divide(tensor.address, call)
@@ -86,7 +86,7 @@ class GlooChannel(SerialChannel):
 
     def _reduce(self, call: Call, timeout: timedelta) -> None:
         options = c10d.ReduceOptions()
-        options.timeout, options.reduceOp, options.rootRank = timeout, _OPS[ReduceCode(call.reduce_op)], call.root
+        options.timeout, options.reduceOp, options.rootRank = timeout, _OPS[ReduceOp(call.reduce_op)], call.root
         tensor = FlatBuffer(call.outputs).copy_in()
         values = tensor.tensor(DTYPES[call.dtype])
         if self._rank == call.root:
@@ -124,8 +124,8 @@ class GlooChannel(SerialChannel):
         output.copy_out()
 
     def _divide(self, address: int, call: Call) -> None:
-        if call.reduce_op == ReduceCode.AVG and call.count:
-            _core.reduce(address, [address], call.count, call.dtype, ReduceCode.AVG, self._size)
+        if call.reduce_op == ReduceOp.AVG and call.count:
+            _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, self._size)
 
 
 _CALLS: dict[Operation, Callable[[GlooChannel, Call, timedelta], None]] = {
@@ -143,6 +143,6 @@ def _has(call: Call) -> bool:
     """Whether gloo has the operation, and the reduction for the type."""
     if call.operation not in _CALLS or not call.count:
         return False
-    if call.reduce_op == ReduceCode.NONE:
+    if call.reduce_op == NO_REDUCTION:
         return True
     return call.reduce_op in _OPS and DTYPES[call.dtype] in _REDUCED

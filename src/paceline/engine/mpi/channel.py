@@ -13,7 +13,7 @@ from paceline.engine.adapters.executor import PythonExecutor, Transfer
 from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import SerialChannel
 from paceline.engine.channel import Call, Outcome, Pieces
-from paceline.engine.codes import ITEM_SIZES, Operation, ReduceCode
+from paceline.engine.codes import ITEM_SIZES, Operation, ReduceOp
 from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.types import datatype, reduction
@@ -23,7 +23,7 @@ _SMALL = 1 << 14
 # From here on Open MPI's non-blocking all-reduce takes twice the time of a schedule over its messages.
 _SCHEDULED_BYTES = 1 << 20
 _AT_ONCE = range(20)  # tests before others are let in
-_AVG = int(ReduceCode.AVG)
+_AVG = int(ReduceOp.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 
 
@@ -186,8 +186,8 @@ class MpiChannel(SerialChannel):
         return parts
 
     def _divide(self, address: int, call: Call) -> None:
-        if call.reduce_op == ReduceCode.AVG and call.count:
-            _core.reduce(address, [address], call.count, call.dtype, ReduceCode.AVG, self._size)
+        if call.reduce_op == ReduceOp.AVG and call.count:
+            _core.reduce(address, [address], call.count, call.dtype, ReduceOp.AVG, self._size)
 
 
 _CUT = (Operation.BROADCAST, Operation.ALL_REDUCE, Operation.REDUCE)

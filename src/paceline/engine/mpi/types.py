@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline import _core
-from paceline.engine.codes import DTYPES, ITEM_SIZES, ReduceCode
+from paceline.engine.codes import DTYPES, ITEM_SIZES, ReduceOp
 from paceline.engine.mpi.library import library
 
 _NAMES = {
@@ -28,19 +28,19 @@ _NAMES = {
     torch.complex128: "C_DOUBLE_COMPLEX",
 }
 _OPS = {
-    ReduceCode.SUM: "SUM",
-    ReduceCode.AVG: "SUM",
-    ReduceCode.PREMUL_SUM: "SUM",
-    ReduceCode.PRODUCT: "PROD",
-    ReduceCode.MIN: "MIN",
-    ReduceCode.MAX: "MAX",
-    ReduceCode.BAND: "BAND",
-    ReduceCode.BOR: "BOR",
-    ReduceCode.BXOR: "BXOR",
+    ReduceOp.SUM: "SUM",
+    ReduceOp.AVG: "SUM",
+    ReduceOp.PREMUL_SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
 }
-_OPS_OF_BOOLEANS = dict.fromkeys((ReduceCode.SUM, ReduceCode.MAX, ReduceCode.BOR), "LOR")
-_OPS_OF_BOOLEANS |= dict.fromkeys((ReduceCode.PRODUCT, ReduceCode.MIN, ReduceCode.BAND), "LAND")
-_OPS_OF_BOOLEANS[ReduceCode.BXOR] = "LXOR"
+_OPS_OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), "LOR")
+_OPS_OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), "LAND")
+_OPS_OF_BOOLEANS[ReduceOp.BXOR] = "LXOR"
 
 
 @functools.cache
@@ -55,21 +55,21 @@ def datatype(dtype: int) -> Any:
 @functools.cache
 def reduction(dtype: int, reduce_op: int) -> Any:
     """MPI's reduction; for AVG the sum."""
-    op = ReduceCode(reduce_op)
+    op = ReduceOp(reduce_op)
     if DTYPES[dtype] is torch.bool:
         return getattr(library(), _OPS_OF_BOOLEANS[op])
     if DTYPES[dtype] in _NAMES:
         return getattr(library(), _OPS[op])
-    by_core = ReduceCode.SUM if op in (ReduceCode.AVG, ReduceCode.PREMUL_SUM) else op
+    by_core = ReduceOp.SUM if op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else op
     return _of_core(dtype, by_core)
 
 
 @functools.cache
-def _of_core(dtype: int, op: ReduceCode) -> Any:
+def _of_core(dtype: int, op: ReduceOp) -> Any:
     combine: Callable[[Any, Any, Any], None] = functools.partial(_combine, dtype, op)
     return library().Op.Create(combine, commute=True)
 
 
-def _combine(dtype: int, op: ReduceCode, other: Any, result: Any, _: Any) -> None:
+def _combine(dtype: int, op: ReduceOp, other: Any, result: Any, _: Any) -> None:
     count = result.nbytes // ITEM_SIZES[dtype]
     _core.reduce(result.address, [other.address, result.address], count, dtype, op, 1)

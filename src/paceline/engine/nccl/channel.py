@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.engine.channel import Call, Channel
-from paceline.engine.codes import Operation, ReduceCode, dtype_name
+from paceline.engine.codes import Operation, ReduceOp, dtype_name
 from paceline.engine.failures import Failure
 from paceline.engine.nccl.call_stream import CallStream
 from paceline.engine.nccl.loader import Library, say_version
@@ -75,7 +75,7 @@ class NcclChannel(Channel):
         if how is None:
             raise TypeError(
                 f"{Operation(call.operation).name.lower()}: NCCL {say_version(version)} has no "
-                f"{ReduceCode(call.reduce_op).name} of torch.{dtype_name(call.dtype)}; convert the tensor (to int32 or "
+                f"{ReduceOp(call.reduce_op).name} of torch.{dtype_name(call.dtype)}; convert the tensor (to int32 or "
                 "float32), or reduce it on CPU with the backend 'cpu:paceline,cuda:nccl'"
             )
         return how

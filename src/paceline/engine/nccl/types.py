@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from paceline.engine.codes import ReduceCode, dtype_name
+from paceline.engine.codes import ReduceOp, dtype_name
 
 FLOAT8_SINCE = 22400
 
@@ -71,21 +71,21 @@ _PAIRS = {
 _FLOAT8 = {"float8_e4m3fn": (DataType.FLOAT8_E4M3, 1), "float8_e5m2": (DataType.FLOAT8_E5M2, 1)}
 
 _OF_NUMBERS = {
-    ReduceCode.SUM: RedOp.SUM,
-    ReduceCode.PRODUCT: RedOp.PROD,
-    ReduceCode.MIN: RedOp.MIN,
-    ReduceCode.MAX: RedOp.MAX,
-    ReduceCode.PREMUL_SUM: RedOp.SUM,  # of what has been multiplied
-    ReduceCode.AVG: RedOp.AVG,
+    ReduceOp.SUM: RedOp.SUM,
+    ReduceOp.PRODUCT: RedOp.PROD,
+    ReduceOp.MIN: RedOp.MIN,
+    ReduceOp.MAX: RedOp.MAX,
+    ReduceOp.PREMUL_SUM: RedOp.SUM,  # of what has been multiplied
+    ReduceOp.AVG: RedOp.AVG,
 }
-_OF_PAIRS = {code: _OF_NUMBERS[code] for code in (ReduceCode.SUM, ReduceCode.AVG, ReduceCode.PREMUL_SUM)}
-_OF_BOOLEANS = dict.fromkeys((ReduceCode.SUM, ReduceCode.MAX, ReduceCode.BOR), RedOp.MAX)
-_OF_BOOLEANS |= dict.fromkeys((ReduceCode.PRODUCT, ReduceCode.MIN, ReduceCode.BAND), RedOp.MIN)
+_OF_PAIRS = {code: _OF_NUMBERS[code] for code in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
+_OF_BOOLEANS = dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), RedOp.MAX)
+_OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), RedOp.MIN)
 
 
 def reduction(dtype: int, reduce_op: int, version: int) -> Reduction | None:
     """How NCCL of that version reduces; None where it does not."""
-    name, code = dtype_name(dtype), ReduceCode(reduce_op)
+    name, code = dtype_name(dtype), ReduceOp(reduce_op)
     if name == "bool":
         known, ops = (DataType.UINT8, 1), _OF_BOOLEANS
     elif name in _PAIRS:
