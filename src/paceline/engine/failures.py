@@ -1,4 +1,4 @@
-"""Turns the outcome of a call into the error that the user reads."""
+"""Turns the outcome of a failed call into the error that the user reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.wording import and_more
 
 
 class Code(IntEnum):
-    """How a call ended (native/call/call.hpp)."""
+    """How a call ended; the numbers are those of native/call/call.hpp."""
 
     OK = 0
     MISMATCH = 1
@@ -24,18 +24,18 @@ class Code(IntEnum):
     PEER_LOST = 3
     INTERRUPTED = 4
     SCHEDULE_UNFIT = 5
-    REFUSED = 6  # by the library that an engine rests on
+    REFUSED = 6  # the library on which the engine rests refused the call
     STARVED = 7
     TOO_MANY_OFFERS = 8
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a call of an engine that is written in Python; see `channel.Outcome`.
+    """The outcome of a failed call, from an engine that is written in Python; see `channel.Outcome`.
 
     Args:
-        said: what the library said about it, in its words.
-        seen: what is known of the ranks in `gone`, where neither that they died nor that they left is.
+        said: the library's own message about the failure.
+        seen: what was observed of the ranks in `gone`, if it is not certain that they died or that they left.
     """
 
     code: Code
@@ -59,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the default group and its process; `process` tells whether that has ended."""
+    """A rank of the default group; `process`, if it is known, tells whether the rank's process has ended."""
 
     rank: int
     host: str
@@ -70,8 +70,8 @@ class Member:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
-MOST_OFFERS = 1 << 16  # native/executor/messenger.hpp
-# What a failure has cost.
+MOST_OFFERS = 1 << 16  # the same as kMostOffers in native/executor/messenger.hpp
+# The consequences of a failure, as sentences for error messages.
 GROUP_LOST = "This group can no longer be used: destroy it and start again"
 MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "
@@ -81,14 +81,14 @@ _LEFT = "left the group (its script ended, or it destroyed the process group)"
 
 
 def describe_call(header: HeaderFields) -> str:
-    """A call as its rank made it."""
+    """Returns a description of a call as its rank made it, such as "all_reduce(float32, 4 elements, SUM) as call 7"."""
     sequence, operation, dtype, reduce_op, root, count = header
     if operation == 0:
         return "no call"
     parts = []
     if operation != Operation.BARRIER:
         parts.append(dtype_name(dtype))
-    # Of an all_to_all some engines' ranks do not know each other's numbers.
+    # With some engines, the ranks do not know each other's numbers of elements in an all_to_all.
     if count or operation not in (Operation.BARRIER, Operation.ALL_TO_ALL):
         parts.append(f"{count} elements")
     if reduce_op != NO_REDUCTION:
@@ -106,13 +106,15 @@ def to_error(
     lost: str = GROUP_LOST,
     everybody: Sequence[Member] = (),
 ) -> CollectiveError:
-    """The error for `outcome`.
+    """Returns the error for `outcome`.
 
     Args:
-        members: the group's, by group rank.
-        call: what this rank did.
-        lost: what a failure of such a call has cost, as a sentence without its full stop.
-        everybody: the engine's members; the group's if there are none.
+        outcome: how the call failed.
+        members: the group's members, by group rank.
+        group_rank: the group rank of this process.
+        call: a description of the call that this rank made.
+        lost: the consequence of a failure of such a call, as a sentence without its full stop.
+        everybody: the engine's members; if empty, `members` are taken for them.
     """
     me = members[group_rank]
     if isinstance(outcome, Failure) and outcome.seen:
@@ -175,7 +177,7 @@ def _peer_lost(
     seen = f"{_names(gone)} {_LEFT if left else 'died'}"
     first = gone[0]
     if cause is not None and left:
-        # Whoever leaves after an error is no more than its messenger.
+        # A rank that leaves because of an error only reports it: the rank that caused the error comes first.
         seen = f"{cause} {_LEFT if outcome.cause_left else 'died'}, and {_names(gone)} left the group after that"
         first = cause
     elif cause is not None:
@@ -209,7 +211,7 @@ def _not_heard_of(outcome: Failure, members: Sequence[Member], me: Member, call:
 def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> CollectiveMismatchError:
     if outcome.split_from >= 0 and not any(call[0] for call in outcome.calls):
         return _message_mismatch(outcome, members, me)
-    # On one host all ranks see it in the same call; over links a rank sees it first, and ends the group for all.
+    # Within a host all ranks see the mismatch in the same call; over links one rank sees it first and ends the group.
     usable = "The group remains usable" if outcome.reporter < 0 else GROUP_LOST
     advice = f"All ranks of a group must make the same calls in the same order. {usable}"
     if outcome.split_from >= 0:
@@ -221,7 +223,7 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
     by_call: dict[str, list[Member]] = {}
     for member, header, algorithm in zip(members, outcome.calls, outcome.algorithms, strict=False):
         if outcome.reporter >= 0 and header[0] != latest:
-            continue  # what it did before says nothing
+            continue  # an earlier call of a rank says nothing about the mismatch
         by = f" by {tuple(ALGORITHMS)[algorithm - 1]}" if 0 < algorithm <= len(ALGORITHMS) else ""
         by_call.setdefault(f"{describe_call(header)}{by}", []).append(member)
     told = "; ".join(f"{_names(ranks)} called {call}" for call, ranks in by_call.items())

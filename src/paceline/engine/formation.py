@@ -1,7 +1,7 @@
-"""Ranks that form a group: each waits for what the others put into the store, and hears why it will never come.
+"""The forming of a group: each rank waits for the keys that the others set in the store, and learns why one is missing.
 
-A rank that gives up says why before it leaves. For one that dies the store's server does, where there is one (its last
-will); on the ways that are open already, the others see it themselves.
+A rank that gives up publishes its reason before it leaves. If a rank dies, the store's server, where there is one,
+publishes the rank's last will; the other ranks also see the death on connections that are already open.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.store.base import Store
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
 _PARTING_S = 2.0
-_NEWS_COMES_S = 0.5  # of a rank that is gone or does not answer
-_SERVES_THE_STORE = 0  # if any rank does
+_NEWS_COMES_S = 0.5  # within this time, news of a rank that is gone or does not answer arrives
+_SERVES_THE_STORE = 0  # the rank that serves the store, unless the launcher does
 
 
 class Formation:
-    """The forming of one group, as a context: left by an error, it tells the other ranks.
+    """A context in which one group forms; if an error leaves it, the other ranks are told the reason.
 
     Args:
-        store: what the ranks share; they have met there.
-        rank, world_size: this rank, and how many there are.
-        what: forms: the group's number, the same on its members and new for each group; None for the default group,
-            whose store may end with this rank.
+        store: the store that the ranks share, over which they have met.
+        rank, world_size: this rank, and the number of ranks.
+        what: identifies the group that forms, the same on its members and new for each group; None for the default
+            group, whose store may end with this rank.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, what: int | str | None = None) -> None:
@@ -50,20 +50,20 @@ class Formation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the context is entered and not yet left."""
+        """Whether the context has been entered and not yet left."""
         return self._open
 
     def watch(self, gone: Callable[[], Member | None]) -> None:
-        """`gone` is asked now and then for a rank that has died or left, as are those given before."""
+        """Adds a function that returns a rank that has died or left, or None; `look` calls it after those added before."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
     def bequeath(self, key: str, value: str) -> None:
-        """Has the store's server set `key` if this rank ends at any time after the group has formed."""
+        """Asks the store's server to set `key` to `value` if this rank ends at any time after the group has formed."""
         self._bequest = key, value
 
     def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Waits for `keys` until `deadline`, of the monotonic clock; those that were not set by then.
+        """Waits for `keys` until `deadline`, in seconds of the monotonic clock; returns those that were not set by then.
 
         Raises:
             RendezvousError: a rank gave up or died.
@@ -80,10 +80,10 @@ class Formation:
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
     def look(self, patience_s: float = 0.0) -> None:
-        """Looks whether all ranks are still at it, again and again for `patience_s`.
+        """Polls for up to `patience_s` seconds for a rank that gave up or died; looks once by default.
 
         Raises:
-            RendezvousError: one gave up or died; the message has its reason.
+            RendezvousError: a rank gave up or died; the message has the reason.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -101,10 +101,10 @@ class Formation:
             raise self._without(lost)
 
     def await_news(self) -> None:
-        """`look`, for as long as news of a rank that does not answer needs to come.
+        """Calls `look` for as long as news of a rank that does not answer may take to arrive.
 
         Raises:
-            RendezvousError: one gave up or died.
+            RendezvousError: a rank gave up or died.
         """
         self.look(_NEWS_COMES_S)
 
@@ -132,7 +132,7 @@ class Formation:
 
     def _leave(self, error: BaseException | None) -> None:
         if isinstance(error, StoreConnectionError):
-            # Whoever served it may have left because of another.
+            # The rank that served the store may have left because another rank died, which is then the one to report.
             lost = self._gone()
             raise (self._without(lost) if lost else self._without_store(error)) from error
         if self._topic == _INIT:

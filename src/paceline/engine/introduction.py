@@ -1,7 +1,7 @@
-"""What every rank says about itself when the default group forms, and who the ranks then are.
+"""What every rank publishes about itself when the default group forms, and how the others read it.
 
-All must run the same version of Paceline. What they say may differ between versions in all but the key "version", so
-that is read before anything else.
+All ranks must run the same version of Paceline. Only the key "version" has the same meaning in all versions, so it is
+read before anything else.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _FIRST_TO_SAY = "0.1.0"
 
 
 def host_id() -> str:
-    """Returns a text that processes share if, and only if, they reach each other's abstract Unix sockets."""
+    """Returns a text that is equal in two processes if, and only if, they reach each other's abstract Unix sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def introduce(**more: str | int | None) -> str:
-    """What this rank says, with `more` that an engine needs to know of it."""
+    """Returns this rank's introduction as JSON; `more` holds what an engine needs to know about the rank besides."""
     me = Process.mine()
     process = {"host": socket.gethostname(), "pid": me.pid, "namespace": me.namespace, "started": me.started}
     return json.dumps({"version": __version__, **process, **more})
 
 
 def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[dict[str, str | int | None]]]:
-    """The ranks, and all that each of them said.
+    """Returns the ranks, and everything that each of them published.
 
     Args:
-        answers: what the ranks said, by rank.
-        rank: this one.
+        answers: the introductions, by rank.
+        rank: the rank of this process.
 
     Raises:
         RendezvousError: the ranks run different versions; the message names them.
@@ -66,7 +66,7 @@ def _require_same_version(answers: Sequence[bytes], rank: int) -> None:
 
 
 def _version(answer: bytes, rank: int) -> tuple[str, str]:
-    """A rank's version and name, as far as what it said can be understood."""
+    """Returns a rank's version and name, as far as its introduction can be understood."""
     try:
         said = json.loads(answer)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What names a process among all that ever ran, and whether it has ended."""
+"""Identifies a process uniquely among all that have ever run, and tells whether it has ended."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ENDED = ("Z", "X")
-_STATE, _STARTED = 0, 19  # fields 3 and 22 of proc_pid_stat(5), counted from behind the name
+_STATE, _STARTED = 0, 19  # fields 3 and 22 of proc_pid_stat(5), as indices into the fields after the name
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process: a number means something only in its PID namespace, and there only until it is used again.
+    """A process, identified by more than its pid: a pid is valid only in its PID namespace, and the kernel reuses it.
 
     Args:
-        namespace: of the host since it was booted, of its process numbers and of its clock.
-        pid: the number there.
-        started: when, in clock ticks of that namespace.
+        namespace: identifies the boot of the host, the PID namespace and the time namespace.
+        pid: the process id in that namespace.
+        started: the time at which the process started, in clock ticks of that namespace.
     """
 
     namespace: str
@@ -26,12 +26,13 @@ class Process:
 
     @staticmethod
     def mine() -> Process:
-        """The calling process."""
+        """Returns the calling process."""
         return Process(_namespace(), os.getpid(), int(_stat("self")[_STARTED]))
 
     def has_ended(self) -> bool | None:
-        """Whether it has; None for one that cannot be judged from here, since it is in another namespace or on another
-        host.
+        """Returns whether the process has ended.
+
+        Returns None if that cannot be seen from here, because the process is in another namespace or on another host.
         """
         # Under `unshare --pid` without a /proc of its own, /proc shows the processes of another namespace.
         if self.namespace != _namespace() or os.readlink("/proc/self") != str(os.getpid()):

@@ -1,4 +1,4 @@
-"""The engines by name, and which of them serves which type of device."""
+"""Lists the engines by name, chooses one for each type of device, and starts them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.rendezvous.rendezvous import RendezvousResult
 class _Entry(NamedTuple):
     device_type: str
     module: str
-    meeting: str = ""  # the module with `meet`, for an engine whose launcher tells the ranks of each other
+    meeting: str = ""  # the module with `meet`, if the engine's launcher makes the ranks known to each other
 
 
-# A new engine is a module (`engine.EngineModule`) and a line here.
+# A new engine needs a module (`engine.api.EngineModule`) and a line here.
 _ENGINES: Mapping[str, _Entry] = {
     "paceline": _Entry("cpu", "paceline.engine.native.engine"),
     "gloo": _Entry("cpu", "paceline.engine.gloo.engine"),
@@ -33,19 +33,20 @@ _FORM = "one engine for each type of device is chosen like 'cpu:paceline,cuda:nc
 
 @dataclass(frozen=True)
 class Backend:
-    """What a `backend=` says: its text as `get_backend` returns it, and the engine by type of device."""
+    """The meaning of `backend=`: the text that `get_backend` returns, and the engine for each type of device."""
 
     text: str
     engines: Mapping[str, str]
 
 
 def choose(backend: str | None) -> Backend:
-    """What `backend` means: "mpi", "cpu:paceline,cuda:nccl", or with None the best that is there for each device.
+    """Returns the engines that `backend` names, as in "mpi" or "cpu:paceline,cuda:nccl".
 
-    CPU tensors always have an engine, since objects travel in them: `paceline` where none is named.
+    With None it returns the best engine that can be used for each type of device. CPU tensors always have an engine,
+    since objects are sent as CPU tensors; it is `paceline` if `backend` names none.
 
     Raises:
-        ValueError: there is no such engine, or it does not serve that device.
+        ValueError: there is no such engine, it does not serve that device, or two engines are named for one device.
     """
     chosen: dict[str, str] = {}
     if backend is None:
@@ -66,17 +67,17 @@ def choose(backend: str | None) -> Backend:
 
 
 def engines_for(device_type: str) -> list[str]:
-    """The names of the engines that take tensors on such a device."""
+    """Returns the names of the engines that take tensors on this type of device."""
     return [name for name, entry in _ENGINES.items() if entry.device_type == device_type]
 
 
 def missing_piece(name: str) -> str | None:
-    """What engine `name` needs and this machine lacks, with the fix; None if it can be used."""
+    """Returns what engine `name` needs and this machine lacks, with the fix; None if the engine can be used."""
     return _module(name).missing_piece() if name in _ENGINES else f"this version has no engine {name!r}"
 
 
 def require(name: str, rank: int) -> None:
-    """Refuses an engine that cannot be used here.
+    """Checks that engine `name` can be used here.
 
     Raises:
         ValueError: something is missing; the message names it and the fix.
@@ -87,7 +88,7 @@ def require(name: str, rank: int) -> None:
 
 
 def start(name: str, context: EngineContext) -> Engine:
-    """Starts an engine.
+    """Starts engine `name` and returns it.
 
     Raises:
         ValueError: as for `require`.
@@ -97,7 +98,9 @@ def start(name: str, context: EngineContext) -> Engine:
 
 
 def meeting(backend: Backend, rank: int) -> Callable[[float], RendezvousResult] | None:
-    """What lets the ranks meet, where the launcher of an engine has made them known to each other; takes a time-out.
+    """Returns the function by which the ranks meet if the launcher of an engine has made them known to each other.
+
+    The function takes a time-out in seconds. Returns None if no engine of `backend` has such a launcher.
 
     Raises:
         ValueError: as for `require`.

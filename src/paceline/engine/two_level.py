@@ -1,7 +1,7 @@
-"""The hierarchical algorithm with two engines: one within each host, another between the hosts' leaders.
+"""The hierarchical algorithm over two engines: one within each host, and another between the hosts' leaders.
 
-A host's leader is its first rank in the group. What has no leaders' part (all-to-all, and what gathers or scatters) and
-messages go by the engine that connects all ranks.
+A host's leader is its first rank in the group. Operations that have no step between leaders (all-to-all, and all that
+gather or scatter) and messages use the engine that connects all ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.engine.codes import NO_REDUCTION, Operation, ReduceOp
 from paceline.engine.failures import Code, Failure
 from paceline.store.base import Store
 
-_WITHIN = 1 << 61  # tells the identity of a group's part on one host from its own
+_WITHIN = 1 << 61  # distinguishes the identity of a group's part on one host from the group's own
 
 
 class Subgroup(NamedTuple):
-    """An open group of some of the group's ranks."""
+    """An open group of some of the group's ranks; `ranks` are their group ranks."""
 
     opened: OpenGroup
     ranks: Sequence[int]
@@ -34,14 +34,14 @@ class Subgroup(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoLevelGroup:
-    """A group whose hosts are connected by another engine."""
+    """A group whose hosts are connected by another engine; `parts` are the groups of which it consists."""
 
     channel: TwoLevelChannel
     messages: Messages
     parts: Sequence[OpenGroup]
 
     def close(self) -> None:
-        """Ends all that it is made of; idempotent."""
+        """Closes the group and all its parts; idempotent."""
         self.channel.close()
         for part in self.parts:
             part.close()
@@ -57,11 +57,17 @@ def open_two_levels(
     timeout_s: float,
     identity: int,
 ) -> OpenGroup:
-    """The group of `ranks` (of the default group, as in `Engine.open_group`), hosts joined by `outside`.
+    """Opens the group of `ranks`, which are ranks of the default group as in `Engine.open_group`.
 
     Args:
-        rank: this one, in the default group.
-        hosts: the ranks of the default group by host.
+        inside: the engine that connects all ranks and reduces within each host.
+        outside: the engine that connects the leaders of the hosts.
+        store: the store that the ranks share.
+        rank: this rank, in the default group.
+        ranks: the group's members, in the default group.
+        hosts: the ranks of the default group on each host.
+        timeout_s: how long each engine waits for the other ranks, in seconds.
+        identity: the group's number, which is the same on all its members and new for each group.
     """
     by_host = [[at for at, each in enumerate(ranks) if each in host] for host in hosts]
     by_host = [host for host in by_host if host]
@@ -91,11 +97,12 @@ class TwoLevelChannel(SerialChannel):
     """Reduces and broadcasts through the leaders.
 
     Args:
-        whole: of all ranks, for everything else.
-        hosts: group ranks by host.
-        rank: this one, in the group.
-        within: this host's ranks.
-        between: the leaders, if this is one.
+        diagnosis: finds out why a call failed.
+        whole: the channel of all ranks, which runs every other operation.
+        hosts: the group ranks of each host.
+        rank: the group rank of this process.
+        within: the group of this host's ranks.
+        between: the group of the leaders; None if this rank is not a leader.
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class TwoLevelChannel(SerialChannel):
 
     def _reduce(self, call: Call, deadline_ns: int) -> None:
         tensor = FlatBuffer(call.outputs).copy_in()
-        copy = tensor.tensor().clone()  # the tensors of all but the root stay as they are
+        copy = tensor.tensor().clone()  # only the root's tensor may change
         self._all_reduce(call, [[copy.data_ptr(), copy.nbytes]], deadline_ns)
         if self._rank == call.root:
             tensor.tensor().copy_(copy)
@@ -177,7 +184,7 @@ class TwoLevelChannel(SerialChannel):
         whole.copy_out()
 
     def _check(self, outcome: Outcome | None, ranks: Sequence[int]) -> None:
-        """Ends the call as a part of it ended, in the group's ranks."""
+        """Ends the call if a part of it failed, with the part's ranks translated to the whole group's."""
         if outcome is None:
             return
         calls = [(0, 0, 0, 0, -1, 0)] * self._size

@@ -1,4 +1,4 @@
-"""Where the other ranks are when a call has failed: what the libraries cannot tell, the store and the host can."""
+"""Finds out why a call failed from what the other ranks publish in the store and from their processes on this host."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class FailureDiagnosis:
-    """Tells the others where this rank is when a call fails, and asks them.
+    """Publishes this rank's latest calls when a call fails, reads the other ranks', and compares them.
 
     Args:
-        store: what the ranks share.
-        identity: of the group.
-        members: its ranks.
-        group_rank: this one.
+        store: the store that the ranks share.
+        identity: the group's number, which is the same on all its members.
+        members: the group's members, by group rank.
+        group_rank: the group rank of this process.
     """
 
     def __init__(self, store: Store, identity: int, members: Sequence[Member], group_rank: int) -> None:
@@ -37,11 +37,12 @@ class FailureDiagnosis:
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
     def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> Failure:
-        """Why the latest call failed, as far as it can be known.
+        """Returns why the latest call failed, as far as that can be known.
 
         Args:
-            history: the latest calls, the one that failed last.
-            said: what the library said; nothing when the time was over.
+            history: this rank's latest calls; the last one is the call that failed.
+            said: the library's message; empty if the call timed out.
+            waited_ns: how long the call waited, in nanoseconds.
         """
         answers, is_store_there = self._ask(history)
         silent = [rank for rank in range(len(self._members)) if rank not in answers]
@@ -57,7 +58,7 @@ class FailureDiagnosis:
         return Failure(Code.REFUSED, said)
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> Failure:
-        """Why a message to or from `peer`, or with -1 from any rank, did not pass; arguments as for `diagnose`."""
+        """Returns why a message to or from `peer` (-1: from any rank) failed; the rest is as for `diagnose`."""
         others = [rank for rank in range(len(self._members)) if rank != self._rank] if peer < 0 else [peer]
         try:
             left = [rank for rank in others if self._has_left(rank)]
@@ -72,12 +73,15 @@ class FailureDiagnosis:
         return Failure(Code.TIMED_OUT, missing=others, waited_ns=waited_ns)
 
     def leave(self) -> None:
-        """Lets the others know that this rank is no longer in the group."""
+        """Tells the other ranks that this one has left the group."""
         with contextlib.suppress(StoreError):
             self._store.set(self._keys[self._rank], _LEFT)
 
     def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> Failure | None:
-        """The loss of ranks; those that died are why others left, so they come first."""
+        """Returns the failure if ranks are lost, otherwise None.
+
+        If any rank died, the failure names only the dead, since the others left because of them.
+        """
         store = self._store if is_store_there else None
         fates = {rank: fate_of(store, self._members[rank]) for rank in silent}
         died = [rank for rank, fate in fates.items() if fate is Fate.DIED]
@@ -87,8 +91,9 @@ class FailureDiagnosis:
         return Failure(Code.PEER_LOST, said, gone=left, left=left) if left else None
 
     def _ask(self, history: Sequence[HeaderFields]) -> tuple[dict[int, str], bool]:
-        """What the ranks have said by when nobody else is expected to, this one's word among it; and whether the store
-        is still there.
+        """Returns the answers of the ranks, this one's included, and whether the store is still there.
+
+        Waits until every rank has answered or is known to have ended, but for no longer than `_PATIENCE_S`.
         """
         answers = {self._rank: json.dumps(list(history))}
         deadline = time.monotonic() + _PATIENCE_S
@@ -114,14 +119,14 @@ def _silence(said: str) -> str:
 
 
 def _calls(answer: str | None) -> dict[int, HeaderFields]:
-    """A rank's latest calls by their number."""
+    """Returns a rank's latest calls by their sequence number."""
     if answer is None or answer == _LEFT:
         return {}
     return {int(call[0]): (call[0], call[1], call[2], call[3], call[4], call[5]) for call in json.loads(answer)}
 
 
 def _first_difference(histories: Sequence[Mapping[int, HeaderFields]]) -> list[HeaderFields]:
-    """Each rank's call of the first number at which they are not the same; nothing if they all are."""
+    """Returns each rank's call at the first sequence number at which they differ; an empty list if none differ."""
     for number in sorted({number for history in histories for number in history}):
         calls = [history.get(number, _NO_CALL) for history in histories]
         if len({call for call in calls if call != _NO_CALL}) > 1:

@@ -1,7 +1,8 @@
-"""Collectives by schedule over bare sends and receives: for what an engine's library does not have.
+"""Runs collectives by schedule over bare sends and receives, for operations that an engine's library lacks.
 
-The steps are started in their order, which is stricter than a schedule asks for (`schedule/steps.py`), and waits only
-for steps whose bytes it needs. A message is a block, so both ends cut alike whatever their memory looks like.
+Steps start in their order, which is stricter than a schedule requires (`schedule/steps.py`), and each waits only for
+the earlier steps whose blocks it needs. Every block is one message, so both ends split the data alike whatever the
+layout of their memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.schedule.registry import build, offers
 from paceline.schedule.steps import Buffer, Kind, Schedule, Slice, Step
 from paceline.schedule.steps import Operation as Name
 
-_ANY_SIZE = 1 << 20  # ranks know the sizes of their own parts of an all_to_all only
+_ANY_SIZE = 1 << 20  # assumed for every all_to_all, since a rank knows only the sizes of its own parts
 _CUT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 
 
@@ -32,7 +33,7 @@ class Transfer(Protocol):
     """A message in progress."""
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits for its end, by the monotonic clock.
+        """Waits until the message is over, but no longer than `deadline_ns` of the monotonic clock.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.
@@ -40,24 +41,24 @@ class Transfer(Protocol):
 
 
 class Wire(Protocol):
-    """What an engine must have: messages that arrive in the order in which they are sent, and wait for no other."""
+    """The messages that an engine must offer: they arrive in the order of their sends and proceed independently."""
 
     def send(self, peer: int, address: int, nbytes: int) -> Transfer:
-        """To a group rank."""
+        """Starts a send of `nbytes` bytes at `address` to a group rank."""
         ...
 
     def receive(self, peer: int, address: int, nbytes: int) -> Transfer:
-        """From a group rank."""
+        """Starts a receive of `nbytes` bytes to `address` from a group rank."""
         ...
 
 
 class Spans(NamedTuple):
-    """The blocks of the three buffers: address and number of bytes of each."""
+    """The address and the number of bytes of each block, for each of the three buffers."""
 
     blocks: tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]
 
     def of(self, blocks: Slice | None) -> list[tuple[int, int]]:
-        """Those of a slice."""
+        """Returns the spans of a slice's blocks."""
         return [] if blocks is None else self.blocks[blocks.buffer][blocks.first : blocks.first + blocks.length]
 
 
@@ -65,9 +66,10 @@ class PythonExecutor:
     """Runs a group's calls by schedule over its `wire`.
 
     Args:
-        rank: this one, in the group.
-        hosts: group ranks by host.
-        algorithm: for every operation that it has; else the one that should be the fastest.
+        wire: the engine's sends and receives.
+        rank: the group rank of this process.
+        hosts: the group ranks of each host.
+        algorithm: the algorithm for every operation that it offers; by default the one expected to be the fastest.
     """
 
     def __init__(self, wire: Wire, rank: int, hosts: Sequence[Sequence[int]], algorithm: str | None = None) -> None:
@@ -80,7 +82,7 @@ class PythonExecutor:
         self._schedule = functools.lru_cache(256)(self._build)
 
     def run(self, call: Call, deadline_ns: int) -> None:
-        """Runs any call but a barrier.
+        """Runs any call but a barrier to its end.
 
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.
@@ -111,7 +113,7 @@ class PythonExecutor:
 
 
 class _Started(NamedTuple):
-    """A step whose message is under way."""
+    """A step whose messages are in progress."""
 
     step: Step
     transfers: list[Transfer]
@@ -173,7 +175,7 @@ class _Execution:
 
 
 def _conflict(earlier: Step, later: Step) -> bool:
-    """Whether they touch the same blocks, and one of them writes."""
+    """Returns whether two steps touch the same blocks and at least one of them writes there."""
     written, also_written = _blocks(earlier.dst), _blocks(later.dst)
     touched, also_touched = written | _blocks(earlier.src), also_written | _blocks(later.src)
     return bool(written & also_touched or touched & also_written)

@@ -1,4 +1,4 @@
-"""CPU memory by its address: as a tensor, and tensors in several pieces as one contiguous buffer."""
+"""Views CPU memory at an address as a tensor, and presents tensors in several pieces as one contiguous buffer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.engine.channel import Pieces
 
 
 def tensor_at(address: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """The memory as a flat tensor, without a copy; the caller keeps it alive."""
+    """Returns the memory as a flat tensor, without a copy; the caller must keep the memory alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
 
 
 class FlatBuffer:
-    """Pieces as one contiguous buffer, which is a copy unless they are contiguous already.
+    """Presents pieces as one contiguous buffer, which is a copy unless they are contiguous already.
 
     `copy_in` fills the copy and `copy_out` writes it back; both do nothing if there is no copy.
     """
@@ -34,7 +34,7 @@ class FlatBuffer:
             self.address = self._pieces[0][0] if self._pieces else 0
 
     def copy_in(self) -> FlatBuffer:
-        """Fills the copy from the pieces; returns the buffer."""
+        """Fills the copy from the pieces and returns this buffer."""
         at = self.address
         for address, nbytes in self._pieces if self._copy is not None else ():
             ctypes.memmove(at, address, nbytes)
@@ -49,7 +49,7 @@ class FlatBuffer:
             at += nbytes
 
     def tensor(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """The buffer as a flat tensor."""
+        """Returns the buffer as a flat tensor of `dtype`, without a further copy."""
         if self._copy is not None:
             return self._copy.view(dtype)
         return tensor_at(self.address, self.nbytes, dtype)

@@ -1,4 +1,4 @@
-"""Who the ranks are and whether they are still there, for engines that do not find out themselves."""
+"""Finds out who the ranks are and whether they are still running, for engines whose library does not."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.store.base import Store
 
 
 class Fate(Enum):
-    """How a rank ended; the value is what the store has under the rank's key."""
+    """How a rank ended; the store holds the value under the rank's key."""
 
     DIED = "died"
     LEFT = "left"
 
 
 def exchange_members(context: EngineContext) -> tuple[Member, ...]:
-    """Publishes this rank's host and process and reads the others'.
+    """Publishes this rank's host and process; returns those of all ranks, in rank order.
 
     Raises:
         RendezvousError: a rank gave up or died, or the ranks run different versions.
-        RendezvousTimeoutError: a rank did not publish its own; the message names it.
+        RendezvousTimeoutError: a rank did not publish its host and process in time; the message names it.
     """
     keys = {f"members/{rank}": rank for rank in range(context.world_size)}
     context.store.set(f"members/{context.rank}", introduce())
@@ -41,8 +41,9 @@ def exchange_members(context: EngineContext) -> tuple[Member, ...]:
 
 
 def announce_death(context: EngineContext) -> None:
-    """Has the store's server tell the others if this rank dies: those in other namespaces and on other hosts do not see
-    it themselves.
+    """Asks the store's server to tell the other ranks if this one dies.
+
+    Ranks in other namespaces and on other hosts cannot see that themselves.
     """
     will = _key(context.rank), Fate.DIED.value
     if context.formation is not None and context.formation.is_open:
@@ -52,14 +53,16 @@ def announce_death(context: EngineContext) -> None:
 
 
 def announce_leave(context: EngineContext) -> None:
-    """Tells the others that this rank has left; as far as the store still is there."""
+    """Tells the other ranks that this one has left, if the store is still there."""
     with contextlib.suppress(StoreError):
         context.store.set(_key(context.rank), Fate.LEFT.value)
         context.store.set_last_will("", "")
 
 
 def fate_of(store: Store | None, member: Member) -> Fate | None:
-    """How a rank ended, None if it runs or nobody knows; without a store, one whose process has ended counts as dead.
+    """Returns how a rank ended, or None if it is running or its fate is unknown.
+
+    A rank that left no word in the store, or all ranks without a store, count as dead if their process has ended.
 
     Raises:
         StoreError: the store does not answer.
@@ -72,14 +75,21 @@ def fate_of(store: Store | None, member: Member) -> Fate | None:
 def await_members(
     context: EngineContext, name: str, members: Sequence[Member], group_rank: int, timeout_s: float
 ) -> None:
-    """Waits until all of a group's members have come, before a library does that has no time-out or names nobody.
+    """Waits until all members of a group have opened it.
+
+    An engine calls this before its library waits for them, because the library has no time-out or cannot name a missing
+    rank.
 
     Args:
-        name: of the group, in the store.
+        context: the engine's context.
+        name: identifies the group in the store.
+        members: the group's members, by group rank.
+        group_rank: the group rank of this process.
+        timeout_s: how long to wait, in seconds.
 
     Raises:
         RendezvousError: a member gave up, died or left.
-        RendezvousTimeoutError: a member did not come; the message names it.
+        RendezvousTimeoutError: a member did not open the group in time; the message names it.
     """
     store, others = context.store, [member for at, member in enumerate(members) if at != group_rank]
     keys = {f"{name}/here/{rank}": member for rank, member in enumerate(members)}
@@ -96,7 +106,7 @@ def await_members(
 
 
 def by_host(members: Sequence[Member]) -> list[list[int]]:
-    """Group ranks by host."""
+    """Returns the group ranks of each host."""
     hosts: dict[str, list[int]] = {}
     for group_rank, member in enumerate(members):
         hosts.setdefault(member.host, []).append(group_rank)

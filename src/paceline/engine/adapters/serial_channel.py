@@ -1,4 +1,4 @@
-"""Runs the calls of a group one after the other: synchronous ones where they are made, the others on a thread."""
+"""Runs the calls of a group one at a time: synchronous calls on the caller's thread, the others on its own thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEMBERED = 16
 
 
 class LibraryError(Exception):
-    """A library refused a call, or gave up on it; the message has the library's words."""
+    """A library refused a call or failed in it; the message is the library's own."""
 
 
 class CallTimeout(Exception):
@@ -24,7 +24,7 @@ class CallTimeout(Exception):
 
 
 class CallEnded(Exception):
-    """A call failed, and its outcome is known already."""
+    """A call failed with an outcome that is known already, so that no diagnosis is needed."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class CallEnded(Exception):
 
 
 class QueuedCall:
-    """A call in the queue of a `SerialChannel`, which is its `Pending`."""
+    """A call in the queue of a `SerialChannel`; implements `channel.Pending`."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -45,28 +45,28 @@ class QueuedCall:
         self._over.set()
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Returns whether the call is over."""
         return self._over.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for it; False when the time was over first."""
+        """Waits until the call is over; returns False if the time was over first."""
         return self._over.wait(min(timeout_ns / 1e9, _FOR_EVER_S) if timeout_ns > 0 else 0)
 
     def outcome(self) -> Outcome | None:
-        """Why it failed."""
+        """Returns why the call failed, or None if it succeeded."""
         return self._outcome
 
 
 class SerialChannel(Channel, ABC):
-    """A `Channel` for an engine that only says how one call is performed.
+    """A `Channel` for an engine that defines only how one call is performed.
 
-    A call that fails breaks the group: later calls end in the same way.
+    A call that fails breaks the group: all later calls end with the same outcome.
     """
 
     def __init__(self, diagnosis: FailureDiagnosis) -> None:
         self._diagnosis = diagnosis
         self._turn = threading.Lock()
-        self._waiting: deque[QueuedCall] = deque()  # the first one runs
+        self._waiting: deque[QueuedCall] = deque()  # the first one is running
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._sequence = 0
@@ -75,7 +75,7 @@ class SerialChannel(Channel, ABC):
 
     @abstractmethod
     def perform(self, call: Call) -> None:
-        """Runs a call to its end, for `call.timeout_ns` at most.
+        """Runs a call to its end, within `call.timeout_ns`.
 
         Raises:
             CallTimeout: the call was not over by then.
@@ -83,7 +83,7 @@ class SerialChannel(Channel, ABC):
         """
 
     def run(self, call: Call, /) -> Outcome | None:
-        """Runs a call to its end; None when it went well."""
+        """Runs a call to its end; returns None if it succeeded."""
         if not self._waiting:
             with self._turn:
                 if not self._waiting:
@@ -93,11 +93,11 @@ class SerialChannel(Channel, ABC):
         return turn.outcome()
 
     def submit(self, call: Call, /) -> QueuedCall:
-        """Queues a call behind those made before."""
+        """Queues a call behind those made before, and returns at once."""
         return self._queue(call)
 
     def close(self) -> None:
-        """Tells the other ranks that this one leaves, and ends the calls that wait; idempotent."""
+        """Tells the other ranks that this one has left, and ends the queued calls; idempotent."""
         if self._broken is None:
             self._broken = Failure(Code.INTERRUPTED)
         self._diagnosis.leave()
@@ -134,7 +134,7 @@ class SerialChannel(Channel, ABC):
         try:
             self.perform(call)
             return None
-        except Exception as error:  # on the thread nobody else would hear of it
+        except Exception as error:  # on the channel's thread, an error that escaped would be lost
             return self._break(error, started_ns)
 
     def _note(self, operation: int, dtype: int, reduce_op: int, root: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages of libraries that report an end only to a thread that waits: those in the background have one each."""
+"""Messages over libraries that report completion only to a waiting thread; a background message has its own thread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
 
 _FOR_EVER_S = 1e9
-_HEAD = struct.Struct("<qq")  # number of bytes, type
+_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class WaitedMessage:
-    """A `channel.Message`; `finish` waits for its end and returns the sender's group rank and why it failed."""
+    """A `channel.Message`; `finish` waits until it is over, then returns the sender's group rank and the outcome."""
 
     def __init__(self, finish: Callable[[], tuple[int, Outcome | None]], background: bool) -> None:
         self._finish = finish
@@ -30,21 +30,21 @@ class WaitedMessage:
             threading.Thread(target=self._run, name="paceline-message", daemon=True).start()
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Returns whether the message is over."""
         return self._over.is_set()
 
     def wait(self, timeout_ns: int, /) -> bool:
-        """Waits for it; False when the time was over first."""
+        """Waits until the message is over; returns False if the time was over first."""
         if not self._background:
             self._run()
         return self._over.wait(max(0.0, min(timeout_ns / 1e9, _FOR_EVER_S)))
 
     def outcome(self) -> Outcome | None:
-        """Why it failed."""
+        """Returns why the message failed, or None if it succeeded."""
         return self._outcome
 
     def source(self) -> int:
-        """The sender."""
+        """Returns the sender's group rank; -1 as long as it is unknown."""
         return self._source
 
     def _run(self) -> None:
@@ -55,7 +55,7 @@ class WaitedMessage:
 
 
 class Envelope:
-    """A message behind a header with its size and type, in its own buffer, so that its receiver can check it first."""
+    """A message with a size-and-dtype header, in its own buffer, so that the receiver can check it before copying."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         self._stretch = FlatBuffer([pieces])
@@ -64,13 +64,13 @@ class Envelope:
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def fill(self) -> Envelope:
-        """Copies the tensor in, for a send; returns the envelope."""
+        """Writes the header and copies the tensor in, for a send; returns this envelope."""
         _HEAD.pack_into(self._memory, 0, *self._head)
         self.tensor[_HEAD.size :].copy_(self._stretch.copy_in().tensor())
         return self
 
     def open(self, source: int, receiver: int) -> Outcome | None:
-        """Copies a received message into the tensor; if it does not fit, returns why."""
+        """Copies a received message into the tensor and returns None, or returns why the message does not fit."""
         (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack_from(self._memory), self._head
         if (nbytes, dtype) != self._head:
             return Failure(

@@ -1,4 +1,4 @@
-"""The mpi engine: any MPI library, through mpi4py.
+"""The mpi engine, which uses any MPI library through mpi4py.
 
 `meeting.py` lets the ranks that mpirun started find each other, `channel.py` runs collectives, `messages.py` sends and
 receives, `types.py` maps types and reductions; all rest on `library.py`, which loads and initialises MPI.

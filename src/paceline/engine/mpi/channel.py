@@ -1,4 +1,4 @@
-"""A group's collectives over MPI, straight from the tensors' memory."""
+"""Runs a group's collectives over MPI, directly on the tensors' memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paceline.engine.mpi.types import datatype, reduction
 
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
-# From here on Open MPI's non-blocking all-reduce takes twice the time of a schedule over its messages.
+# From this size on, Open MPI's non-blocking all-reduce takes twice as long as a schedule over its messages.
 _SCHEDULED_BYTES = 1 << 20
-_AT_ONCE = range(20)  # tests before others are let in
+_AT_ONCE = range(20)  # tests of a request before other threads may take the lock
 _AVG = int(ReduceOp.AVG)
 _ALL_REDUCE = int(Operation.ALL_REDUCE)
 
@@ -32,7 +32,10 @@ class MpiChannel(SerialChannel):
 
     Args:
         comm: the group's communicator.
-        lock: held in every call of MPI.
+        lock: the lock that is held during every call of MPI.
+        diagnosis: finds out why a call failed.
+        hosts: the group ranks of each host.
+        algorithm: the algorithm by which all collectives run as schedules; None lets MPI run those that it can.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class MpiChannel(SerialChannel):
         self._by_schedule = algorithm is not None
 
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
-        """Of one dense tensor, in place; a small one by the shortest way."""
+        """Reduces one dense tensor in place; a small one skips the steps of the general path."""
         if count > _SMALL or not count or reduce_op == _AVG or self._by_schedule or self._waiting:
             return super().all_reduce(address, count, dtype, reduce_op, timeout_ns)
         key = dtype << 4 | reduce_op
@@ -89,7 +92,7 @@ class MpiChannel(SerialChannel):
             _CALLS[operation](self, call, deadline_ns)
 
     def _is_too_long(self, call: Call) -> bool:
-        """Whether it has a part that one call of MPI cannot take, and that cannot be cut either."""
+        """Returns whether a call moves more bytes than one call of MPI can take, and cannot be cut into several."""
         if call.operation in _CUT:
             return False
         return sum(sum(each[1::2]) for each in (*call.inputs, *call.outputs)) > MOST_BYTES
@@ -209,7 +212,7 @@ def _is_long(call: Call) -> bool:
 
 
 class _Apart:
-    """A stretch that is read, copied since it overlaps one that is written: MPI does not take these."""
+    """A copy of a buffer to read that overlaps a buffer to write, which MPI does not allow."""
 
     def __init__(self, source: FlatBuffer) -> None:
         self._memory = source.tensor().clone()

@@ -1,4 +1,4 @@
-"""The mpi engine: the groups over the MPI library of this process, which mpirun made a rank."""
+"""The mpi engine, which opens groups over the MPI library of a process that mpirun started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.engine.mpi.channel import MpiChannel
 from paceline.engine.mpi.library import initialised, library
 from paceline.engine.mpi.messages import MpiMessages
 
-_TAGS = 1 << 15  # what every library has at least
+_TAGS = 1 << 15  # the number of tags that every MPI library has at least
 
 
 def missing_piece() -> str | None:
@@ -41,10 +41,10 @@ def missing_piece() -> str | None:
 
 
 def start(context: EngineContext) -> MpiEngine:
-    """Initialises the library.
+    """Initialises the library and starts the engine.
 
     Raises:
-        ValueError: MPI numbers the ranks otherwise, or knows nothing of them.
+        ValueError: MPI numbers the ranks differently, or this process was not started by mpirun.
     """
     mpi = initialised()
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -61,18 +61,21 @@ def start(context: EngineContext) -> MpiEngine:
 
 @dataclass(frozen=True)
 class MpiGroup:
-    """A group's communicators."""
+    """A group's connections: its collectives and its messages each have a communicator."""
 
     channel: MpiChannel
     messages: MpiMessages
 
     def close(self) -> None:
-        """Ends it; idempotent. The communicators stay: to free them all ranks would have to wait for each other."""
+        """Closes the group; idempotent.
+
+        The communicators are not freed, since all ranks would have to wait for each other to do so.
+        """
         self.channel.close()
 
 
 class MpiEngine:
-    """Groups over MPI; see `engine.Engine`."""
+    """Opens groups over MPI; see `engine.api.Engine`."""
 
     name = "mpi"
 
@@ -81,12 +84,12 @@ class MpiEngine:
         self._mpi = mpi
         self._algorithm = known_algorithm(context.algorithm)
         self._groups: list[MpiGroup] = []
-        # One thread at a time: no more than MPI_THREAD_SERIALIZED is asked of the library.
+        # The lock lets one thread at a time call MPI, so that MPI_THREAD_SERIALIZED suffices.
         self._lock = threading.Lock()
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The ranks of the default group."""
+        """The ranks of the default group and their processes."""
         return self._context.members
 
     def open_group(
@@ -97,7 +100,7 @@ class MpiEngine:
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> MpiGroup:
-        """See `engine.Engine`."""
+        """Opens a group; see `engine.api.Engine`."""
         mpi, members = self._mpi, [self.members[rank] for rank in ranks]
         group_rank = list(ranks).index(self._context.rank)
         await_members(self._context, f"mpi/{identity}", members, group_rank, timeout_s)
@@ -117,7 +120,7 @@ class MpiEngine:
         return opened
 
     def close(self) -> None:
-        """Ends every group; idempotent."""
+        """Closes every group and tells the other ranks that this one has left; idempotent."""
         for group in self._groups:
             group.close()
         self._groups.clear()

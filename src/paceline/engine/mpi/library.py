@@ -1,4 +1,4 @@
-"""The MPI library in this process; everything else in this folder rests on it."""
+"""Loads and initialises the MPI library of this process, on which everything else in this folder rests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from typing import Any
 
 MOST_BYTES = 1 << 30
-"""How much one call of MPI moves at most; longer tensors are cut, since MPI before version 4 counts in 32 bits."""
+"""The most bytes that one call of MPI moves; longer tensors are cut, since MPI before version 4 counts in 32 bits."""
 
 
 @functools.cache
 def library() -> Any:
-    """Returns mpi4py's `MPI`, which is loaded but not initialised, unless the program has imported it before.
+    """Returns mpi4py's `MPI`, loaded but not initialised unless the program has imported it before.
 
     Raises:
         ImportError, RuntimeError: there is no mpi4py, or it finds no MPI library.
@@ -29,7 +29,9 @@ def library() -> Any:
 
 
 def initialised() -> Any:
-    """Returns `library()`, initialised. It is finalised at exit unless the program failed: mpirun then ends the others.
+    """Returns `library()`, initialised.
+
+    MPI is finalised at exit unless the program failed; mpirun then ends the other ranks.
 
     Raises:
         ValueError: the library may be called from one thread only.

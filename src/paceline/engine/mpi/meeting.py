@@ -1,4 +1,4 @@
-"""How ranks that mpirun started meet: MPI knows them, and tells all where rank 0's store is."""
+"""The rendezvous of ranks that mpirun started: an MPI broadcast tells them all the address of rank 0's store."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ _LOOPBACK = "127.0.0.1"
 
 
 def meet(timeout_s: float) -> RendezvousResult:
-    """Meets all ranks of MPI's world. A job without a secret is given one, in PACELINE_SECRET.
+    """Meets all ranks of MPI's world and returns this rank's place among them.
+
+    A job without a secret is given one, in PACELINE_SECRET.
+
+    Args:
+        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
-        RendezvousTimeoutError: a rank did not call this.
+        RendezvousTimeoutError: a rank did not call this function in time.
     """
     mpi = initialised()
     world = mpi.COMM_WORLD

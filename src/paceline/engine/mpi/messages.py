@@ -1,4 +1,4 @@
-"""Messages over MPI, straight from the tensors' memory, each with its type and length in front."""
+"""Messages over MPI, directly from and to the tensors' memory; each begins with its size and dtype."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from paceline.engine.failures import Code, Failure
 from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
 
-_HEAD = struct.Struct("<qq")  # number of bytes, type
+_HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class MpiMessages:
-    """Messages of a group, on a communicator of their own.
+    """The messages between two ranks of a group; see `engine.channel.Messages`.
 
     Args:
-        lock: held in every call of MPI.
+        comm: a communicator for messages alone.
+        lock: the lock that is held during every call of MPI.
+        diagnosis: finds out why a message failed.
     """
 
     def __init__(self, comm: Any, lock: threading.Lock, diagnosis: FailureDiagnosis) -> None:
@@ -35,7 +37,7 @@ class MpiMessages:
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> WaitedMessage:
-        """To a group rank."""
+        """Starts a send to a group rank."""
         memory = _Memory(dtype, tensor)
         memory.label()
         return self._start(self._comm.Isend, memory, peer, tag, timeout_ns, background, self._sent)
@@ -43,7 +45,7 @@ class MpiMessages:
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> WaitedMessage:
-        """From a group rank, or with -1 from any."""
+        """Starts a receive from a group rank, or with -1 from any rank."""
         memory = _Memory(dtype, tensor)
         return self._start(self._comm.Irecv, memory, peer, tag, timeout_ns, background, self._received)
 
@@ -93,7 +95,7 @@ class MpiMessages:
 
 
 class _Memory:
-    """A tensor and a label in front of it, as one type of MPI whose addresses are absolute."""
+    """A tensor and the label before it, as one MPI datatype whose addresses are absolute."""
 
     def __init__(self, dtype: int, pieces: Pieces) -> None:
         mpi = library()
@@ -106,11 +108,11 @@ class _Memory:
         self.kind.Commit()
 
     def label(self) -> None:
-        """Writes what it is."""
+        """Writes the tensor's size and dtype into the label, for a send."""
         _HEAD.pack_into(self._label, 0, *self._expected)
 
     def misfit(self, source: int, receiver: int) -> Outcome | None:
-        """After a receive: why the message is not the one that was expected."""
+        """Returns why a received message does not fit the tensor, or None if it fits."""
         (nbytes, dtype), (expected, expected_dtype) = _HEAD.unpack(self._label), self._expected
         if (nbytes, dtype) == self._expected:
             return None
@@ -124,5 +126,5 @@ class _Memory:
         )
 
     def close(self) -> None:
-        """Frees the type."""
+        """Frees the MPI datatype."""
         self.kind.Free()

@@ -1,4 +1,4 @@
-"""Waits for what MPI does without blocking, so that every wait has an end."""
+"""Waits for MPI's non-blocking requests, so that every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any = None) -> None:
-    """Waits for a request: first awake, then in short sleeps.
+    """Waits for a request: it first polls without a pause, then sleeps for ever longer, but short, times.
+
+    Args:
+        request: the request; the library fills `status` when it is over.
+        lock: the lock that is held during every call of MPI.
+        deadline_ns: the time of the monotonic clock at which to give up, in nanoseconds.
 
     Raises:
-        CallTimeout: it was not over by then. It still is under way.
+        CallTimeout: the request was not over by then; it is still in progress.
         LibraryError: the library reported an error.
     """
     test: Callable[[Any], bool] = request.Test

@@ -1,4 +1,4 @@
-"""MPI's types and reductions for ours; those that it lacks are made of the core's."""
+"""Maps Paceline's types and reductions to MPI's; reductions that MPI lacks are made from those of the native core."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OPS_OF_BOOLEANS[ReduceOp.BXOR] = "LXOR"
 
 @functools.cache
 def datatype(dtype: int) -> Any:
-    """MPI's type for a code of ours; bytes of the item's size where it has none (float16, bfloat16)."""
+    """Returns MPI's datatype for a dtype code; if MPI has none (float16, bfloat16), one of as many bytes as an item."""
     name = _NAMES.get(DTYPES[dtype])
     if name is not None:
         return getattr(library(), name)
@@ -54,7 +54,7 @@ def datatype(dtype: int) -> Any:
 
 @functools.cache
 def reduction(dtype: int, reduce_op: int) -> Any:
-    """MPI's reduction; for AVG the sum."""
+    """Returns MPI's reduction for a dtype code and a reduce op; for AVG it is the sum."""
     op = ReduceOp(reduce_op)
     if DTYPES[dtype] is torch.bool:
         return getattr(library(), _OPS_OF_BOOLEANS[op])

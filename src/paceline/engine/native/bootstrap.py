@@ -1,4 +1,4 @@
-"""From a store to the ranks as they are: who runs where, and the ranks of this host joined by Unix sockets."""
+"""Exchanges addresses through the store, derives the topology, and connects the ranks of this host by Unix sockets."""
 
 from __future__ import annotations
 
@@ -31,30 +31,32 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks and where they run; `members[r]` is rank r of the default group, `hosts` lists each host's ranks."""
+    """The ranks and where they run: `members[r]` is rank r of the default group; `hosts` lists each host's ranks."""
 
     rank: int
     members: tuple[Member, ...]
     hosts: tuple[tuple[int, ...], ...]
-    nonce: str  # of this meeting, the same on all ranks
+    nonce: str  # identifies this rendezvous; it is the same on all ranks
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host; their order is that of the mesh."""
+        """The ranks of this host, in the order in which the mesh numbers them."""
         return next(ranks for ranks in self.hosts if self.rank in ranks)
 
 
 def join(
     formation: Formation, settings: Mapping[str, str | int | None], timeout_s: float
 ) -> tuple[Topology, _core.Mesh]:
-    """Connects this rank with the others of its host, and learns of all.
+    """Connects this rank to the other ranks of its host; returns the topology of the job and the mesh of this host.
 
     Args:
-        settings: what all ranks must have set alike, by name.
+        formation: the default group's formation.
+        settings: the values, by name, that must be the same on all ranks.
+        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
-        RendezvousError: a rank gave up or died, a host has more ranks than are connected, or versions or settings
-            differ.
+        RendezvousError: a rank gave up or died, this host has more ranks than can be connected, or the ranks differ in
+            version or settings.
         RendezvousTimeoutError: a rank did not publish its address, or did not connect.
         AuthenticationError: another process answered at a rank's address.
     """
@@ -101,7 +103,7 @@ def _connect(
     cleanup: contextlib.ExitStack,
     deadline: float,
 ) -> dict[int, socket.socket]:
-    """Connects to the lower ranks of this host and is connected to by the higher ones."""
+    """Connects to the lower ranks of this host and accepts connections from the higher ones."""
     rank, local = topology.rank, topology.local_ranks
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     arrivals = Arrivals()
@@ -144,7 +146,7 @@ def _connect(
         hello, connection = arrived
         cleanup.enter_context(connection)
         if rank < hello.rank and hello.rank in local:
-            connections[hello.rank] = connection  # the latest: it gave up those before
+            connections[hello.rank] = connection  # the latest one counts: the peer has given up those before
     return connections
 
 
@@ -157,7 +159,7 @@ def _reach(name: str, left_s: float) -> socket.socket:
             try:
                 connection.connect(f"\0{name}")
                 return connection
-            except BlockingIOError:  # so many wait there to be accepted that there is no room for more
+            except BlockingIOError:  # the listener's queue of pending connections is full
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_PAUSE_S)

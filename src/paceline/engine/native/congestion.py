@@ -1,7 +1,7 @@
-"""Which congestion control a connection between hosts uses.
+"""Chooses the TCP congestion control of the connections between hosts.
 
-BBR, the default of many machines, spaces packets out in time. Within a data centre the timers for that cost more than
-the network does (bench/hosts.py: half of the rate between two hosts), and a loss-based control fills the line as well.
+BBR, the default on many machines, paces packets. Within a data centre the timers for that cost more than the network
+does (bench/hosts.py shows half of the rate between two hosts), and a loss-based control fills the link just as well.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ VARIABLE = "PACELINE_CONGESTION"
 _PACED = "bbr"
 _UNPACED = ("cubic", "reno")
 _NEAR_US = 1000
-_MIN_RTT_AT = 148  # of tcpi_min_rtt in struct tcp_info (linux/tcp.h), microseconds
+_MIN_RTT_AT = 148  # the offset of tcpi_min_rtt, in microseconds, in struct tcp_info (linux/tcp.h)
 _INFO_BYTES = 152
 _NAME_BYTES = 16
 
 
 def set_congestion_control(connection: socket.socket) -> None:
-    """Sets the TCP congestion control of `connection`, which has carried its handshake.
+    """Sets the TCP congestion control of `connection`, whose handshake must be over so that its round trip is known.
 
-    What PACELINE_CONGESTION names (as in net.ipv4.tcp_available_congestion_control), or else: the system's choice,
-    unless that is BBR and the peer is less than a millisecond away; then cubic or reno.
+    The control is the one that PACELINE_CONGESTION names (as in net.ipv4.tcp_available_congestion_control). Without
+    that variable it remains the system's default, unless that is BBR and the peer is less than a millisecond away: then
+    it is cubic or, failing that, reno.
 
     Raises:
-        ValueError: the kernel does not have what PACELINE_CONGESTION names, or does not let this user take it.
+        ValueError: the kernel lacks the control that PACELINE_CONGESTION names, or does not allow this user to set it.
     """
     wanted = os.environ.get(VARIABLE)
     if wanted:

@@ -1,7 +1,7 @@
 """TCP connections between a group's ranks on different hosts.
 
-A rank listens only while a group forms, on one address, and connects from that same address. Between two ranks the
-higher connects to the lower: once for control and messages, and once for each stream of data.
+A rank listens on one address, only while a group forms, and connects from that same address. Of two ranks, the higher
+one connects to the lower one: once for control and messages, and once for each stream of data.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ def connect(
     streams: int,
     timeout_s: float,
 ) -> Sockets:
-    """This rank's connections to each of the group's `ranks`, by group rank; none to those of its own host.
+    """Returns this rank's sockets to each of the group's `ranks`, by group rank; the lists of its own host's are empty.
 
     Args:
-        number: of the group, the same on its members and new for each group.
-        address: to listen on and to connect from.
-        streams: connections for data, beside the one for control.
+        number: the group's number, which is the same on all its members and new for each group.
+        address: the address to listen on and to connect from.
+        streams: the number of connections for data, in addition to the one for control.
+        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
-        ValueError: the job has no secret, and `address` can be reached from other machines.
+        ValueError: the job has no secret, although `address` can be reached from other machines.
         RendezvousError: a rank gave up or died, or its address cannot be reached.
-        RendezvousTimeoutError: a rank did not come; the message names it.
+        RendezvousTimeoutError: a rank did not open the group or connect; the message names it.
         AuthenticationError: another process answered at a rank's address.
     """
     deadline = time.monotonic() + timeout_s
@@ -101,7 +102,7 @@ def connect(
             hello, connection = arrived
             cleanup.enter_context(connection)
             if hello.rank > topology.rank and (hello.rank, hello.lane) in expected:
-                found[hello.rank, hello.lane] = connection  # the latest: it gave up those before
+                found[hello.rank, hello.lane] = connection  # the latest one counts: the peer has given up those before
         for connection in found.values():
             set_congestion_control(connection)
         return [[found[peer, lane].detach() for lane in range(1 + streams)] if peer in remote else [] for peer in ranks]

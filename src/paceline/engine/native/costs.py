@@ -1,4 +1,4 @@
-"""What a message costs here: measured when the ranks of several hosts meet, or given."""
+"""The cost of a message on this network, which is measured when ranks of several hosts meet, or set by the user."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from paceline.schedule.cost import CostModel, LinkCost
 VARIABLE = "PACELINE_COSTS"
 
 _KEY = "engine/costs"
-_BUDGET_S = 0.02  # for each of the two kinds of link
+_BUDGET_S = 0.02  # for each of the two kinds of link: within a host and between hosts
 _BULK = 512 << 10
 _REDUCED = 1 << 20
 _TIMEOUT_NS = 60_000_000_000
-_ALONE = 1  # nothing follows the number
+_ALONE = 1  # as a number of bytes: no message follows the number
 
 
 def agree_on_costs(formation: Formation, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
-    """The same model on all ranks: rank 0's measurements, or what PACELINE_COSTS says there.
+    """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 measures.
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
     in seconds a message, beta and gamma in seconds a byte.
 
     Raises:
-        ValueError: PACELINE_COSTS is not that.
+        ValueError: PACELINE_COSTS does not have that form.
         RendezvousError: a rank gave up or died.
+        RendezvousTimeoutError: rank 0 did not publish the costs in time.
     """
     deadline = time.monotonic() + timeout_s
     partners = [topology.hosts[0][1]] if len(topology.hosts[0]) > 1 else []
@@ -63,7 +64,7 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
 
 
 class _Probe:
-    """Messages to and from one rank."""
+    """Exchanges messages with one rank."""
 
     def __init__(self, formation: Formation, topology: Topology, links: Messages, peer: int) -> None:
         self._formation = formation
@@ -72,11 +73,11 @@ class _Probe:
         self._peer = peer
 
     def send(self, tensor: torch.Tensor) -> None:
-        """To its end."""
+        """Sends `tensor` and waits until the send is over."""
         self._pass(self._links.send, tensor)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Into `tensor`."""
+        """Receives into `tensor` and waits until the receive is over."""
         self._pass(self._links.receive, tensor)
 
     def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], Message], tensor: torch.Tensor) -> None:
@@ -92,7 +93,11 @@ class _Probe:
 
 
 def _measure(probe: _Probe) -> LinkCost:
-    """Round trips within the budget. A number says how many bytes follow it; the answer is empty, and 0 is the end."""
+    """Measures round trips within the time budget.
+
+    Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 ends
+    the measurement.
+    """
     started = time.monotonic()
 
     def best_of(nbytes: int, most: int) -> float:
@@ -111,14 +116,14 @@ def _measure(probe: _Probe) -> LinkCost:
     alpha_s = best_of(_ALONE, 10) / 2
     beta_s = UNMEASURED.between_hosts.beta_s_per_byte
     if alpha_s < _BUDGET_S / 8:
-        # A large message asks before it comes, so it takes two round trips.
+        # A large message is offered before it is sent, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
     probe.send(torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 
 def _answer(probe: _Probe) -> None:
-    """The other end of `_measure`."""
+    """Answers the messages of `_measure`, on the other rank."""
     nbytes = torch.empty(1, dtype=torch.int64, device="cpu")
     while True:
         probe.receive(nbytes)

@@ -1,4 +1,4 @@
-"""Both ends of a connection while ranks meet: it counts once the accepting side has read the proof and said so."""
+"""Both ends of a connection between ranks, which counts once the accepting end has acknowledged the other's proof."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ _WELCOME = b"\x01"
 
 
 def dial(open_connection: Callable[[float], socket.socket], key: bytes, hello: Hello, deadline: float) -> socket.socket:
-    """Connects, again where the other end was too busy with strangers, until `deadline` of the monotonic clock.
+    """Connects and proves this rank's identity; retries while the other end drops connections unread.
 
     Args:
-        open_connection: takes the seconds that are left.
+        open_connection: opens a connection within the given number of seconds.
+        key: the secret that both ends hold.
+        hello: what this rank says about itself in its proof.
+        deadline: the time of the monotonic clock, in seconds, at which to stop retrying.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nobody listens at that address.
         AuthenticationError: the other end does not hold the key, or did not answer in time.
+        HandshakeUnfinishedError: the other end still dropped the connection at the deadline.
     """
     while True:
         left_s = for_socket(deadline - time.monotonic())
@@ -42,7 +46,7 @@ def dial(open_connection: Callable[[float], socket.socket], key: bytes, hello: H
 
 
 def _await_welcome(connection: socket.socket, timeout_s: float) -> None:
-    """A crowd of strangers can push this connection out after its proof was sent and before it was read."""
+    """Waits for the acknowledgement: a crowded listener may drop a connection whose proof it has not read yet."""
     connection.settimeout(timeout_s)
     try:
         if connection.recv(1) == _WELCOME:
@@ -53,25 +57,25 @@ def _await_welcome(connection: socket.socket, timeout_s: float) -> None:
 
 
 class Arrivals:
-    """The connections that a doorkeeper has let in, for the thread that waits for them."""
+    """Holds the connections that a doorkeeper has admitted, for the thread that waits for them."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Hello, socket.socket]] = queue.SimpleQueue()
 
     def admit(self, connection: socket.socket, hello: Hello) -> None:
-        """Tells the other end that it is in."""
+        """Acknowledges the other end's proof and queues the connection."""
         connection.sendall(_WELCOME)
         self._queue.put((hello, connection))
 
     def take(self, timeout_s: float) -> tuple[Hello, socket.socket] | None:
-        """The next one; None if none came in time."""
+        """Returns the next connection, or None if none came within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Closes those that nobody took."""
+        """Closes the connections that nobody has taken."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()[1].close()

@@ -25,37 +25,38 @@ from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
 
-# Four slots of this many bytes a rank and group: a part of a tensor passes through the second-level cache.
+# Each rank has four slots of this many bytes in each group, so that the part of a tensor that passes through a slot
+# stays in the second-level cache.
 SLOT_BYTES = 128 << 10
 STREAMS_VARIABLE = "PACELINE_STREAMS"
 _DEFAULT_STREAMS = 1
 _MOST_STREAMS = 64
-_START = "native"  # of the engine, if it is not there from the start of the job
-_LINKS = 1 << 63  # tells the id of a group's rings from that of its slots
+_START = "native"  # names the formation of an engine that starts after the default group has formed
+_LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slots
 
 
 @dataclass(frozen=True)
 class NativeGroup:
-    """A group's connections: `channel` for its collectives, `messages` for messages between two of its ranks."""
+    """A group's connections: `channel` runs its collectives, `messages` passes messages between two of its ranks."""
 
     channel: Channel
     messages: _core.ScheduleGroup
 
     def close(self) -> None:
-        """Ends both; idempotent."""
+        """Closes both; idempotent."""
         self.channel.close()
         self.messages.close()
 
 
 class NativeEngine:
-    """Connects the ranks of the default group and of all others; closed by `close`.
+    """Connects the ranks of the default group and of all other groups, until `close` is called.
 
     Args:
-        formation: of the default group; its store is used while later groups form, too.
-        timeout_s: how long to wait for the others.
+        formation: the default group's formation; later groups form over its store, too.
+        timeout_s: how long to wait for the other ranks, in seconds.
         peer: the host at which the ranks met, if it is known.
         interface: the interface or address that other hosts connect to; see `own_address`.
-        algorithm: for every collective that it has, by schedule, also on one host.
+        algorithm: the algorithm for every collective that it offers; collectives then run by schedule on one host, too.
 
     Raises:
         ValueError: `algorithm` or `interface` does not exist.
@@ -87,12 +88,12 @@ class NativeEngine:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The ranks of the default group."""
+        """The ranks of the default group and their processes."""
         return self._topology.members
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host."""
+        """The ranks of the default group on each host."""
         return self._topology.hosts
 
     def open_group(
@@ -103,10 +104,10 @@ class NativeEngine:
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> NativeGroup:
-        """See `engine.Engine`.
+        """Opens a group; see `engine.api.Engine`.
 
         Raises:
-            RendezvousTimeoutError: a member did not come.
+            RendezvousTimeoutError: a member did not open the group in time.
             RendezvousError, AuthenticationError: see `connect`.
         """
         algorithm = known_algorithm(algorithm) or self._algorithm
@@ -131,7 +132,8 @@ class NativeEngine:
             address = own_address(self._peer, self._interface)
             sockets = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
         left_s = max(0.1, deadline - time.monotonic())
-        # Within a host ranks that chose different algorithms do not find each other; between hosts their calls do.
+        # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
+        # Between hosts the calls themselves reveal the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
             self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, left_s, ranks
@@ -156,14 +158,14 @@ class NativeEngine:
         return group
 
     def close(self) -> None:
-        """Ends every group and takes leave of the other ranks; idempotent."""
+        """Closes every group and says goodbye to the other ranks; idempotent."""
         for group in self._groups:
             group.close()
         self._groups.clear()
         self._mesh.close()
 
     def _gone(self) -> Member | None:
-        """A rank that is seen to have died: of this host, or in the default group."""
+        """Returns a rank of this host or of the default group that is known to have died or left; None without one."""
         lost = self._mesh.lost()
         here = [rank for place, rank in enumerate(self._topology.local_ranks) if lost >> place & 1]
         gone = here or (self._groups[0].messages.gone() if self._groups else [])
@@ -178,11 +180,11 @@ class NativeEngine:
 
 
 def missing_piece() -> None:
-    """Nothing: it comes with Paceline."""
+    """Returns None: this engine is part of Paceline and needs nothing else."""
 
 
 def start(context: EngineContext) -> NativeEngine:
-    """Connects this rank with the others of its host, and learns of all."""
+    """Starts the engine, which connects this rank to the other ranks of its host; see `engine.api.EngineModule`."""
     with context.forming(_START) as formation:
         return NativeEngine(
             formation,

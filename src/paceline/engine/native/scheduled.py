@@ -1,4 +1,4 @@
-"""A group's collectives as schedules, each by the algorithm that is the fastest for it."""
+"""Runs a group's collectives as schedules, each by the algorithm that the cost model expects to be the fastest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from paceline.schedule.registry import build, offers
 from paceline.schedule.steps import Operation as Name
 from paceline.schedule.steps import Schedule, Slice
 
-# Every rank knows all sizes but those of an all_to_all, which differ from rank to rank.
+# The size that is assumed for every all_to_all: a rank does not know the sizes of the others' parts, and all must
+# choose the same algorithm.
 _ANY_SIZE = 1 << 20
 _WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
 
@@ -24,11 +25,11 @@ class ScheduledChannel(Channel):
     """Runs the calls of one group by schedules over its links.
 
     Args:
-        links: the group's lanes.
-        rank: this rank's in the group.
-        hosts: group ranks by host.
-        model: what messages cost; the same on all ranks, since all must choose alike.
-        forced: the algorithm for every operation that it has.
+        links: the group's links, over which the native executor runs schedules.
+        rank: the group rank of this process.
+        hosts: the group ranks of each host.
+        model: what messages cost; it is the same on all ranks, since all must choose the same algorithm.
+        forced: the algorithm to use for every operation that it offers; None leaves the choice to `model`.
     """
 
     def __init__(
@@ -45,21 +46,21 @@ class ScheduledChannel(Channel):
         self._size = sum(map(len, hosts))
         self._model = model
         self._forced = forced
-        # Bounded: programs use few sizes again and again.
+        # The caches are bounded, which suffices because programs use a few sizes again and again.
         self._algorithm = functools.lru_cache(1024)(lambda name, nbytes: self.choose(name, nbytes).algorithm)
         self._schedule = functools.lru_cache(256)(self._build)
 
     def choose(self, operation: Name, nbytes: int) -> Choice:
-        """The algorithm for a call, and what all candidates would take."""
+        """Returns the algorithm for a call of `nbytes` bytes, and the time that each candidate is expected to take."""
         forced = self._forced if self._forced in offers(operation) else None
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
 
     def run(self, call: Call) -> _core.Outcome | None:
-        """Runs a call to its end; None when it went well."""
+        """Runs a call to its end; returns None if it succeeded."""
         return self._links.run(self._schedule_for(call), call)
 
     def submit(self, call: Call) -> _core.Work:
-        """Queues a call behind those made before."""
+        """Queues a call behind those made before, and returns at once."""
         return self._links.submit(self._schedule_for(call), call)
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class ScheduledChannel(Channel):
         return self._schedule(self._algorithm(name, self._nbytes(call)), name, call.root)
 
     def _nbytes(self, call: Call) -> int:
-        """The longest buffer of a rank, by which an algorithm is chosen."""
+        """Returns the size in bytes of a rank's longest buffer, by which the algorithm is chosen."""
         if call.operation == Operation.ALL_TO_ALL:
             return _ANY_SIZE
         nbytes = call.count * ITEM_SIZES[call.dtype]
@@ -83,7 +84,7 @@ class ScheduledChannel(Channel):
 
 
 def _flatten(schedule: Schedule) -> bytes:
-    """Nine numbers a step, as native/executor/schedule.hpp takes them."""
+    """Returns nine 32-bit integers for each step, in the layout that native/executor/schedule.hpp expects."""
     flat = array("i")
     for step in schedule.steps:
         flat.extend((step.kind, step.final, step.peer, *_numbers(step.dst), *_numbers(step.src)))

@@ -1,4 +1,4 @@
-"""Tensors in memory that the ranks of a host share."""
+"""Creates tensors in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.descriptors import is_shortage, out_of_descriptors
 
 
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised CPU tensor that `all_reduce` reduces in place for all ranks, without a staging copy.
+    """Returns an uninitialised CPU tensor that `all_reduce` reduces in place for all ranks, without a staging copy.
 
-    Worth it for large tensors (a megabyte and up) that every rank made this way and passes to `all_reduce` in one
-    piece. Everywhere else it is an ordinary tensor, of `dtype` (default: PyTorch's default type) and shape `size`.
+    This pays off for large tensors (a megabyte and up) that every rank creates this way and passes to `all_reduce`
+    whole. Everywhere else it is an ordinary tensor, of `dtype` (default: PyTorch's default type) and shape `size`.
 
     Raises:
-        MemoryError: the shared memory cannot be had.
-        OutOfDescriptorsError: the process has no file descriptor left for it; each such tensor takes one.
+        MemoryError: the system has not enough shared memory left.
+        OutOfDescriptorsError: the process has no file descriptor left; each such tensor takes one.
 
     >>> empty_shared(2, 3).shape
     torch.Size([2, 3])
