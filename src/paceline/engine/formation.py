@@ -54,7 +54,7 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], Member | None]) -> None:
-        """Adds a function that returns a rank that has died or left, or None; `look` calls it after the earlier ones."""
+        """Adds a function that returns a rank that has died or left, or None; `look` calls it after earlier ones."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
