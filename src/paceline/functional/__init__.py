@@ -71,7 +71,7 @@ def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group 
     The gradient is the true one for every reduction: for SUM the sum of the ranks' gradients, for AVG their mean, and
     for PRODUCT that sum times the product of the other ranks' values. For MIN and MAX it goes to the ranks that have
     the extreme value, in equal parts. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
-    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all ranks' tensors if a gradient is required.
+    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
 
     Raises:
         TypeError: `op` is not defined for the tensor's type.

@@ -202,7 +202,7 @@ class TorchProcessGroup(Identity):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Does what `alltoall` does, for parts concatenated in rank order; they are equal unless split sizes are given."""
+        """Does what `alltoall` does, for parts concatenated in rank order; without split sizes they are equal."""
         given, taken = output_split_sizes or None, input_split_sizes or None
         return self._finish(
             opts,
