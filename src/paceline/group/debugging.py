@@ -33,7 +33,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 
     Raises:
         ValueError: there is no default group, or it has no such rank.
-        RuntimeError: that rank has no terminal to type into.
+        RuntimeError: that rank has no standard input that could take commands.
     """
     group = resolve(None)
     assert group is not None
