@@ -1,22 +1,22 @@
-"""Time-outs as numbers that can be counted with: `timedelta.max` is one, and stands for ever."""
+"""Converts time-outs to numbers that are safe to calculate with, even `timedelta.max`, which means no limit."""
 
 from __future__ import annotations
 
 import math
 from datetime import timedelta
 
-Timeout = timedelta | float  # a number is in seconds
+Timeout = timedelta | float  # numbers are in seconds
 
-LONGEST_S = 100 * 365.25 * 86_400  # the core counts nanoseconds in 64 bits, which end after 292 years
+LONGEST_S = 100 * 365.25 * 86_400  # the core counts nanoseconds in 64 bits, which overflow after 292 years
 _LONGEST_OF_SOCKET_S = 1e6  # the system counts milliseconds in 32 bits
 
 
 def to_seconds(timeout: Timeout) -> float:
-    """`timeout` in seconds: at least 0, at most a hundred years.
+    """Returns `timeout` in seconds: at least 0, at most a hundred years.
 
     Raises:
-        TypeError: it is neither a timedelta nor a number.
-        ValueError: it is not a number (nan).
+        TypeError: `timeout` is neither a timedelta nor a number.
+        ValueError: `timeout` is NaN.
 
     >>> to_seconds(timedelta(minutes=-1)), to_seconds(timedelta.max), to_seconds(0.5)
     (0.0, 3155760000.0, 0.5)
@@ -34,15 +34,15 @@ def to_seconds(timeout: Timeout) -> float:
 
 
 def to_timedelta(timeout: Timeout) -> timedelta:
-    """The same as a timedelta."""
+    """Returns what `to_seconds` returns, as a timedelta."""
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=to_seconds(timeout))
 
 
 def to_nanoseconds(timeout: Timeout) -> int:
-    """The same in nanoseconds."""
+    """Returns what `to_seconds` returns, in nanoseconds."""
     return int(to_seconds(timeout) * 1e9)
 
 
 def for_socket(left_s: float) -> float:
-    """What a socket's time-out can be set to when `left_s` are left, if need be nothing."""
+    """Returns the time-out to set on a socket when `left_s` seconds are left, even if that is 0 or less."""
     return min(max(0.1, left_s), _LONGEST_OF_SOCKET_S)

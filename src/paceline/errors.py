@@ -1,7 +1,7 @@
-"""Every error Paceline raises by a name of its own.
+"""The error classes that Paceline defines.
 
-A message has four parts: what was seen, where (rank, host, pid, call), what was expected, what to do.
-Broken argument rules are plain `ValueError` and `TypeError`; everything that involves another process is below.
+A message has four parts: what was seen, where (rank, host, pid, call), what was expected, and what to do.
+Wrong arguments raise plain `ValueError` and `TypeError`; the errors that involve another process are below.
 
 Programs that were written for torch.distributed catch its errors, so these are torch's as well in a process that has
 torch: a `CollectiveError` is a `torch.distributed.DistBackendError`, a `StoreError` a `DistStoreError`, and so on.
@@ -22,22 +22,22 @@ class PacelineError(_Base):
     """The base of all errors below."""
 
     def __init__(self, *args: object) -> None:
-        # Here and not at import: the launcher imports this module and no torch, and a program may import torch later.
-        # The first error is early enough.
+        # This happens with the first error and not at import: the launcher imports this module without torch, and a
+        # program may import torch later.
         if _torchs_are_missing and "torch" in sys.modules:
             _become_torchs()
         super().__init__(*args)
 
 
 class _TimedOut(PacelineError):
-    """An error whose message has the words that programs look for."""
+    """An error whose message contains the words that programs look for in torch's time-outs."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if "timed out" in message else f"timed out: {message}")
 
 
 class OutOfDescriptorsError(PacelineError, OSError):
-    """This process has as many open files and sockets as the system lets it have; the message says how many."""
+    """This process has as many open files and sockets as the system allows; the message says how many."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -81,16 +81,16 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class CollectiveTimeoutError(_TimedOut, CollectiveError, TimeoutError):
-    """A rank did not come to a call before the time-out; the message names it and its latest call.
+    """A rank did not reach a call before the time-out; the message names it and its latest call.
 
-    Attributes: `missing`, the ranks (in the default group) that did not come.
+    Attributes: `missing`, the ranks (in the default group) that did not reach the call.
     """
 
     missing: tuple[int, ...] = ()
 
 
 class CollectiveObjectError(CollectiveError):
-    """A rank sent what this one cannot, or was told not to, make an object of; or it could not send its object.
+    """A rank could not send its object, or sent data that this rank cannot, or was told not to, decode.
 
     The group stays usable. Attributes: `rank` (in the default group) of the sender.
     """
@@ -103,8 +103,8 @@ class CollectiveObjectError(CollectiveError):
 class PeerLostError(CollectiveError):
     """A rank died or left, and the group's calls cannot go on.
 
-    A rank that left because of another names that one: then the error is about the first that was lost, which need not
-    be in this group, and its message names both.
+    If a rank left because it had lost another one, the error is about the first rank that was lost, which need not be
+    in this group, and the message names both.
 
     Attributes: `rank` (in the default group), `host` and `pid` of the process that was lost.
     """
@@ -119,7 +119,7 @@ class PeerLostError(CollectiveError):
 class WorkerError(PacelineError):
     """A worker started by `paceline.spawn` failed; the message ends with its traceback.
 
-    Attributes: `rank` of the worker that failed first and its `exit_code` (negative: the signal that ended it).
+    Attributes: `rank` of the worker that failed first and its `exit_code` (if negative, the signal that ended it).
     """
 
     def __init__(self, message: str, *, rank: int, exit_code: int | None = None) -> None:
@@ -128,11 +128,11 @@ class WorkerError(PacelineError):
         self.exit_code = exit_code
 
 
-# By their names in torch._C, where every release from 2.6 on has them; one that a build lacks is left out.
+# Named as in torch._C, where every release from 2.6 on has them; one that a build lacks is left out.
 _OF_TORCH = {
     PacelineError: "_DistError",
     AuthenticationError: "_DistNetworkError",
-    RendezvousError: "_DistStoreError",  # torch's ranks meet in the store, which raises when some are missing
+    RendezvousError: "_DistStoreError",  # torch's rendezvous uses the store, which raises if ranks are missing
     StoreError: "_DistStoreError",
     StoreQueueEmptyError: "_DistQueueEmptyError",
     StoreConnectionError: "_DistNetworkError",
@@ -143,11 +143,11 @@ _becoming = threading.Lock()
 
 
 def _become_torchs() -> None:
-    """Makes torch's errors bases of these."""
+    """Makes torch's errors bases of Paceline's."""
     global _torchs_are_missing
     with _becoming:
         core = getattr(sys.modules["torch"], "_C", None)
-        if core is None or not _torchs_are_missing:  # torch is being imported, or another thread was here
+        if core is None or not _torchs_are_missing:  # torch is still being imported, or another thread did this
             return
         for ours, name in _OF_TORCH.items():
             theirs = getattr(core, name, None)

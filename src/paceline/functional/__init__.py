@@ -1,21 +1,21 @@
-"""Collectives through which gradients flow: `torch.distributed.nn.functional`, with gradients that are right.
+"""Collectives through which gradients flow, like `torch.distributed.nn.functional`, but with correct gradients.
 
-May use: `group` and below. Start reading at `linear.py`, which has the collectives as functions of autograd; what is
-not linear (MAX, MIN, PRODUCT) is made of them and of torch's own reductions.
+May use: `group` and below. Start reading at `linear.py`, which has the collectives as functions of autograd; the
+others (MAX, MIN, PRODUCT) are built from those and from torch's own reductions.
 
 In the backward every rank calls the adjoint collective. The gradient of a rank's input is that of the sum of all
 ranks' losses with respect to it. This has three consequences:
 
 - Every rank must run the backward through the call, even where its result is of no use, such as on the other ranks
   after `reduce` and `gather`. A rank whose loss does not need the result can add `0 * result.sum()` to it.
-- Whether the input requires a gradient must be the same on all ranks. `broadcast` and `scatter` see to that by
+- Whether the input requires a gradient must be the same on all ranks. `broadcast` and `scatter` ensure that
   themselves: the source decides.
-- The ranks must make the calls in the same order, as always. Their backwards then are in the same order too.
+- The ranks must make the calls in the same order, as always. Their backwards then have the same order too.
 
 Under torch.compile each call is a graph break.
 
-All raise what `paceline.all_reduce` and the others raise, in the backward as well, and ValueError on a rank that is
-not in `group`. `src` and `dst` are ranks of the default group.
+All of them raise what `paceline.all_reduce` and the others raise, in the backward as well, and ValueError on a rank
+that is not in `group`. `src` and `dst` are ranks of the default group.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _LOCALLY: dict[ReduceOp, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 @eager
 def all_reduce(tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` stays as it is.
+    """Returns the reduction of all ranks' `tensor`, the same on every rank; `tensor` does not change.
 
-    The gradient is the true one of every reduction: of SUM the sum of the ranks' gradients, of AVG their mean, of
-    PRODUCT that sum times the product of the other ranks' values. With MIN and MAX it goes to the ranks that have the
-    extreme value, in equal parts. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op` itself,
-    which is wrong for the last three.) PRODUCT, MIN and MAX gather all ranks' tensors if a gradient is required.
+    The gradient is the true one for every reduction: for SUM the sum of the ranks' gradients, for AVG their mean, and
+    for PRODUCT that sum times the product of the other ranks' values. For MIN and MAX it goes to the ranks that have
+    the extreme value, in equal parts. (`torch.distributed.nn.functional.all_reduce` reduces the gradients with `op`
+    itself, which is wrong for the last three.) PRODUCT, MIN and MAX gather all tensors if a gradient is required.
 
     Raises:
         TypeError: `op` is not defined for the tensor's type.
@@ -107,8 +107,8 @@ def reduce_scatter(
     """Reduces the ranks' `input_list[r]` into rank r's `output` and returns it; gradients flow through `output` itself.
 
     Args:
-        output: of the shape of each input.
-        input_list: one tensor for each rank, all of one shape.
+        output: has the shape of each input.
+        input_list: one tensor for each rank, all with one shape.
 
     Raises:
         TypeError: `op` is not defined for the tensors' type.
@@ -128,15 +128,15 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Reduction = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """Like `reduce_scatter`, with the inputs in rank order in one tensor.
+    """Does what `reduce_scatter` does, for inputs that are concatenated in rank order in one tensor.
 
     Args:
         output: this rank's part.
-        input: of any shape, with `world_size` times as many elements as `output`.
+        input: has any shape, and `world_size` times as many elements as `output`.
 
     Raises:
         TypeError: `op` is not defined for the tensors' type.
-        ValueError: `input` has another number of elements.
+        ValueError: `input` has a different number of elements.
     """
     members = _members(group, "reduce_scatter")
     input, op = _unscaled(input, op, "reduce_scatter")
@@ -150,9 +150,9 @@ def reduce_scatter_tensor(
 
 @eager
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
-    """Returns rank `src`'s `tensor` on every rank; those of the other ranks give the shape and the type.
+    """Returns rank `src`'s `tensor` on every rank; the other ranks' tensors determine only the shape and the type.
 
-    The gradient of rank `src`'s tensor is the sum of all ranks' gradients, that of the others' tensors is zero. The
+    The gradient of rank `src`'s tensor is the sum of all ranks' gradients; that of the other tensors is zero. The
     result requires a gradient on all ranks if rank `src`'s tensor does.
     """
     members = _members(group, "broadcast")
@@ -174,11 +174,11 @@ def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[tor
 
 @eager
 def scatter(tensors: Sequence[torch.Tensor] | None, src: int = 0, group: Group = None) -> torch.Tensor:
-    """Returns the one of rank `src`'s `tensors` that is this rank's.
+    """Returns the entry for this rank of rank `src`'s `tensors`.
 
     Args:
-        tensors: on rank `src` one for each rank, all of one shape and type. Elsewhere None; what is passed there
-            instead is ignored, and its gradient is zero.
+        tensors: on rank `src` one for each rank, all with one shape and type. Other ranks pass None; anything else
+            that they pass is ignored, and its gradient is zero.
 
     The gradients of all ranks are gathered on rank `src`. The result requires a gradient on all ranks if one of rank
     `src`'s tensors does.
@@ -213,10 +213,10 @@ def all_gather_into_tensor(
     """Writes all ranks' `input_tensor` in rank order to `output_tensor` and returns that; gradients flow through it.
 
     Args:
-        output_tensor: contiguous, of any shape with `world_size` times as many elements.
+        output_tensor: contiguous; has any shape, and `world_size` times as many elements as `input_tensor`.
 
     Raises:
-        ValueError: `output_tensor` is not.
+        ValueError: `output_tensor` is not contiguous, or has a different number of elements.
     """
     return applied(AllGather, _members(group, "all_gather_into_tensor"), output_tensor, input_tensor)
 
@@ -228,7 +228,7 @@ _all_gather_base = all_gather_into_tensor  # its name in torch.distributed.nn.fu
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
 ) -> tuple[torch.Tensor, ...]:
-    """Sends `input_tensor_list[r]` to rank r and returns what the ranks sent here, by rank.
+    """Sends `input_tensor_list[r]` to rank r, and returns what this rank received, by sending rank.
 
     `output_tensor_list` gives the shapes and is written to, but gradients flow through the returned tensors only.
     """
@@ -243,12 +243,12 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """Like `all_to_all`, of rows of `input`, into rows of `output`; returns `output`, through which gradients flow.
+    """Does what `all_to_all` does, for rows of `input` and `output`; gradients flow through the returned `output`.
 
     The split sizes are numbers of rows, one for each rank; None or an empty list splits evenly.
 
     Raises:
-        ValueError: they do not add up to the number of rows, or that cannot be split evenly.
+        ValueError: the split sizes do not add up to the number of rows, or the rows cannot be split evenly.
     """
     members = _members(group, "all_to_all_single")
     return applied(AllToAllSingle, members, output, output_split_sizes or None, input_split_sizes or None, input)
@@ -262,7 +262,7 @@ def _members(group: Group, call: str) -> ProcessGroup:
 
 
 def _unscaled(tensor: torch.Tensor, op: Reduction, call: str) -> tuple[torch.Tensor, ReduceOp]:
-    """What is to be reduced, and how, without a factor."""
+    """Returns the tensor, multiplied by the factor of `op` if it has one, and the reduction without the factor."""
     if isinstance(op, PremulSum):
         return tensor * op.factor, ReduceOp.SUM
     if op in (ReduceOp.MIN, ReduceOp.MAX) and tensor.is_complex():
@@ -275,12 +275,12 @@ def _gathered(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _locally(gathered: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The reduction over the first dimension; its gradient is torch's."""
+    """Returns the reduction over the first dimension; torch computes its gradient."""
     return _LOCALLY[op](gathered, 0)
 
 
 def _is_by_one_call(tensor: torch.Tensor, op: ReduceOp) -> bool:
-    """Whether the collective itself does: the reduction is linear, or nobody wants its gradient."""
+    """Returns whether one collective suffices: the reduction is linear, or no gradient is required."""
     return op not in _LOCALLY or not (tensor.requires_grad and torch.is_grad_enabled())
 
 

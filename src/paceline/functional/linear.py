@@ -1,8 +1,8 @@
 """The linear collectives as functions of autograd.
 
 A linear collective maps the tensors of all ranks to the tensors of all ranks. Its backward is the adjoint of that map,
-which is again one of the functions here: broadcast and reduce, gather and scatter, all_gather and reduce_scatter are
-each other's, all_reduce and all_to_all are their own. So every backward can itself be differentiated.
+which is again one of the functions here. Broadcast and reduce are each other's adjoints, as are gather and scatter, and
+all_gather and reduce_scatter; all_reduce and all_to_all are their own. So every backward can itself be differentiated.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    """What `function.apply` returns, which torch leaves untyped."""
+    """Returns what `function.apply` returns, which torch leaves untyped."""
     return cast(torch.Tensor, function.apply(*arguments))
 
 
 def all_exchanged(
     group: ProcessGroup, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Likewise of `AllToAll`, which returns several tensors."""
+    """Returns what `AllToAll.apply` returns, which is several tensors."""
     return cast(tuple[torch.Tensor, ...], AllToAll.apply(group, outputs, *tensors))  # type: ignore[no-untyped-call]
 
 
 class AllReduce(Function):
-    """The reduction of all ranks' tensors, on every rank. Differentiable with SUM and AVG."""
+    """Reduces all ranks' tensors on every rank; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """Returns a new tensor."""
         ctx.group, ctx.op = group, op
         result = tensor.clone(memory_format=torch.contiguous_format)
         collectives.all_reduce(result, op, group)
@@ -45,16 +45,16 @@ class AllReduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """The same reduction of the gradients."""
+        """Returns the gradients, reduced in the same way."""
         return None, None, applied(AllReduce, ctx.group, ctx.op, grad)
 
 
 class Broadcast(Function):
-    """The root's tensor, on every rank."""
+    """Copies the root's tensor to every rank."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """Returns a new tensor."""
         ctx.group, ctx.root = group, root
         result = tensor.clone(memory_format=torch.contiguous_format)
         collectives.broadcast(result, group=group, group_src=root)
@@ -62,16 +62,16 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """The sum of the gradients on the root, zeros elsewhere."""
+        """Returns the sum of the gradients on the root, and zeros elsewhere."""
         return None, None, applied(Reduce, ctx.group, ctx.root, ReduceOp.SUM, grad)
 
 
 class Reduce(Function):
-    """The reduction of all ranks' tensors on the root, zeros elsewhere. Differentiable with SUM and AVG."""
+    """Reduces all ranks' tensors on the root, with zeros elsewhere; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """Returns a new tensor."""
         ctx.group, ctx.root, ctx.op = group, root, op
         result = tensor.clone(memory_format=torch.contiguous_format)
         collectives.reduce(result, op=op, group=group, group_dst=root)
@@ -79,16 +79,16 @@ class Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """The root's gradient, divided by the number of ranks for AVG."""
+        """Returns the root's gradient, divided by the number of ranks for AVG."""
         return None, None, None, _averaged(applied(Broadcast, ctx.group, ctx.root, grad), ctx.op, ctx.group)
 
 
 class AllGather(Function):
-    """All ranks' tensors in rank order, in the contiguous tensor `output`."""
+    """Concatenates all ranks' tensors in rank order in the contiguous tensor `output`."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, output: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """`output`, written to."""
+        """Writes to `output` and returns it."""
         ctx.group, ctx.shape = group, tensor.shape
         ctx.mark_dirty(output)
         collectives.all_gather_into_tensor(output, tensor, group)
@@ -96,18 +96,18 @@ class AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """This rank's part of the sum of the gradients."""
+        """Returns this rank's part of the sum of the gradients."""
         return None, None, applied(ReduceScatter, ctx.group, ReduceOp.SUM, grad.new_empty(ctx.shape), grad.contiguous())
 
 
 class ReduceScatter(Function):
-    """This rank's part of the reduction of all ranks' contiguous tensors. Differentiable with SUM and AVG."""
+    """Gives each rank its part of the reduction of all contiguous tensors; differentiable for SUM and AVG."""
 
     @staticmethod
     def forward(
         ctx: Any, group: ProcessGroup, op: ReduceOp, output: torch.Tensor, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """`output`, written to."""
+        """Writes to `output` and returns it."""
         ctx.group, ctx.op, ctx.shape = group, op, tensor.shape
         ctx.mark_dirty(output)
         collectives.reduce_scatter_tensor(output, tensor, op, group)
@@ -115,17 +115,17 @@ class ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """All ranks' gradients, divided by the number of ranks for AVG."""
+        """Returns all ranks' gradients, divided by the number of ranks for AVG."""
         gathered = applied(AllGather, ctx.group, grad.new_empty(ctx.shape), grad)
         return None, None, None, _averaged(gathered, ctx.op, ctx.group)
 
 
 class Gather(Function):
-    """All ranks' tensors on the root, along a new first dimension; zeros elsewhere."""
+    """Stacks all ranks' tensors on the root, along a new first dimension, with zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor."""
+        """Returns a new tensor."""
         ctx.group, ctx.root = group, root
         if group.rank() == root:
             result = tensor.new_empty((group.size(), *tensor.shape))
@@ -136,19 +136,19 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """This rank's part of the root's gradient."""
+        """Returns this rank's part of the root's gradient."""
         return None, None, applied(Scatter, ctx.group, ctx.root, grad.new_empty(grad.shape[1:]), *grad.unbind(0))
 
 
 class Scatter(Function):
-    """This rank's one of the root's tensors, in `output`.
+    """Copies the root's tensor for this rank to `output`.
 
-    What the other ranks pass as tensors only says whether they take part in the backward.
+    The tensors that the other ranks pass only determine whether those ranks take part in the backward.
     """
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, root: int, output: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        """`output`, written to."""
+        """Writes to `output` and returns it."""
         ctx.group, ctx.root, ctx.shapes = group, root, [tensor.shape for tensor in tensors]
         ctx.mark_dirty(output)
         collectives.scatter(output, tensors if group.rank() == root else None, group=group, group_src=root)
@@ -156,7 +156,7 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """All ranks' gradients on the root, zeros elsewhere."""
+        """Returns all ranks' gradients on the root, and zeros elsewhere."""
         gathered = applied(Gather, ctx.group, ctx.root, grad)
         if ctx.shapes == [grad.shape] * ctx.group.size():
             return None, None, None, *gathered.unbind(0)
@@ -164,26 +164,26 @@ class Scatter(Function):
 
 
 class AllToAll(Function):
-    """One tensor from each rank to each rank, in tensors that have the memory of `outputs`."""
+    """Copies one tensor from each rank to each rank, into tensors that share the memory of `outputs`."""
 
     @staticmethod
     def forward(
         ctx: Any, group: ProcessGroup, outputs: Sequence[torch.Tensor], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Aliases of the outputs, which may be views that autograd does not let a function write to."""
+        """Returns aliases of the outputs: those may be views, which autograd does not let a function write to."""
         ctx.group, ctx.shapes = group, [tensor.shape for tensor in tensors]
         collectives.all_to_all(outputs, tensors, group)
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        """Each gradient goes back to where its tensor came from."""
+        """Sends each gradient back to the rank that its tensor came from."""
         returned = [grads[0].new_empty(shape) for shape in ctx.shapes]
         return None, None, *all_exchanged(ctx.group, returned, grads)
 
 
 class AllToAllSingle(Function):
-    """Likewise, of numbers of rows of one tensor; None splits evenly."""
+    """Copies rows of one tensor from each rank to each rank; None as split sizes divides them evenly."""
 
     @staticmethod
     def forward(
@@ -194,7 +194,7 @@ class AllToAllSingle(Function):
         input_rows: Sequence[int] | None,
         tensor: torch.Tensor,
     ) -> torch.Tensor:
-        """`output`, written to."""
+        """Writes to `output` and returns it."""
         ctx.group, ctx.shape, ctx.output_rows, ctx.input_rows = group, tensor.shape, output_rows, input_rows
         ctx.mark_dirty(output)
         collectives.all_to_all_single(output, tensor, output_rows, input_rows, group)
@@ -202,7 +202,7 @@ class AllToAllSingle(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        """The gradients of the rows go back to where the rows came from."""
+        """Sends the gradients of the rows back to the ranks that the rows came from."""
         returned = grad.new_empty(ctx.shape)
         return (
             None,

@@ -1,4 +1,4 @@
-"""What the source of a broadcast or scatter tells the other ranks beforehand, so that all take part in the backward."""
+"""The source of a broadcast or scatter first announces its tensors, so that all ranks take part in the backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _UNFIT = -1
 
 
 def following(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """`tensor`, or a tensor on its memory that requires a gradient as the source's does."""
+    """Returns `tensor`, or one on the same memory, that requires a gradient exactly if `requires_grad` is true."""
     return tensor if tensor.requires_grad == requires_grad else tensor.detach().requires_grad_(requires_grad)
 
 
 def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bool:
-    """Whether the root's tensor requires a gradient."""
+    """Returns, on every rank, whether the root's tensor requires a gradient."""
     flag = torch.tensor([requires_grad], device="cpu")
     collectives.broadcast(flag, group=group, group_src=root)
     return bool(flag.item())
@@ -29,10 +29,10 @@ def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bo
 def announce_template(
     tensors: Sequence[torch.Tensor] | None, group: ProcessGroup, root: int
 ) -> tuple[torch.Tensor, bool]:
-    """An uninitialised tensor like each of the root's, and whether one of those requires a gradient.
+    """Returns an uninitialised tensor like each of the root's, and whether one of those requires a gradient.
 
     Raises:
-        ValueError: on all ranks, if the root's are not one for each rank, of one shape and type.
+        ValueError: on all ranks, if the root did not pass one tensor of one shape and type for each rank.
     """
     head = torch.zeros(3 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     if group.rank() == root:

@@ -1,4 +1,4 @@
-"""From tensors to the addresses that an engine reads and writes."""
+"""Converts tensors to the addresses that an engine reads and writes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
-    """One tensor or a sequence of them, as a list.
+    """Returns one tensor or a sequence of them as a list.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the argument is neither.
     """
     if isinstance(tensors, torch.Tensor):
         return [tensors]
@@ -25,7 +25,7 @@ def as_list(tensors: Tensors, argument: str) -> list[torch.Tensor]:
 
 
 def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
-    """The code of the tensors' one type.
+    """Returns the code of the type that all the tensors have.
 
     Raises:
         TypeError: they are not dense tensors of one supported type.
@@ -43,12 +43,12 @@ def dtype_code(tensors: Sequence[torch.Tensor], call: str) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory holds its elements as they are, one after the other."""
+    """Returns whether the tensor is contiguous, and its memory holds its values as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_plain_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of any layout is dense and plain (see `is_plain`)."""
+    """Returns whether a tensor of any layout is dense and plain (see `is_plain`)."""
     return tensor.layout is torch.strided and is_plain(tensor)
 
 
@@ -58,23 +58,23 @@ def count_elements(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class Buffers:
-    """The memory of a call's tensors. What is not plain goes through a copy.
+    """The memory of a call's tensors; tensors that are not plain go through a copy.
 
     Args:
-        scale: multiplies what is read, in a copy.
-        any_order: take a channels-last tensor's elements in the order in which they lie; the caller answers for its
-            having the same layout on every rank.
+        scale: a factor for the values that are read; they are multiplied in a copy.
+        any_order: take a channels-last tensor's elements in memory order; the caller guarantees that its layout is the
+            same on every rank.
     """
 
     def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
         self.kept: list[torch.Tensor] = []
-        self.written: list[torch.Tensor] = []  # the caller's tensors, where `kept` may have copies
+        self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may have copies of them
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scale = scale
         self._any_order = any_order
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Address and bytes of each tensor, to be read."""
+        """Returns the address and the number of bytes of each tensor, to be read."""
         flat: list[int] = []
         for tensor in tensors:
             dense = tensor.detach() if self._usable(tensor) else self._copy(tensor)
@@ -83,7 +83,7 @@ class Buffers:
         return flat
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Address and bytes of each tensor, to be written, or read and written."""
+        """Returns the address and the number of bytes of each tensor, to be written, or read and written."""
         flat: list[int] = []
         self.written += tensors
         for tensor in tensors:
@@ -97,7 +97,7 @@ class Buffers:
 
     @property
     def finish(self) -> Callable[[], None] | None:
-        """What is left to do when the call is over."""
+        """A function to be called when the call is over; None if nothing is left to do."""
         return self._write_back if self._copy_back else None
 
     def _usable(self, tensor: torch.Tensor) -> bool:

@@ -1,10 +1,10 @@
-"""Tells when asynchronous calls are over, without anybody waiting for them: a thread, started on first use.
+"""Reports the end of asynchronous calls that nobody waits for, from a thread that starts on first use.
 
-The thread sleeps in the core, without the interpreter lock, until any call of the core's ends. A call of another engine
-is looked at now and then, since nobody else tells of its end.
+The thread sleeps in the core, without the interpreter lock, until any call of the core ends. It polls the calls of
+other engines, which do not report their end.
 
-What is done at the end of a call may make further calls and wait for them (PowerSGD does). The thread it runs on cannot
-tell that those are over, so another one does, one level deeper; most processes never have it.
+A callback may make further calls and wait for them, as PowerSGD's does. The thread that runs the callback cannot report
+their end meanwhile, so a second thread, one level deeper, does. Most processes never start it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Arrival = tuple[Pending, Callable[[], None]]
 
 
 class CompletionThread:
-    """Runs what is to be done when calls are over; ended by `close`."""
+    """Runs callbacks when calls are over, until `close` ends it."""
 
     def __init__(self, level: int = 0) -> None:
         self._level = level
@@ -39,12 +39,12 @@ class CompletionThread:
         self._thread.start()
 
     def add(self, call: Pending, when_done: Callable[[], None]) -> None:
-        """Has `when_done` called, on the thread, when `call` is over."""
+        """Calls `when_done` on the thread when `call` is over."""
         self._arrivals.put((call, when_done))
         _core.announce_ending()
 
     def close(self) -> None:
-        """Ends the thread; what is not over by then is not reported any more. Idempotent."""
+        """Ends the thread, which no longer reports calls that are not over by then. Idempotent."""
         self._closed = True
         self._arrivals.put(None)
         _core.announce_ending()
@@ -56,7 +56,7 @@ class CompletionThread:
         pending: list[_Arrival] = []
         wait_ns = _SHORTEST_WAIT_NS
         while True:
-            ends = _core.endings()  # first of all: whatever comes after it ends the sleep
+            ends = _core.endings()  # read first, so that every call that ends later ends the sleep
             if self._closed:
                 return
             self._take_arrivals(pending)
@@ -71,7 +71,7 @@ class CompletionThread:
                 wait_ns = min(2 * wait_ns, _LONGEST_WAIT_NS)
 
     def _take_arrivals(self, pending: list[_Arrival]) -> None:
-        """Those that have come; waits for one if nothing is pending."""
+        """Adds the new calls to `pending`; waits for one if nothing is pending."""
         while not pending or not self._arrivals.empty():
             arrival = self._arrivals.get()
             if arrival is None:
@@ -81,13 +81,13 @@ class CompletionThread:
     def _tell(self, over: list[_Arrival]) -> None:
         while over and not self._closed:
             try:
-                over.pop(0)[1]()  # and keep nothing of it: a group ends when nobody holds its calls
+                over.pop(0)[1]()  # without keeping a reference: a group ends when nobody holds its calls
             except Exception:
                 logging.getLogger(__name__).exception("what was to be done at the end of a call raised")
 
 
 def _take_over(pending: list[_Arrival]) -> list[_Arrival]:
-    """Takes those that are over out of `pending`, in their order."""
+    """Removes the calls that are over from `pending`, and returns them in their order."""
     over: list[_Arrival] = []
     left: list[_Arrival] = []
     for each in pending:
@@ -102,7 +102,7 @@ _here = threading.local()
 
 
 def when_done(call: Pending, then: Callable[[], None]) -> None:
-    """Has `then` called on another thread when `call` is over."""
+    """Calls `then` on another thread when `call` is over."""
     level = getattr(_here, "level", -1) + 1
     with _starting:
         if level == len(_threads):

@@ -18,22 +18,22 @@ _calls: Counter[tuple[str, int]] = Counter()
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
-    """Opens the debugger pdb on one rank, where this was called; every rank calls it, and the others wait.
+    """Opens the debugger pdb on one rank at the line of this call; every rank calls it, and the others wait.
 
-    They wait without a time-out until `continue`, and also while the debugger goes on by `next` or `step` until the
-    debugged rank has come to the next call of a collective. If the debugged rank ends, they are told at once. Under
-    `paceline run` the debugger uses the launcher's terminal on whatever rank it is; there and in a plain process,
-    Ctrl-C at its prompt is a KeyboardInterrupt in the debugger, and ends nothing.
+    They wait without a time-out until `continue`, or, if the debugger proceeds by `next` or `step`, until the debugged
+    rank has come to its next collective. If the debugged rank ends, they get an error at once. Under `paceline run` the
+    debugger uses the launcher's terminal, whichever rank it runs on; there and in a plain process, Ctrl-C at its prompt
+    is a KeyboardInterrupt in the debugger, and ends nothing.
 
     Args:
-        rank: the rank of the default group that is debugged.
-        skip: how many calls from the same line are ignored before the first that counts.
-        timeout_s: the least time-out, in seconds, that every group has from now on, since the other ranks wait in their
-            next collective while this one goes on step by step. None leaves the time-outs as they are.
+        rank: the rank to debug, in the default group.
+        skip: how many calls from the same line are ignored before one opens the debugger.
+        timeout_s: the minimum, in seconds, to which the time-out of every group is raised from now on, since the other
+            ranks wait in their next collective while this one is stepped through. None does not change any time-out.
 
     Raises:
         ValueError: there is no default group, or it has no such rank.
-        RuntimeError: there is nothing to type into on that rank.
+        RuntimeError: that rank has no standard input that could take commands.
     """
     group = resolve(None)
     assert group is not None
@@ -54,14 +54,14 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 
 def _debug(debugger: _Debugger) -> None:
     debugger.set_trace()
-    return  # the debugger needs a line to stop at
+    return  # the debugger needs a line where it can stop
 
 
 class _Debugger(pdb.Pdb):
-    """pdb on the terminal, first in the frame of the caller, though it stops in a function below it.
+    """pdb on the terminal; it shows the caller's frame first, although it stops in a function below it.
 
-    Thus the debugger is done before the other ranks are let go on. With `nosigint`, Ctrl-C after `continue` ends the
-    job as it does without a debugger.
+    So the debugger has finished before the other ranks continue. With `nosigint`, Ctrl-C after `continue` ends the job
+    as it does without a debugger.
     """
 
     def __init__(self, caller: FrameType) -> None:
@@ -78,7 +78,7 @@ class _Debugger(pdb.Pdb):
 
 @contextlib.contextmanager
 def _typing() -> Iterator[None]:
-    """Connects stdin, stdout and stderr to the terminal, and lets the launcher know to whom Ctrl-C belongs."""
+    """Connects stdin, stdout and stderr to the terminal, and tells the launcher which process Ctrl-C is for."""
     error_file = os.environ.get("PACELINE_ERROR_FILE")
     told = Path(f"{error_file}.debugger") if error_file else None
     with contextlib.ExitStack() as undo:
@@ -95,7 +95,7 @@ def _typing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standard_streams(path: str) -> Iterator[None]:
-    """Opens the terminal `path` as descriptors 0 to 2."""
+    """Opens the terminal `path` as file descriptors 0 to 2."""
     before = [os.dup(fd) for fd in range(3)]
     terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     try:
@@ -117,13 +117,13 @@ def _replace(descriptors: list[int]) -> None:
 def _reads_descriptor_0() -> bool:
     try:
         return sys.stdin.fileno() == 0
-    except (AttributeError, OSError, ValueError):  # there is none, it is no file, or it is closed
+    except (AttributeError, OSError, ValueError):  # stdin is missing, not a file, or closed
         return False
 
 
 @contextlib.contextmanager
 def _stdin_from_descriptor_0() -> Iterator[None]:
-    """Replaces `sys.stdin`, which in processes of multiprocessing is empty, though the terminal is there."""
+    """Replaces `sys.stdin`, which is empty in processes of multiprocessing even if there is a terminal."""
     before = sys.stdin
     with open(0, closefd=False) as sys.stdin:
         try:
@@ -137,7 +137,7 @@ def _require_input(rank: int) -> None:
         return
     try:
         is_empty = os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
-    except OSError:  # it is closed
+    except OSError:  # descriptor 0 is closed
         is_empty = True
     if is_empty:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A group on each device that its tensors lie on."""
+"""Opens a group on each device that its tensors are on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Opener = Callable[[torch.device], OpenGroup]
 
 
 class Devices:
-    """Finds the open group for a call's tensors; on all devices but the CPU it is opened by the first call.
+    """Finds the open group for a call's tensors; on devices other than the CPU the first call opens it.
 
     Args:
-        on_cpu: the group on CPU tensors.
-        openers: what opens it on other devices, by the device's type.
-        backend: for messages.
-        advice: what a user does about a tensor on another device; by default the engine for it is named.
+        on_cpu: the open group for CPU tensors.
+        openers: the functions that open it on other devices, by the device's type.
+        backend: the backend's name, for messages.
+        advice: what a user can do about a tensor on another device; by default this names the engine for it.
     """
 
     def __init__(self, on_cpu: OpenGroup, openers: Mapping[str, Opener], backend: str, advice: str = "") -> None:
@@ -33,14 +33,14 @@ class Devices:
 
     @property
     def types(self) -> frozenset[str]:
-        """The types of device that there is an engine for."""
+        """Returns the types of device that have an engine."""
         return frozenset({"cpu", *self._openers})
 
     def of(self, tensors: Sequence[torch.Tensor], call: str) -> OpenGroup:
-        """The group on the device of `tensors`; without any, on the CPU.
+        """Returns the open group on the device of `tensors`, or on the CPU if there are none.
 
         Raises:
-            TypeError: there is no engine for the device, or they are on two.
+            TypeError: there is no engine for the device, or the tensors are on several devices.
         """
         if all(tensor.is_cpu for tensor in tensors):
             return self._on_cpu
@@ -54,7 +54,7 @@ class Devices:
             return self._open[device]
 
     def close(self) -> None:
-        """Ends the group on all devices, and lets go of what would open it on others; idempotent."""
+        """Ends the group on all devices, and releases the functions that would open it on others; idempotent."""
         self._openers = {}
         self._on_cpu.close()
         for opened in self._open.values():

@@ -18,13 +18,13 @@ _T = TypeVar("_T")
 
 
 def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Returns `call`, before and after which torch.compile breaks its graph; with fullgraph=True it says so."""
+    """Returns `call` wrapped so that torch.compile breaks its graph around it; with fullgraph=True it raises."""
 
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if is_compiling():
             return outside(call, *args, **kwargs)
-        # torch.compile leaves a frame without tensors alone, and would still compile the functions that it calls.
+        # torch.compile skips a frame without tensors, but would still compile the functions that the frame calls.
         compiler = set_eval_frame(None)
         try:
             return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The engines that the groups of a process use, each started when the first group asks for it."""
+"""The engines that the groups of a process use; each starts when the first group needs it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.engine.registry import Backend
 from paceline.engine.two_level import open_two_levels
 from paceline.group.devices import Opener
 
-_AGREED = 1 << 62  # tells an identity that the members agreed on from one that counts the groups
+_AGREED = 1 << 62  # marks an identity that the members agreed on, unlike those that count groups
 _FINDS_MEMBERS = "paceline"
 
 
 class Engines:
-    """Starts engines and opens groups with them; ended by `close`.
+    """Starts engines and opens groups with them, until `close` ends them.
 
     Args:
-        context: what engines start from, without members.
-        backend: of the default group.
-        between_hosts: the engine for what passes between hosts, where "paceline" is the one for CPU tensors.
+        context: what the engines are started with, without members.
+        backend: the default group's backend.
+        between_hosts: the engine for data between hosts, where "paceline" is the engine for CPU tensors.
 
     Raises:
-        ValueError: an engine lacks something.
+        ValueError: an engine lacks a prerequisite.
     """
 
     def __init__(self, context: EngineContext, backend: Backend, between_hosts: str | None = None) -> None:
@@ -65,10 +65,10 @@ class Engines:
         return self._context.members
 
     def start(self, backend: Backend) -> None:
-        """Starts those for CPU tensors; all ranks do. Others wait for the first tensor on their device.
+        """Starts the engines for CPU tensors, on every rank. The others start with the first tensor on their device.
 
         Raises:
-            ValueError: an engine lacks something; also one that waits.
+            ValueError: an engine lacks a prerequisite, even one that would start later.
         """
         for device_type, name in backend.engines.items():
             if device_type == "cpu":
@@ -77,12 +77,12 @@ class Engines:
                 registry.require(name, self._context.rank)
 
     def count_group(self, ranks: Sequence[int]) -> int:
-        """The identity of the next group of those that all ranks count, members or not."""
+        """Returns the identity of the next group among those that every rank counts, member or not."""
         self._counted += 1
         return self._counted << 32 | zlib.crc32(repr([*ranks]).encode())
 
     def count_local_group(self, ranks: Sequence[int]) -> int:
-        """The identity of the next group of `ranks` that its members alone count."""
+        """Returns the identity of the next group of `ranks` among those that only their members count."""
         self._counted_by_members[tuple(ranks)] += 1
         named = f"{list(ranks)} {self._counted_by_members[tuple(ranks)]}"
         return agreed_identity(int.from_bytes(hashlib.sha256(named.encode()).digest()[:7], "big"))
@@ -90,7 +90,7 @@ class Engines:
     def openers(
         self, backend: Backend, ranks: Sequence[int], timeout_s: float, identity: int, algorithm: str | None = None
     ) -> dict[str, Opener]:
-        """What opens the group of `ranks` on a device, by the device's type."""
+        """Returns the functions that open the group of `ranks` on a device, by the device's type."""
 
         def open_on(name: str, device: torch.device) -> OpenGroup:
             engine = self._engine(name)
@@ -103,7 +103,7 @@ class Engines:
         return {device_type: partial(open_on, name) for device_type, name in backend.engines.items()}
 
     def close(self) -> None:
-        """Ends all of them; idempotent."""
+        """Ends all engines; idempotent."""
         for engine in self._started.values():
             engine.close()
         self._started.clear()
@@ -115,5 +115,5 @@ class Engines:
 
 
 def agreed_identity(number: int) -> int:
-    """The identity of a group of which only the members know; `number`, below 2^61, is what they agreed on."""
+    """Returns the identity of a group that only its members know; they agreed on `number`, which is below 2^61."""
     return _AGREED | number

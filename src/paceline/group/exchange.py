@@ -1,6 +1,6 @@
-"""Bytes of different lengths on different ranks, as lists of tensors: the lengths are known, the bytes follow.
+"""Collectives on bytes whose known lengths differ between ranks, as lists of tensors.
 
-The tensors are the CPU's, whatever torch.set_default_device says.
+The tensors are on the CPU, whatever torch.set_default_device says.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from paceline.group.base import BaseGroup
 
 
 def as_tensor(data: bytes | bytearray) -> torch.Tensor:
-    """`data` as a one-dimensional uint8 tensor; of a bytearray without a copy."""
+    """Returns `data` as a one-dimensional uint8 tensor; a bytearray is not copied."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.uint8)
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; valid as long as the tensor is."""
+    """Returns the bytes of a contiguous CPU tensor without a copy; they are valid as long as the tensor exists."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def room_for(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Uninitialised uint8 tensors, each with memory of its own.
+    """Returns uninitialised uint8 tensors of these lengths, each with memory of its own.
 
     Raises:
-        RuntimeError: there is not that much memory.
+        RuntimeError: the memory cannot be allocated.
     """
     return [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
 
@@ -43,7 +43,7 @@ def all_gather_pieces(
     rooms: Sequence[Sequence[torch.Tensor]],
     timeout: Timeout | None,
 ) -> None:
-    """Copies every rank's pieces to all ranks: rank r's to `rooms[r]`."""
+    """Copies every rank's pieces to all ranks, those of rank r to `rooms[r]`."""
     totals = {sum(room.numel() for room in each) for each in rooms}
     if totals == {0}:
         return
@@ -60,7 +60,7 @@ def gather_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Copies every rank's pieces to the root: rank r's to `rooms[r]` there; `rooms` is empty elsewhere."""
+    """Copies every rank's pieces to the root, those of rank r to `rooms[r]`; `rooms` is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     inputs = [mine if rank == root else [] for rank in range(group.size())]
     group.all_to_all(rooms if group.rank() == root else nothing, inputs, timeout=timeout)
@@ -73,7 +73,7 @@ def scatter_pieces(
     root: int,
     timeout: Timeout | None,
 ) -> None:
-    """Copies the root's `theirs[r]` to rank r's `room`; `theirs` is empty elsewhere."""
+    """Copies the root's `theirs[r]` to rank r's `room`; `theirs` is empty on other ranks."""
     nothing: list[list[torch.Tensor]] = [[] for _ in group.ranks]
     outputs = [room if rank == root else [] for rank in range(group.size())]
     group.all_to_all(outputs, theirs if group.rank() == root else nothing, timeout=timeout)

@@ -1,7 +1,8 @@
-"""Reduces tensors of one process, in the order in which the engine reduces those of several.
+"""Reduces the tensors of one process in the order in which the engine reduces those of several ranks.
 
-The order is a pairwise tree. Where the number of tensors a process is a power of two, reducing them here and the
-results over the ranks is the same tree, and so bitwise the same, as reducing all over as many ranks with a tensor each.
+The order is a pairwise tree. If the number of tensors of each process is a power of two, reducing them here and then
+reducing the results over the ranks is the same tree as one over as many ranks with one tensor each, so the result is
+bitwise the same.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ _OF_BOOLEANS: dict[ReduceOp, _Combine] = dict.fromkeys((ReduceOp.SUM, ReduceOp.M
 _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), torch.logical_and)
 _OF_BOOLEANS[ReduceOp.BXOR] = torch.logical_xor
 
-# PyTorch adds, multiplies and compares no unsigned integers wider than a byte; their bits are those of signed ones.
+# PyTorch cannot add, multiply or compare unsigned integers wider than a byte, so they are viewed as signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) -> torch.Tensor:
-    """The `tensors` (of one type and number of elements) as one new tensor of the first's shape, on its device.
+    """Reduces `tensors`, of one type and number of elements, to a new one of the first's shape and on its device.
 
-    float16 and bfloat16 give a float32 tensor, so that they are rounded once, in the end; AVG and PREMUL_SUM give the
-    sum, the latter of what has been multiplied.
+    The result of float16 and bfloat16 tensors is in float32, so that the caller rounds once, in the end. For AVG it is
+    the sum, and for PREMUL_SUM the sum of the multiplied tensors.
 
     Raises:
         TypeError: the reduction is not defined for their type.
-        ValueError: they differ in type or number of elements.
+        ValueError: the tensors differ in type or number of elements.
     """
     first = tensors[0]
     code = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
@@ -69,7 +70,7 @@ def reduce_locally(tensors: Sequence[torch.Tensor], op: Reduction, call: str) ->
 
 
 def divided(total: torch.Tensor, count: int) -> torch.Tensor:
-    """The average of `count` tensors whose sum is `total`; that of integers without its fraction."""
+    """Returns the average of `count` tensors whose sum is `total`; for integers its fraction is dropped."""
     if total.is_floating_point() or total.is_complex():
         return total / count
     average = total.to("cpu", memory_format=torch.contiguous_format, copy=True)
@@ -86,7 +87,7 @@ def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
 def _reduce_unsigned(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     dtype = tensors[0].dtype
     signed = [tensor.contiguous().view(_SIGNED[dtype]) for tensor in tensors]
-    # With the highest bit turned over, signed numbers are in the order of the unsigned.
+    # With the highest bit flipped, signed numbers have the order of the unsigned ones.
     turned = torch.iinfo(_SIGNED[dtype]).min if op in (ReduceOp.MIN, ReduceOp.MAX) else 0
     return _tree([tensor ^ turned for tensor in signed], _COMBINE[op]).bitwise_xor_(turned).view(dtype)
 

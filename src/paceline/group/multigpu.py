@@ -1,11 +1,11 @@
-"""Collectives of processes with several devices each, as torch.distributed had them.
+"""Collectives for processes that have several devices each, as torch.distributed had them.
 
-Each rank passes a list of tensors, one a device, and each tensor is a member of the collective: `all_reduce_multigpu`
-sums over all tensors of all ranks. A rank's tensors are of one type and number of elements. Tensors on one device, such
-as the CPU, do as well. Reductions are in a fixed order (`local_reduction.py`), so their results are bitwise the same on
-every device and from run to run.
+Each rank passes a list with one tensor for each of its devices, and each tensor is a member of the collective:
+`all_reduce_multigpu` sums over all tensors of all ranks. A rank's tensors have one type and one number of elements, and
+may also be on a single device, such as the CPU. Reductions have a fixed order (`local_reduction.py`), so their results
+are bitwise the same on every device and from run to run.
 
-All raise what collectives raise, and:
+All of them raise what other collectives raise, and:
     ValueError: a list is empty, its tensors differ, or `src_tensor` or `dst_tensor` is not in it.
 """
 
@@ -54,7 +54,7 @@ def all_reduce_multigpu(
     async_op: bool = False,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces over all tensors of all ranks, into each of them."""
+    """Reduces all tensors of all ranks; each of them receives the result."""
     call = "all_reduce_multigpu"
     chosen = resolve(group)
     if chosen is None:
@@ -76,7 +76,7 @@ def reduce_multigpu(
     dst_tensor: int = 0,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Reduces over all tensors of all ranks, into the destination's `tensor_list[dst_tensor]`; the others stay."""
+    """Reduces all tensors of all ranks into the destination's `tensor_list[dst_tensor]`; the others do not change."""
     call = "reduce_multigpu"
     chosen = resolve(group)
     if chosen is None:
@@ -132,7 +132,7 @@ def reduce_scatter_multigpu(
 ) -> Work | None:
     """Reduces `input_tensor_lists[i][r * n + j]` over all devices i of all ranks into rank r's `output_tensor_list[j]`.
 
-    `n` is the number of devices a rank, the same on every rank.
+    `n` is the number of devices of each rank, the same on every rank.
     """
     call = "reduce_scatter_multigpu"
     chosen = resolve(group)
@@ -155,17 +155,19 @@ def reduce_scatter_multigpu(
 
 
 def _between_ranks(op: Reduction) -> ReduceOp:
-    """What is left of `op` when the tensors of each rank are reduced: AVG divides in the end, PREMUL_SUM is done."""
+    """Returns the reduction between ranks, after each rank has reduced its own tensors with `op`.
+
+    It is SUM for AVG, which divides in the end, and for PREMUL_SUM, whose factor has been applied.
+    """
     return ReduceOp.SUM if isinstance(op, PremulSum) or op is ReduceOp.AVG else op
 
 
 def _with_members(
     group: ProcessGroup, total: torch.Tensor, count: int, op: Reduction, async_op: bool, timeout: Timeout | None
 ) -> tuple[list[torch.Tensor], list[Work | None], Callable[[torch.Tensor], torch.Tensor]]:
-    """What to reduce, what is being reduced for it already, and what to do with `total` then.
+    """Returns the tensors to reduce, calls that have started already, and what turns the reduced total into the result.
 
-    An average counts its members, whose number may differ by rank; where the type can hold it, it travels with the
-    total.
+    An average needs the number of members, which may differ by rank; it travels with the total if the type can hold it.
     """
     if op is not ReduceOp.AVG:
         return [total], [], lambda reduced: reduced

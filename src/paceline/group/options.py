@@ -29,7 +29,7 @@ class Options(Protocol):
 
 
 def are_options(argument: object) -> TypeIs[Options]:
-    """Returns whether `argument` is an option object, and not the value that would be in one."""
+    """Returns whether `argument` is an option object rather than a value that could be in one."""
     return hasattr(argument, "timeout")
 
 
@@ -49,7 +49,7 @@ def reduction_of(op: object) -> Reduction:
     """Returns the reduction that options, torch's `ReduceOp` or Paceline's ask for; SUM for None.
 
     Raises:
-        TypeError: `op` is none of these, or a reduction that Paceline does not have.
+        TypeError: `op` is none of these, or is a reduction that Paceline does not have.
     """
     op = getattr(op, "reduceOp", op)
     if op is None or are_options(op):
@@ -70,7 +70,7 @@ def reduction_of(op: object) -> Reduction:
 
 
 def one_list(lists: Sequence[Tensors], call: str) -> Sequence[torch.Tensor]:
-    """Returns the only list among `lists`, of which torch's programs pass one for each device.
+    """Returns the only list in `lists`; programs for torch pass one list for each device.
 
     A list of tensors by itself is returned as it is.
 

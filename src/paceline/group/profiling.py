@@ -1,4 +1,4 @@
-"""Shows calls in a `torch.profiler` profile: `paceline:all_reduce`, with the shapes of its tensors, from start to end.
+"""Shows calls in a `torch.profiler` profile: `paceline:all_reduce`, its tensors' shapes, and its start and end.
 
 Callers check `torch.autograd.profiler._is_profiler_enabled` before they record anything. The check costs nanoseconds,
 and PyTorch's own Python code makes it for the same purpose.
@@ -24,7 +24,7 @@ class Recording:
 
     Programs select the calls of a backend among a profile's events by `is_async`, which torch sets on every event of
     its own backends. An event that was recorded from Python has it only if another thread than the one that began the
-    event ends it. Therefore `end` changes threads where a call was synchronous.
+    event ends it. Therefore `end` runs on another thread if the call was synchronous.
     """
 
     def __init__(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -38,7 +38,7 @@ class Recording:
             return
         try:
             ended = _thread().submit(self._exit)
-        except RuntimeError:  # the interpreter exits, and its threads take no more work
+        except RuntimeError:  # the interpreter is exiting, and its threads accept no more work
             self._exit()
         else:
             ended.result()

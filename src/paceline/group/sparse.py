@@ -1,7 +1,7 @@
-"""Sums of sparse tensors: rows of some of a tensor, other rows on every rank.
+"""Sums sparse tensors, of which each rank holds different rows.
 
-A rank's rows are its indices and values. All ranks get the rows of all and add them up in rank order, which leaves the
-same bits on all.
+A rank's rows are its indices and values. Every rank gathers the rows of all ranks and adds them in rank order, so the
+result has the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def all_reduce_sparse(
 ) -> Work | None:
     """Reduces a sparse COO tensor over all ranks, in place; afterwards it is coalesced.
 
-    How many rows each rank has must be known first, so with `async_op` as well this returns when all ranks have made
-    the call; the rows themselves travel in the background.
+    The ranks first exchange their numbers of rows, so even with `async_op` this returns only when all ranks have made
+    the call; the rows themselves are sent in the background.
 
     Raises:
         TypeError: the reduction is not SUM, AVG or a `PremulSum`.
@@ -59,11 +59,11 @@ def all_reduce_sparse(
 
 
 class GatheredRows:
-    """Room for the rows of every rank's `mine`, of which rank r has `counts[r]`; all are of one shape and type.
+    """Memory for the rows of all ranks; rank r has `counts[r]` of them, and all have one shape and type.
 
     Attributes:
-        mine: what this rank sends, as bytes.
-        rooms: what rank r sends goes to `rooms[r]`.
+        mine: the bytes that this rank sends.
+        rooms: `rooms[r]` receives what rank r sends.
     """
 
     def __init__(self, group: BaseGroup, mine: torch.Tensor, counts: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class GatheredRows:
         self.rooms = [[_bytes(each) for each in pair] for pair in self._rows]
 
     def total(self) -> torch.Tensor:
-        """The sum of all ranks' tensors, coalesced, once `rooms` are filled."""
+        """Returns the sum of all ranks' tensors, coalesced, once `rooms` have been filled."""
         indices = torch.cat([indices for indices, _ in self._rows]).T
         values = torch.cat([values for _, values in self._rows])
         return torch.sparse_coo_tensor(indices, values, self._shape, check_invariants=False).coalesce()

@@ -1,7 +1,7 @@
-"""Several groups at a time: the ranks of a group divided among new ones.
+"""Makes several groups at once by dividing the ranks of a group among them.
 
-Where torch.distributed gives a rank that is in none of them None, which then means the default group, it is given
-`GroupMember.NON_GROUP_MEMBER`: calls on that do nothing.
+A rank that is in none of them receives `GroupMember.NON_GROUP_MEMBER`, on which calls do nothing. torch.distributed
+returns None to it, which later calls would take for the default group.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def new_subgroups(
     """Divides the ranks of `group` (default: all) into groups of `group_size`, in order; every rank of it calls this.
 
     Args:
-        group_size: the number of ranks in each; None for those of a machine (LOCAL_WORLD_SIZE, or counted).
-        timeout: for calls on the new groups; the default group's if None.
+        group_size: the number of ranks in each group; by default the number of ranks on a machine (LOCAL_WORLD_SIZE,
+            or counted).
+        timeout: the limit for calls on the new groups; the default group's if None.
         backend: as for `new_group`.
-        pg_options: is for engines that have options; None.
-        group_desc: the new groups' name, in messages.
+        pg_options: only for engines that have options; must be None.
+        group_desc: the name of the new groups in messages.
 
     Returns:
-        The new group that this rank is in, and a list of all; `GroupMember.NON_GROUP_MEMBER` stands for the others.
+        The new group that this rank is in, and the list of all new groups, in which
+        `GroupMember.NON_GROUP_MEMBER` stands for those that this rank is not in.
 
     Raises:
         ValueError: `group_size` does not divide the number of ranks.
@@ -71,10 +73,10 @@ def new_subgroups_by_enumeration(
 ) -> Subgroups:
     """Makes a group of each list of ranks of the default group; every rank calls this, with the same lists.
 
-    No rank is in two of them; one may be in none. Arguments and result as for `new_subgroups`.
+    A rank may be in one list or in none. The arguments and the result are those of `new_subgroups`.
 
     Raises:
-        ValueError: there are no lists, or one is empty or has a rank that is not there or is in another as well.
+        ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
         CollectiveMismatchError: the ranks want different groups.
         RendezvousTimeoutError: a rank did not call this.
     """
@@ -99,14 +101,14 @@ def split_group(
 ) -> ProcessGroup | NonMember:
     """Makes a group of each list of ranks of `parent_pg` (default: the default group); every rank of it calls this.
 
-    The ranks are group ranks of the parent. No rank is in two lists; one may be in none. Other arguments as for
+    The ranks are group ranks of the parent. A rank may be in one list or in none. The other arguments are those of
     `new_subgroups`.
 
     Returns:
         The new group that this rank is in, or `GroupMember.NON_GROUP_MEMBER`.
 
     Raises:
-        ValueError: there are no lists, or one is empty or has a rank that is not there or is in another as well.
+        ValueError: there are no lists, a list is empty, or a rank does not exist or is in two lists.
         CollectiveMismatchError: the ranks want different groups.
         RendezvousTimeoutError: a rank did not call this.
     """
@@ -143,7 +145,7 @@ def _split(
 
 
 def _agree(parent: ProcessGroup, lists: list[list[int]], call: str) -> int:
-    """A number for the new groups that no others have, from the parent's first rank."""
+    """Returns a number that identifies the new groups alone; the parent's first rank chooses it."""
     mine = torch.tensor([secrets.randbits(61), zlib.crc32(repr(lists).encode())], device="cpu")
     everyone = [torch.empty_like(mine) for _ in parent.ranks]
     parent.all_gather(everyone, mine)

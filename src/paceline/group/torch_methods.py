@@ -1,8 +1,8 @@
-"""The methods of torch.distributed's ProcessGroup, by which its hooks and programs call a group.
+"""The methods of torch.distributed's ProcessGroup, through which hooks and programs for torch call a group.
 
 They take torch's option objects, or the arguments that stand for them, and return a `Work` at once. Tensors come in
-lists: several in one list are reduced or sent as if they were one. Methods whose names `ProcessGroup` has already, such
-as `broadcast`, take both forms.
+lists; those in one list are reduced or sent as if they were one tensor. Methods whose names `ProcessGroup` has anyway,
+such as `broadcast`, accept both forms of arguments.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paceline.group.work import Work, ended
 
 
 class TorchMethods(BaseGroup):
-    """What `ProcessGroup` gets from here."""
+    """The base class from which `ProcessGroup` inherits these methods."""
 
     @property
     def group_name(self) -> str:
-        """The name that it was made with, for messages."""
+        """The name that the group was created with, for messages."""
         return self.name
 
     group_desc = group_name
@@ -38,7 +38,7 @@ class TorchMethods(BaseGroup):
     abort = shutdown
 
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
-        """As `paceline.monitored_barrier`."""
+        """Does what `paceline.monitored_barrier` does."""
         try:
             self.barrier(False, timeout)
         except CollectiveTimeoutError as error:
@@ -79,7 +79,7 @@ class TorchMethods(BaseGroup):
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Copies every rank's tensor to all ranks, into the entries of the one list in `output_tensors`."""
+        """Copies every rank's tensor to all ranks, into the entries of the only list in `output_tensors`."""
         outputs = one_list(output_tensors, "allgather")
         return _running(self.all_gather(outputs, _only(input_tensors), True, time_limit(opts, timeout)))
 
@@ -89,7 +89,7 @@ class TorchMethods(BaseGroup):
         input_list: Sequence[torch.Tensor],
         opts: Options | None = None,
     ) -> Work:
-        """Copies every rank's tensors to all ranks: `output_lists[r]` takes those of rank r."""
+        """Copies every rank's tensors to all ranks: `output_lists[r]` receives those of rank r."""
         written = [output for outputs in output_lists for output in outputs]
         columns = zip(*output_lists, strict=True)
         works = [
@@ -107,20 +107,20 @@ class TorchMethods(BaseGroup):
     def all_gather_single_coalesced(
         self, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor], opts: Options | None = None
     ) -> Work:
-        """`all_gather_single` of several tensors."""
+        """Does what `all_gather_single` does, for several tensors."""
         pairs = zip(output_list, input_list, strict=True)
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in pairs]
         return _running(ended(works, "all_gather_single_coalesced", output_list))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Options | None = None) -> Work:
-        """Reduces the ranks' tensors, of which each rank gets its part; the parts lie concatenated in rank order."""
+        """Reduces the ranks' tensors and gives each rank its part; the parts are concatenated in rank order."""
         parts = parts_by_rank(input, output.numel(), self, "reduce_scatter_single", "input")
         return _running(self.reduce_scatter(output, parts, reduction_of(opts), True, time_limit(opts)))
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Options | None = None
     ) -> Work:
-        """`reduce_scatter_single` of several tensors."""
+        """Does what `reduce_scatter_single` does, for several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs]
         return _running(ended(works, "reduce_scatter_single_coalesced", outputs))
@@ -146,17 +146,17 @@ class TorchMethods(BaseGroup):
         *,
         timeout: Timeout | None = None,
     ) -> Work:
-        """Copies rows of `input` to each rank: as many as the split sizes say, or equal parts without any."""
+        """Copies rows of `input` to each rank: as many as the split sizes say, or equal parts without split sizes."""
         outputs = rows_by_rank(output, output_split_sizes or None, self, "all_to_all_single", "output")
         inputs = rows_by_rank(input, input_split_sizes or None, self, "all_to_all_single", "input")
         work = self.all_to_all(outputs, inputs, True, time_limit(opts, timeout))
         return _running(ended([work], "all_to_all_single", [output]))
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
-        """Receives from the rank whose message comes first; the work's `source_rank()` tells which it was."""
+        """Receives from the rank whose message arrives first; the work's `source_rank()` returns that rank."""
         return self.recv(_only(tensors), -1, tag, True)
 
-    # The names that these have in other releases of torch.
+    # The names of these methods in other releases of torch.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -166,10 +166,10 @@ class TorchMethods(BaseGroup):
 
 
 def _running(work: Work | None) -> Work:
-    """Nothing is left to do for a call of no tensors, which is over."""
+    """Returns `work`, or a finished one for a call without tensors, which has nothing to do."""
     return Work(None, "a call of no tensors") if work is None else work
 
 
 def _only(tensors: Tensors) -> Tensors:
-    """One tensor by itself takes the fastest way."""
+    """Returns the tensor of a list of one by itself, which takes the fastest path."""
     return tensors[0] if not isinstance(tensors, torch.Tensor) and len(tensors) == 1 else tensors

@@ -1,4 +1,4 @@
-"""Names that are torch.distributed's own, and mean the same in Paceline."""
+"""Names that torch.distributed defines and that mean the same in Paceline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before training starts that every rank wraps the same model in the same way."""
+"""Checks, before training starts, that every rank wraps the same model in the same way."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _first_difference(descriptions: Sequence[list[Entry]], ranks: Sequence[int])
 
 
 def _sides(values: Sequence[str], ranks: Sequence[int], most: int = 8) -> str:
-    """Says which ranks hold which value, beginning with rank 0's."""
+    """Returns text that says which ranks hold which value, beginning with rank 0's."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)

@@ -1,4 +1,4 @@
-"""Checks whether a module and a machine can train data parallel."""
+"""Checks whether a module and a machine are fit for data parallel training."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def unsupported_reason(
     Args:
         tracked: the module's tensors.
         group: the ranks.
-        device_ids: the module must be on the first of them, if there are any.
-        output_device: where outputs go.
-        has_delayed: other parameters than those tracked are averaged, so it may be that none is tracked.
+        device_ids: the module must be on the first of these devices, if there are any.
+        output_device: the device of the outputs.
+        has_delayed: parameters other than the tracked ones are averaged, so there may be no tracked ones.
     """
     absent = absent_device_text(device_ids, output_device)
     if absent is not None:
@@ -67,7 +67,7 @@ def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -
 
 
 def _has_core_to_spare(group: ProcessGroup) -> bool:
-    """Whether this host has a core for each rank's progress thread, beside those that its ranks compute with."""
+    """Returns whether this host has a core for each rank's progress thread besides those that the ranks compute on."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(named) if named.isdecimal() else group.size()
     return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)

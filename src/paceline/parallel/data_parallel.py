@@ -22,14 +22,14 @@ class DataParallel(nn.Module):
 
     Args:
         module: a module whose parameters are on the first device.
-        device_ids: a number stands for a GPU; devices may be named several times, as in `["cpu", "cpu"]`. None for all
-            GPUs; without any the module is called as it is.
+        device_ids: a number means a GPU; a device may be named several times, as in `["cpu", "cpu"]`. None means all
+            GPUs; if there are none, the module is called directly.
         output_device: where results are concatenated; the first device if None.
         dim: the batch dimension.
 
     Raises:
         RuntimeError: a parameter or buffer is not on the first device.
-        ValueError: a GPU is named that is not there.
+        ValueError: `device_ids` or `output_device` names a GPU that does not exist.
 
     Example::
 
@@ -105,7 +105,7 @@ def require_on(module: nn.Module, device: torch.device) -> None:
     """Raises unless the module is on `device`.
 
     Raises:
-        RuntimeError: names a parameter or buffer that is not.
+        RuntimeError: a parameter or buffer is not on `device`; the message names it.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:

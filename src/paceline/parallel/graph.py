@@ -1,4 +1,4 @@
-"""Finds what a forward pass returned, which parameters it used, and whether a backward calls it."""
+"""Finds the tensors that a forward returned, the parameters it used, and whether a backward is running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def running_backward() -> int:
 
 
 def in_backward() -> bool:
-    """Whether a backward calls this, as `torch.utils.checkpoint` does to compute outputs again."""
+    """Returns whether a backward calls this, as `torch.utils.checkpoint` does to compute outputs again."""
     return running_backward() != NO_BACKWARD
 
 

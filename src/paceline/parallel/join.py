@@ -17,20 +17,20 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.group.work import Work
 
-_FAR_BEHIND = 1000  # steps, after which a rank that only waits warns
+_FAR_BEHIND = 1000  # the number of steps after which a rank that only waits gives a warning
 
 
 class JoinHook:
     """What a rank does once it has run out of inputs."""
 
     def main_hook(self) -> None:
-        """Makes the collectives of one training step; called as long as any rank has inputs."""
+        """Makes the collectives of one training step; it is called as long as any rank has inputs."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once, when all ranks have run out.
+        """Runs once, when all ranks have run out.
 
         Args:
-            is_last_joiner: this rank was among the last.
+            is_last_joiner: whether this rank was among the last to run out.
         """
 
 

@@ -27,11 +27,11 @@ def parallel_apply(
         modules: one for each device.
         inputs: for each module a tuple of arguments, or a single argument.
         kwargs_tup: keyword arguments for each module.
-        devices: they are named in errors, and GPUs become the current device of their thread.
+        devices: the modules' devices, which errors name; a GPU becomes the current device of its thread.
 
     Raises:
-        ValueError: the numbers differ.
-        Exception: what a module raised; the message names the replica and its device, and has the traceback.
+        ValueError: the arguments have different lengths.
+        Exception: the error that a module raised; its message names the replica and its device, and has the traceback.
     """
     keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
     places = ["cpu"] * len(modules) if devices is None else list(devices)
@@ -79,7 +79,7 @@ class _ThreadModes:
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
-        """Applies them within another thread, which works on `device`."""
+        """Applies these modes in another thread, which works on `device`."""
         with ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))

@@ -8,7 +8,7 @@ import torch
 
 
 def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.device | None) -> str | None:
-    """Names a GPU that was given and that this machine does not have, and the fix; None if it has all of them."""
+    """Returns text on a named GPU that this machine does not have, with the fix; None if it has all of them."""
     named = {"device_ids": device_ids, "output_device": [] if output_device is None else [output_device]}
     for argument, devices in named.items():
         for device in devices:
@@ -28,7 +28,7 @@ def absent_device_text(device_ids: Sequence[torch.device], output_device: torch.
 
 
 def wrong_device_text(name: str, tensor: torch.Tensor, device: torch.device) -> str:
-    """Says that a parameter or buffer is not on the first of `device_ids`, and the fix."""
+    """Returns text that says that a parameter or buffer is not on the first of `device_ids`, with the fix."""
     if tensor.is_meta:
         move = f"module.to_empty(device={str(device)!r}) gives it memory, which must then be filled"
     elif tensor.is_cpu:

@@ -13,8 +13,8 @@ from paceline.parallel.scatter_gather import Device, to_device
 def replicate(module: nn.Module, devices: Sequence[Device], detach: bool = False) -> list[nn.Module]:
     """Returns a replica of `module` for each device; a device may be named several times.
 
-    The parameters of the replicas are no parameters but copies, through which backward reaches those of the module,
-    where gradients of all replicas add up. The first replica has the module's own buffers, so that what forward writes
+    In place of parameters the replicas have copies, through which backward reaches the parameters of the module, where
+    the gradients of all replicas add up. The first replica has the module's own buffers, so that what forward writes
     to them (as BatchNorm does) stays; the others have copies.
 
     Args:
@@ -52,7 +52,7 @@ def _fill(
             former[name] = copies[id(param)]
     for name, buffer in original._buffers.items():
         replica._buffers[name] = None if buffer is None else copies[id(buffer)]
-    replica.__dict__["_former_parameters"] = former  # torch's RNNs read it
+    replica.__dict__["_former_parameters"] = former  # torch's RNNs read this attribute
 
 
 def _copy_of(param: torch.Tensor, device: torch.device) -> torch.Tensor:

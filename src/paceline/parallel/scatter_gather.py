@@ -12,7 +12,7 @@ Device = torch.device | str | int
 
 
 def to_device(device: Device) -> torch.device:
-    """Returns the device; a bare number is a GPU's."""
+    """Returns the device; a bare number means a GPU."""
     chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -30,7 +30,7 @@ def scatter(value: object, devices: Sequence[Device], dim: int = 0) -> list[obje
         dim: the batch dimension; tensors with fewer dimensions go whole to every device.
 
     Returns:
-        A list with a value for each device; with fewer if the batch is smaller than their number; at least one.
+        A list with a value for each device; it has fewer, but at least one, if the batch is smaller than their number.
 
     >>> [part.tolist() for part in scatter(torch.arange(5), ["cpu", "cpu"])]
     [[0, 1, 2], [3, 4]]
@@ -58,7 +58,7 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
     Tensors without dimensions become a vector. Values other than tensors must be equal in all outputs.
 
     Raises:
-        TypeError: they are not equal, or the outputs are not of one kind.
+        TypeError: such values differ, or the outputs are of different kinds.
     """
     first = outputs[0]
     device = to_device(output_device)
@@ -139,8 +139,8 @@ def _with_children(value: object, children: dict[object, object]) -> object:
         return make(children.values())
     if isinstance(value, Mapping):
         return make(children.items())
-    copied = object.__new__(type(value))  # whatever its __init__ takes
+    copied = object.__new__(type(value))  # works whatever arguments its __init__ takes
     copied.__dict__.update(value.__dict__)
     for name, child in children.items():
-        object.__setattr__(copied, str(name), child)  # it may be frozen
+        object.__setattr__(copied, str(name), child)  # the dataclass may be frozen
     return copied

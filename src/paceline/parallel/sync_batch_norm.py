@@ -26,16 +26,16 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     `DistributedDataParallel` averages them.
 
     Args:
-        num_features: channels, the second dimension of the input.
+        num_features: the number of channels, the second dimension of the input.
         eps: added to the variance.
         momentum: weight of the newest batch in the running statistics; None for their plain average.
         affine: whether the layer has weight and bias.
         track_running_stats: whether it keeps running statistics, which evaluation uses.
         process_group: the ranks; None for the default group.
-        device, dtype: those of parameters and buffers.
+        device, dtype: the device and dtype of parameters and buffers.
 
     Raises:
-        ValueError: the input has fewer than two dimensions, or all ranks together have one value for each channel.
+        ValueError: the input has fewer than two dimensions, or all ranks together have only one value for each channel.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
     """Replaces every BatchNorm layer in `module` by a `SyncBatchNorm` with the same parameters and buffers.
 
     Args:
-        module: is changed; convert it before it is wrapped and before the optimizer is made.
+        module: the module, which is changed; convert it before wrapping it and before creating the optimizer.
         process_group: the ranks that normalise together; None for the default group.
 
     Returns:
@@ -133,7 +133,7 @@ def convert_sync_batchnorm(module: M, process_group: ProcessGroup | None = None)
 
 
 def _convert(module: nn.Module, group: ProcessGroup | None, done: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in done:  # a layer in two places stays a single one
+    if id(module) in done:  # a layer that is used in two places stays a single layer
         return done[id(module)]
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
         done[id(module)] = _synchronised(module, group)

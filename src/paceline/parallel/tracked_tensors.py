@@ -30,11 +30,11 @@ class TrackedTensors:
 
 
 def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> TrackedTensors:
-    """Returns the tensors of a module in order of registration; those with several names have their first.
+    """Returns the tensors of a module in order of registration; a tensor with several names has its first.
 
     Args:
-        module: its class or a call of `ignore_tensors` may name tensors to be ignored.
-        also_ignored: names of others.
+        module: the module; its class or a call of `ignore_tensors` may name tensors to be ignored.
+        also_ignored: the names of further tensors to be ignored.
     """
     ignored = frozenset(getattr(module, _IGNORED, ())) | frozenset(also_ignored)
     all_params = list(module.named_parameters(remove_duplicate=False))
@@ -53,7 +53,7 @@ def collect_tracked(module: nn.Module, also_ignored: Iterable[str] = ()) -> Trac
 
 
 def ignore_tensors(module: nn.Module, names: Iterable[str]) -> None:
-    """Makes wrappers neither copy nor average these parameters and buffers.
+    """Excludes these parameters and buffers of `module` from what wrappers copy and average.
 
     Raises:
         ValueError: the module has no such parameter or buffer.

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Makes "paceline" known to torch.distributed; without effect where that is not possible."""
+    """Registers the backend "paceline" with torch.distributed; has no effect where that is not possible."""
     try:
         import torch.distributed as torch_dist
 
@@ -24,7 +24,7 @@ def register() -> None:
     except Exception as error:
         import logging
 
-        # Not a warning: those can be made errors, and an error here would end `import torch`.
+        # This is no warning, since a filter can turn warnings into errors, and one here would break `import torch`.
         logging.getLogger(__name__).warning("torch.distributed does not get the backend 'paceline': %r", error)
 
 
@@ -41,14 +41,14 @@ def _create_alone(store: Any, rank: int, world_size: int, timeout: Any, device: 
 
 
 def lend_default_group() -> None:
-    """Makes torch.distributed's default group, with the backend "paceline", of the ranks of Paceline's default group.
+    """Makes torch.distributed's default group, with the backend "paceline", from the ranks of Paceline's default group.
 
     Every rank calls this after `paceline.init_process_group()`. The ranks meet over Paceline's store, so the variables
     and the port that torch's own `env://` needs are not used. End torch's group first, with
     `torch.distributed.destroy_process_group()`.
 
     Raises:
-        ValueError: Paceline's default group does not exist, or torch's does already.
+        ValueError: Paceline's default group does not exist, or torch's exists already.
     """
     from paceline.plugin.lending import lend
 

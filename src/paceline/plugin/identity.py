@@ -1,4 +1,4 @@
-"""What torch.distributed asks of a process group besides collectives."""
+"""The part of a process group that torch.distributed needs besides collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Identity(torch_dist.ProcessGroup):
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
 
     def getBackendName(self) -> str:
-        """The name that messages of torch use."""
+        """Returns the name that torch's messages use."""
         return "paceline"
 
     name = getBackendName
@@ -53,26 +53,26 @@ class Identity(torch_dist.ProcessGroup):
 
     @property
     def world(self) -> World | None:
-        """What Paceline's calls use while this is the default group; None after its end."""
+        """Returns what Paceline's calls use while this is the default group; None after its end."""
         return vars(self).get("_world")
 
     def rank(self) -> int:
-        """This process's rank in the group."""
+        """Returns this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return self._size
 
     getRank = rank
     getSize = size
 
     def getGroupName(self) -> str:
-        """What torch calls the group."""
+        """Returns the name that torch has given the group."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """The group's description."""
+        """Returns the group's description."""
         return self._description
 
     group_name = property(getGroupName)
@@ -90,7 +90,7 @@ class Identity(torch_dist.ProcessGroup):
     _set_group_desc = setGroupDesc
 
     def get_group_store(self) -> Any:
-        """The store over which the ranks met."""
+        """Returns the store over which the ranks met."""
         return self._store
 
     @property
@@ -111,22 +111,22 @@ class Identity(torch_dist.ProcessGroup):
     get_backend = _get_backend
 
     def _set_default_backend(self, backend_type: object) -> None:
-        """There is only this one."""
+        """Does nothing, since this is the group's only backend."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Calls are waited for by who made them."""
+        """Does nothing, since the caller waits for each call."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Calls are numbered by the core."""
+        """Does nothing, since the core numbers the calls."""
 
     def _get_sequence_number_for_group(self) -> int:
         return 0
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long later calls wait."""
+        """Sets the time limit of later calls."""
         self._group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -136,7 +136,7 @@ class Identity(torch_dist.ProcessGroup):
         if "_group" not in vars(self):
             return
         self._world.close()
-        del self._group, self._world, self._store  # meshes keep the group after its end, and its descriptors with it
+        del self._group, self._world, self._store  # meshes keep this object, and would keep the descriptors open
 
     abort = shutdown
 

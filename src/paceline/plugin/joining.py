@@ -1,4 +1,4 @@
-"""How the ranks of a group of torch.distributed find each other: over torch's store, with a secret if need be."""
+"""Joins the ranks of a torch.distributed group over torch's store, which also holds a secret if the job has none."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from paceline.security.secret import job_secret
 
 _SECRET_KEY = "paceline/secret"
 _SECRET_VARIABLE = "PACELINE_SECRET"
-_OWN = "own"  # published instead of a secret where the job has one
+_OWN = "own"  # published instead of a secret if the job has its own
 
 
 def create(options: Any, pg_options: Any = None) -> TorchProcessGroup | BackendOfGroup:
-    """The process group that torch.distributed asks for, or the part of one that has other backends, too.
+    """Returns the process group that torch.distributed asks for, or a backend for one that has other backends too.
 
     Raises:
         ValueError: `pg_options` were given, which this backend does not have.
         RendezvousError, AuthenticationError: the ranks did not find each other.
-        StoreTimeoutError: rank 0 did not come.
+        StoreTimeoutError: rank 0 did not arrive.
     """
     if has_others(options):
-        return BackendOfGroup(_join(options))  # PyTorch hands the other backend's options to all
+        return BackendOfGroup(_join(options))  # PyTorch passes the other backend's options to every backend
     if pg_options is not None:
         raise ValueError(f"the backend 'paceline' has no options; got {type(pg_options).__name__}")
     return _join(options)
@@ -70,7 +70,7 @@ def _join(options: Any) -> TorchProcessGroup:
 
 
 def _default_world() -> World | None:
-    """Paceline's view of torch's default group, if that is one of Paceline's."""
+    """Returns Paceline's view of torch's default group; None if that is not one of Paceline's."""
     whole = torch_dist.group.WORLD
     group = whole if whole is None or isinstance(whole, TorchProcessGroup) else part_of(whole)
     return None if group is None else group.world
@@ -78,7 +78,7 @@ def _default_world() -> World | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """What torch's object of the same meaning has, which Python cannot make."""
+    """The attributes of torch's options object, which Python cannot create."""
 
     store: object
     group_rank: int
@@ -91,10 +91,10 @@ class _Options:
 def create_alone(
     store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device, options: dict[str, object]
 ) -> TorchProcessGroup:
-    """The process group that `torch.distributed._dist2.new_group` asks for, which is none of torch's world.
+    """Returns the process group that `torch.distributed._dist2.new_group` asks for, which torch does not register.
 
     Raises:
-        ValueError: `device` is no CPU, or there are `options`, which this backend does not have.
+        ValueError: `device` is not the CPU, or `options` were given, which this backend does not have.
         RendezvousError, AuthenticationError, StoreTimeoutError: the ranks did not find each other.
     """
     if device.type != "cpu":
@@ -106,7 +106,7 @@ def create_alone(
 
 @contextlib.contextmanager
 def _secret_of_group(store: BorrowedStore, rank: int) -> Iterator[None]:
-    """Without a job's secret the ranks take one from torch's store, which trusts everybody who reaches it anyway."""
+    """Shares a secret through torch's store if the job has none; that store trusts everybody who reaches it anyway."""
     mine = job_secret()
     if rank == 0:
         store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)
@@ -119,7 +119,7 @@ def _secret_of_group(store: BorrowedStore, rank: int) -> Iterator[None]:
     if mine is not None:
         yield
         return
-    os.environ[_SECRET_VARIABLE] = shared  # no longer than the group forms: children are not to inherit it
+    os.environ[_SECRET_VARIABLE] = shared  # only while the group forms, so that child processes do not inherit it
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """A Paceline group as one of the backends of a process group: "cpu:paceline,cuda:nccl".
 
-PyTorch hands the whole group to a backend that is a process group. Where it lets Python subclass its class `Backend`,
-from release 2.14, a group that has other backends as well gets one of those.
+If a backend is itself a process group, PyTorch makes it the whole group. From release 2.14 on, Python can subclass
+PyTorch's class `Backend`, and a group that has other backends too uses such a subclass.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ALONE = "custom"  # the name of a process group whose one backend is not PyTorc
 
 
 def has_others(options: Any) -> bool:
-    """Whether the process group that a backend is made for has backends of PyTorch's own, so far as PyTorch tells."""
+    """Returns whether the group that a backend is made for also has PyTorch's own backends, as far as PyTorch says."""
     whole = getattr(options, "process_group", None)
     return whole is not None and (bool(whole._device_types) or whole.name() != _ALONE)
 
 
 class BackendOfGroup(Backend):
-    """Passes the calls on CPU tensors to `group`."""
+    """Passes calls on CPU tensors to `group`."""
 
     supports_coalescing = False
     supports_splitting = False
@@ -37,19 +37,19 @@ class BackendOfGroup(Backend):
         self.group = group
 
     def getBackendName(self) -> str:
-        """The name that messages of torch use."""
+        """Returns the name that torch's messages use."""
         return self.group.name()
 
     name = getBackendName
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long later calls wait."""
+        """Sets the time limit of later calls."""
         self.group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """A barrier that names who did not come, which all calls do."""
+        """Waits until all ranks have called it; its error names those that did not, as every call's error does."""
         self.group.barrier(opts).wait()
 
     def shutdown(self) -> None:
@@ -92,7 +92,7 @@ for _name in (
 
 
 def part_of(whole: torch_dist.ProcessGroup) -> TorchProcessGroup | None:
-    """The Paceline group that takes the CPU tensors of a process group with several backends; None without one."""
+    """Returns the Paceline group for the CPU tensors of a process group with several backends; None without one."""
     if _CPU not in whole._device_types:
         return None
     backend = whole._get_backend(_CPU)

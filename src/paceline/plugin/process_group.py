@@ -1,8 +1,8 @@
 """torch.distributed's process group over Paceline's engine.
 
-Every method of torch's is one call of Paceline's. PyTorch renamed some of them over time; those have both names. Where
-torch takes an option object it also takes the values that would be in one: `opts` may be a root's rank, a reduction or
-a time limit, and then one tensor need not be in a list.
+Every method of torch's makes one call of Paceline's. PyTorch has renamed some methods over time; those have both names.
+Where torch passes an option object, it also passes the values that would be in one: `opts` may be a root's rank, a
+reduction or a time limit, and then a single tensor need not be in a list.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
 class TorchProcessGroup(Identity):
-    """A group of ranks; made by torch.distributed's `init_process_group` and `new_group`."""
+    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create."""
 
     def __init__(self, world: World, store: Any) -> None:
         super().__init__(world, store)
@@ -80,7 +80,7 @@ class TorchProcessGroup(Identity):
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], input_list: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """`output_lists[r]` takes all of rank r's tensors."""
+        """Copies every rank's tensors to all ranks: `output_lists[r]` receives those of rank r."""
         return self._finish(
             opts,
             None,
@@ -154,7 +154,7 @@ class TorchProcessGroup(Identity):
         *,
         op: Any = None,
     ) -> TorchWork:
-        """Reduces the ranks' lists of tensors, of which each rank gets its own entry."""
+        """Reduces the ranks' lists of tensors entry by entry; each rank receives its own entry."""
         by, inputs = reduction_of(opts if op is None else op), one_list(input_tensors, "reduce_scatter")
         return self._finish(
             opts, timeout, output_tensors, lambda a, t: self._group.reduce_scatter(output_tensors, inputs, by, a, t)
@@ -202,7 +202,7 @@ class TorchProcessGroup(Identity):
         *,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Does what `alltoall` does, for parts that are concatenated in rank order and equal without split sizes."""
+        """Does what `alltoall` does, for parts concatenated in rank order; without split sizes they are equal."""
         given, taken = output_split_sizes or None, input_split_sizes or None
         return self._finish(
             opts,
@@ -231,7 +231,7 @@ class TorchProcessGroup(Identity):
         """Receives tensors from any rank."""
         return self._as_torchs(self._group.recv(tensors, -1, tag, async_op=True), tensors)
 
-    # The names that these had, or have, in other releases.
+    # The names of these methods in other releases of torch.
 
     _allgather_base = all_gather_single
     gather_into_tensor = gather_single
@@ -248,7 +248,7 @@ class TorchProcessGroup(Identity):
         return RunningWork(JoinedWork(works, "coalesced calls", []), [])
 
     def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
-        # Releases of torch whose options have no `asyncOp` wait by themselves.
+        # Releases of torch whose options have no `asyncOp` wait themselves.
         background = self._coalescing is not None or getattr(opts, "asyncOp", True)
         return self._as_torchs(call(background, time_limit(opts, timeout)), results)
 

@@ -1,4 +1,4 @@
-"""A store of torch.distributed as one of Paceline's."""
+"""Presents a store of torch.distributed as one of Paceline's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.store.base import Answer, Op, Status, Store
 
 
 class BorrowedStore(Store):
-    """Paceline's view of `store`, for what the engine does with one; it keeps no last wills."""
+    """Paceline's view of `store`, with what the engine needs of it; it does not support last wills."""
 
     def __init__(self, store: TorchStore, timeout: timedelta) -> None:
         super().__init__(timeout)
@@ -32,7 +32,7 @@ class BorrowedStore(Store):
             return Status.REFUSED, 0, [b"the engine does not need it"]
         try:
             self._store.wait(names, timedelta(seconds=timeout_s))
-        except RuntimeError:  # the stores of torch have different errors for it
+        except RuntimeError:  # torch's stores raise different errors for this
             absent = [name.encode() for name in names if not self._store.check([name])]
             if not absent:
                 raise

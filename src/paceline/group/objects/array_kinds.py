@@ -1,8 +1,9 @@
-"""The kinds that carry tensors and NumPy arrays, whose memory goes beside the msgpack.
+"""The kinds that carry tensors and NumPy arrays, whose memory is sent beside the msgpack.
 
-The numbers are part of the format.
+The numbers of the kinds are part of the format.
 
-They arrive with memory of their own, contiguous and writable. NumPy is used where a program has loaded it already.
+Tensors and arrays arrive in memory of their own, contiguous and writable. NumPy is used only if the program has
+already imported it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _unpack_parameter(packed: Any, unpacker: Unpacker) -> object:
 
 
 def numpy_tag(kind: type) -> int | None:
-    """The tag of NumPy's type `kind`; None when it has none, or is another's."""
+    """Returns the tag of NumPy's type `kind`; None if it has no tag or is not a type of NumPy's."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None

@@ -1,4 +1,4 @@
-"""The kinds of values that travel as msgpack alone; the numbers are part of the format."""
+"""The kinds of values that are sent as msgpack alone; their numbers are part of the format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from paceline.group.exchange import as_memory, as_tensor
 from paceline.group.objects.codec import Kind, MalformedPayload, Packer, Refused, Unpacker
 
-_METADATA = "_metadata"  # what Module.state_dict() hangs on its result, and load_state_dict looks for
+_METADATA = "_metadata"  # Module.state_dict() sets this attribute on its result; load_state_dict reads it
 
 
 def _pack_ordered(value: OrderedDict[Any, Any], packer: Packer) -> object:

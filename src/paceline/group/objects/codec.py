@@ -1,7 +1,7 @@
-"""From objects to what msgpack has, and back.
+"""Converts objects to msgpack's types and back.
 
-Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings for keys stand for themselves. Everything else
-is a map with one integer key, the tag of its `Kind`, so that no other map can be taken for one.
+Numbers, short bytes, ASCII strings, lists, and dicts with ASCII strings for keys are encoded as they are. Everything
+else becomes a map with one integer key, the tag of its `Kind`, which no other map can be mistaken for.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 MAX_DEPTH = 128
 
 _SMALLEST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
-_SMALL_BYTES = 4096  # from here on they go beside the body
+_SMALL_BYTES = 4096  # larger ones are sent beside the body
 _PLAIN = frozenset({NoneType, bool, float})
 _CONTAINERS = frozenset({list, dict})
 _READ = frozenset({NoneType, bool, int, float, str, bytes, list, dict})
 
 
 class MalformedPayload(ValueError):
-    """The bytes are not what `encode` makes."""
+    """The bytes are not an encoding that `encode` can make."""
 
 
 class Refused(Exception):
-    """A value cannot be sent; `path` leads to it, from the inside out."""
+    """A value cannot be sent; `path` leads to it, innermost step first."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -38,18 +38,18 @@ class Refused(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A type that travels under a tag: `pack` takes a value apart, `unpack` puts it together.
+    """A type that is encoded under a tag: `pack` takes a value apart, and `unpack` puts it together again.
 
-    What `pack` returns is made of what stands for itself and of what the packer's methods return.
+    What `pack` returns consists of values that are encoded as they are and of what the packer's methods return.
     """
 
-    type: type | None  # None where it cannot be named without importing it
+    type: type | None  # None if it cannot be named without importing its module
     pack: Callable[[Any, Packer], object]
     unpack: Callable[[Any, Unpacker], object]
 
 
 def stands_for_itself(value: object) -> bool:
-    """Whether `value` is nothing but what msgpack has; looks at it level by level, which is much faster than `pack`."""
+    """Returns whether `value` has msgpack's types alone; it checks level by level, much faster than `pack`."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         kinds = set(map(type, level)) - _PLAIN
@@ -74,7 +74,7 @@ def stands_for_itself(value: object) -> bool:
 
 
 class Packer:
-    """Takes objects apart into what msgpack has; large memory goes to `buffers`."""
+    """Takes objects apart into msgpack's types; large pieces of memory go to `buffers`."""
 
     def __init__(self, kinds: Mapping[int, Kind], tag_of: Callable[[type], int | None]) -> None:
         self._kinds = kinds
@@ -83,7 +83,7 @@ class Packer:
         self._depth = 0
 
     def pack(self, value: Any) -> object:
-        """What stands for `value`; itself if it can."""
+        """Returns the encoded form of `value`: itself if msgpack can hold it."""
         if _is_leaf(value):
             return value
         if self._depth == MAX_DEPTH:
@@ -105,7 +105,10 @@ class Packer:
         return packed
 
     def pack_all(self, values: Collection[Any], keys: Iterable[object] | None = None) -> Collection[Any]:
-        """What stands for each of `values`; themselves if they all can. Messages call them by `keys`, or by numbers."""
+        """Returns the encoded form of each of `values`: `values` itself if msgpack can hold them all.
+
+        Messages name the values by their `keys`, or by their positions.
+        """
         if _are_leaves_of_one_kind(values):
             return values
         packed: list[object] | None = None
@@ -123,12 +126,12 @@ class Packer:
         return values if packed is None else packed
 
     def pack_items(self, items: dict[Any, Any]) -> list[object]:
-        """Keys and values, one list after the other."""
+        """Returns the list of keys followed by the list of values."""
         keys = list(items)
         return [self.pack_elements(keys), self.pack_all(list(items.values()), keys)]
 
     def pack_elements(self, elements: Iterable[Any]) -> Collection[Any]:
-        """What stands for keys, or for the elements of a set: they have no place by which they could be called."""
+        """Returns the encoded form of keys or of the elements of a set, which have no position to be named by."""
         listed = list(elements)
         try:
             return self.pack_all(listed)
@@ -137,20 +140,20 @@ class Packer:
             raise
 
     def buffer(self, memory: torch.Tensor) -> int:
-        """Has `memory` (one-dimensional, uint8) sent beside the body; its number."""
+        """Adds `memory` (one-dimensional, uint8) to the buffers sent beside the body, and returns its number."""
         self.buffers.append(memory)
         return len(self.buffers) - 1
 
 
 class Unpacker:
-    """Puts together what `Packer` took apart."""
+    """Puts objects together again that a `Packer` took apart."""
 
     def __init__(self, kinds: Mapping[int, Kind], buffers: Sequence[torch.Tensor]) -> None:
         self._kinds = kinds
         self._buffers = buffers
 
     def unpack(self, node: object) -> object:
-        """The object that `node` stands for."""
+        """Returns the object that `node` encodes."""
         if type(node) is list:
             return self.unpack_all(node)
         if type(node) is dict:
@@ -167,7 +170,7 @@ class Unpacker:
         return node
 
     def unpack_all(self, nodes: object) -> list[Any]:
-        """The objects that `nodes` stand for, in their place."""
+        """Returns the objects that `nodes` encode, in the same order."""
         if type(nodes) is not list:
             raise MalformedPayload(f"{type(nodes).__name__} in the place of a list")
         if _has_containers(nodes):
@@ -177,12 +180,12 @@ class Unpacker:
         return nodes
 
     def unpack_items(self, packed: object) -> list[tuple[Any, Any]]:
-        """The pairs that `Packer.pack_items` took apart."""
+        """Returns the pairs of keys and values that `Packer.pack_items` took apart."""
         keys, values = self.unpack_all(packed)
         return list(zip(keys, values, strict=True))
 
     def buffer(self, number: object) -> torch.Tensor:
-        """The memory that was sent beside the body under `number`."""
+        """Returns the buffer with this number that was sent beside the body."""
         if type(number) is not int or not 0 <= number < len(self._buffers):
             raise MalformedPayload(f"there is no buffer {number!r}")
         return self._buffers[number]
@@ -218,7 +221,7 @@ def _has_containers(nodes: Collection[object]) -> bool:
 
 
 def _advice_for(value: object) -> str:
-    """Returns what `value` is, and what can be sent in its place."""
+    """Returns text that says what `value` is, and what can be sent in its place."""
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return (

@@ -2,14 +2,14 @@
 
 An object is None, a number, str, bytes, datetime, Decimal, UUID, Path, range, a list, tuple, dict, set, deque, Counter
 or OrderedDict of objects, a dense CPU tensor or parameter, or a NumPy array or scalar. It arrives equal and of the same
-type, its tensors with memory of their own; sizes may differ from rank to rank. Everything else is pickled if
-`allow_pickle` is true where it is sent, and read only where it is true as well: reading a pickle can run any code.
+type, its tensors in memory of their own; sizes may differ from rank to rank. Everything else is pickled if the sender
+sets `allow_pickle`, and is read only if the receiver sets it too: reading a pickle can run any code.
 
 Each rank of the group makes the same call. `src` and `dst` are ranks of the default group, `group_src` and `group_dst`
-of `group`. `timeout` (default: the group's) is for each of the two or three collectives that a call is made of. On a
+of `group`. `timeout` (default: the group's) limits each of the two or three collectives that a call consists of. On a
 rank that is not in `group` a call does nothing.
 
-All raise:
+All of them raise:
     TypeError: an object cannot be sent; the message names its place in the argument and what to send instead.
     CollectiveObjectError: another rank's object is a pickle, or malformed, or could not be sent.
     CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: as for collectives on tensors.
@@ -66,7 +66,9 @@ def gather_object(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Puts every rank's `obj` into the destination's `object_gather_list`, by rank; None elsewhere. Default: rank 0.
+    """Puts every rank's `obj` into the destination's `object_gather_list`, by rank; other ranks pass None.
+
+    The destination is rank 0 by default.
 
     Raises:
         ValueError: `object_gather_list` is missing on the destination, of another length, or given elsewhere.
@@ -85,7 +87,7 @@ def gather_object(
     if object_gather_list is not None:
         _require_entries(object_gather_list, chosen.size(), call, "object_gather_list", "one for each rank")
     outgoing = Outgoing(chosen, call, [obj], "obj", allow_pickle)
-    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # everyone, so that all know of one who cannot send
+    incoming = _announce_to_all(chosen, call, outgoing, timeout)  # all learn if a rank cannot send
     read_here = incoming if here else []
     gather_pieces(chosen, outgoing.heads, [each.head_rooms() for each in read_here], root, timeout)
     gather_pieces(chosen, outgoing.buffers[0], [each.buffer_rooms() for each in read_here], root, timeout)
@@ -103,7 +105,9 @@ def broadcast_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Puts the source's objects into every rank's `object_list`, which is as long everywhere. Source: rank 0.
+    """Puts the source's objects into every rank's `object_list`, which has the same length everywhere.
+
+    The source is rank 0 by default.
 
     Raises:
         ValueError: `device` is not the CPU.
@@ -150,7 +154,7 @@ def scatter_object_list(
 ) -> None:
     """Puts the source's `scatter_object_input_list[r]` into the first entry of rank r's `scatter_object_output_list`.
 
-    Source: rank 0. What other ranks pass for `scatter_object_input_list` is not looked at.
+    The source is rank 0 by default. What other ranks pass for `scatter_object_input_list` is ignored.
 
     Raises:
         ValueError: the output list is empty, or the source's input list does not have one entry for each rank.
@@ -180,10 +184,10 @@ def scatter_object_list(
 
 
 def require_cpu(device: torch.device | str | None, call: str) -> None:
-    """Refuses a `device` that the engine cannot send from.
+    """Raises unless objects can be sent from `device`.
 
     Raises:
-        ValueError: it is not the CPU.
+        ValueError: `device` is not the CPU.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"{call}: device is {device}; objects travel as CPU tensors, leave device out")

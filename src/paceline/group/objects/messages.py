@@ -1,4 +1,4 @@
-"""Objects from one rank to another; what an object is, and what is raised, is in `objects/collectives.py`."""
+"""Sends objects from one rank to another; `objects/collectives.py` says what an object is and what is raised."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def send_object_list(
     allow_pickle: bool = False,
     timeout: Timeout | None = None,
 ) -> None:
-    """Sends the objects of `object_list`; the receiver's list is as long.
+    """Sends the objects of `object_list`; the receiver's list must have the same length.
 
-    `use_batch` makes no difference here. `timeout` is for each of the two or three messages that a call is made of.
+    `use_batch` has no effect. `timeout` limits each of the two or three messages that a call consists of.
 
     Raises:
-        TypeError: an object does not travel; the receiver is told.
-        ValueError: `device` is not the CPU, and as for `send`.
+        TypeError: an object cannot be sent; the receiver gets an error as well.
+        ValueError: `device` is not the CPU; also as for `send`.
     """
     call = "send_object_list"
     chosen = resolve(group)
@@ -64,14 +64,14 @@ def recv_object_list(
 ) -> int:
     """Receives objects into `object_list`, from any rank if no source is given.
 
-    Arguments as for `send_object_list`.
+    The arguments are those of `send_object_list`.
 
     Returns:
-        The rank (of the default group) they came from; -1 on a rank that is not in the group.
+        The sender's rank in the default group; -1 on a rank that is not in the group.
 
     Raises:
         CollectiveObjectError: an object is a pickle, or malformed, or could not be sent.
-        ValueError: `device` is not the CPU, and as for `recv`.
+        ValueError: `device` is not the CPU; also as for `recv`.
     """
     call = "recv_object_list"
     chosen = resolve(group)

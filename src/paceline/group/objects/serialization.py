@@ -1,11 +1,11 @@
-"""Objects as bytes and back: msgpack, and beside it the memory of tensors, arrays and long bytes as it is.
+"""Converts objects to bytes and back: msgpack, and beside it the memory of tensors, arrays and long bytes as it is.
 
-An object comes back equal and of the same type, or is refused before anything is sent. A body is one byte (`Form`) and
-then msgpack or, if the sender allowed it, a pickle. Reading msgpack makes nothing but the kinds of `builtin_kinds.py`
-and `array_kinds.py`: no class is looked up by name, no code is run.
+An object comes back equal and of the same type, or is refused before anything is sent. A body is one byte (`Form`)
+followed by msgpack or, if the sender allowed it, a pickle. Reading msgpack creates only the kinds of `builtin_kinds.py`
+and `array_kinds.py`: no class is looked up by name, and no code is run.
 
-What is not kept: that two places held the same object (each gets its own), and how a tensor's elements were laid out
-(they arrive contiguous).
+Two things are lost: an object that appears twice arrives as two objects, and tensors arrive contiguous, whatever their
+layout was.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TAGS = {kind.type: tag for tag, kind in _KINDS.items() if kind.type is not None
 
 
 class Form(IntEnum):
-    """How a body is written; its first byte."""
+    """The format of a body, given by its first byte."""
 
     MSGPACK = 1
     PICKLE = 2
@@ -46,10 +46,10 @@ class Encoded:
 
 
 def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
-    """The bytes of `value`, which messages call `name`.
+    """Returns the bytes of `value`; messages refer to it as `name`.
 
     Raises:
-        TypeError: it holds what does not travel and `allow_pickle` is off; the message names that and its path.
+        TypeError: it holds something that cannot be sent and `allow_pickle` is off; the message says what and where.
     """
     packer = Packer(_KINDS, _tag_of)
     try:
@@ -63,11 +63,11 @@ def encode(value: object, name: str, allow_pickle: bool = False) -> Encoded:
 
 
 def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pickle: bool = False) -> object:
-    """The object that `encode` turned into `body` and `buffers`, whose memory it may share.
+    """Returns the object that `encode` turned into `body` and `buffers`, whose memory it may share.
 
     Raises:
-        MalformedPayload: there is no such object.
-        PickleRefused: it is a pickle and `allow_pickle` is off.
+        MalformedPayload: the bytes do not encode an object.
+        PickleRefused: the body is a pickle and `allow_pickle` is off.
     """
     form = body[0] if len(body) else 0
     if form == Form.PICKLE and not allow_pickle:
@@ -78,7 +78,7 @@ def decode(body: bytes | memoryview, buffers: Sequence[torch.Tensor], allow_pick
         if form == Form.MSGPACK:
             tree = msgspec.msgpack.decode(body[1:])
             return tree if stands_for_itself(tree) else Unpacker(_KINDS, buffers).unpack(tree)
-    except Exception as error:  # what comes from another process may break any rule
+    except Exception as error:  # data from another process may be malformed in any way
         raise MalformedPayload(f"{type(error).__name__}: {error}") from error
     raise MalformedPayload(f"the first byte is {form}")
 

@@ -1,8 +1,8 @@
-"""Objects on their way from rank to rank: announced, sent as heads and buffers, and read.
+"""How objects travel from rank to rank: they are announced, sent as heads and buffers, and read.
 
-Every rank that sends announces its objects first, two numbers each: the bytes of the head and the number of buffers. A
-head has the buffers' lengths (uint64 each) and the object's body (`serialization.py`). An object that cannot be sent is
-announced as -1, so that nobody waits for it.
+A sending rank first announces its objects with two numbers each: the length of the head in bytes and the number of
+buffers. A head has the buffers' lengths (uint64 each) and the object's body (`serialization.py`). An object that cannot
+be sent is announced as -1, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _CANNOT = -1
 
 
 class Outgoing:
-    """What this rank sends: `announcement`, `heads` and, object by object, `buffers`."""
+    """The objects that this rank sends: their `announcement`, their `heads` and, in the same order, their `buffers`."""
 
     def __init__(
         self, group: ProcessGroup, call: str, objects: Sequence[object], name: str, allow_pickle: bool
     ) -> None:
-        """Args: `name`, in messages, with `{}` for the object's index."""
+        """Encodes the objects; messages call them `name`, in which `{}` stands for the object's index."""
         self.error: Exception | None = None
         encoded: list[Encoded] = []
         try:
             for index, each in enumerate(objects):
                 encoded.append(encode(each, name.format(index), allow_pickle))
-        except Exception as error:  # raised when the others have been told
+        except Exception as error:  # raised after the other ranks have received the announcement
             self.error = error
             if isinstance(error, TypeError):
                 self.error = TypeError(f"{group.me}: {call}: {error}")
@@ -46,15 +46,15 @@ class Outgoing:
 
 
 def announcement_for(count: int) -> torch.Tensor:
-    """Room for the announcement of `count` objects."""
+    """Returns an uninitialised tensor for the announcement of `count` objects."""
     return torch.empty(2 * count, dtype=torch.int64, device="cpu")
 
 
 class Incoming:
-    """Objects that a rank has announced; first their heads and then their buffers have to be received.
+    """Objects that a rank has announced; their heads have to be received first, and then their buffers.
 
     Raises:
-        CollectiveObjectError: the sender could not send them, or the announcement is none.
+        CollectiveObjectError: the sender could not send them, or the announcement is malformed.
     """
 
     def __init__(self, group: ProcessGroup, call: str, sender: int, announcement: torch.Tensor) -> None:
@@ -72,19 +72,19 @@ class Incoming:
         self._lengths: list[list[int]] = []
 
     def head_rooms(self) -> list[torch.Tensor]:
-        """Room for the heads.
+        """Returns memory to receive the heads in.
 
         Raises:
-            CollectiveObjectError: there is not that much memory.
+            CollectiveObjectError: the memory cannot be allocated.
         """
         self._heads = self._rooms([nbytes for nbytes, _ in self._announced])
         return self._heads
 
     def buffer_rooms(self) -> list[torch.Tensor]:
-        """Room for the buffers, all objects' in a row, as the heads (which are here now) say.
+        """Returns memory for the buffers of all objects, in order; the heads, which say their lengths, have arrived.
 
         Raises:
-            CollectiveObjectError: there is not that much memory.
+            CollectiveObjectError: the memory cannot be allocated.
         """
         self._lengths = [
             list(struct.unpack_from(f"<{count}Q", as_memory(head)))
@@ -100,7 +100,7 @@ class Incoming:
             raise self._malformed(f"announced {sum(lengths)} bytes: {error}") from error
 
     def objects(self, allow_pickle: bool) -> list[object]:
-        """The objects; everything has been received.
+        """Returns the objects, once everything has been received.
 
         Raises:
             CollectiveObjectError: one is malformed, or a pickle and `allow_pickle` is off.

@@ -22,7 +22,7 @@ def average(tensors: torch.Tensor | list[torch.Tensor], group: ProcessGroup) -> 
 
 
 def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket as is done without a hook, but in a flat copy.
+    """Averages the bucket as the wrapper does without a hook, but in a flat copy.
 
     Args:
         process_group: the hook's state; None for the default group.
@@ -32,7 +32,7 @@ def allreduce_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduc
 
 
 def fp16_compress_hook(process_group: object, bucket: GradBucket) -> AnyFuture[Reduced]:
-    """Averages the bucket in float16: half the bytes; the engine adds in float32."""
+    """Averages the bucket in float16, which halves the bytes; the engine adds in float32."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 

@@ -20,8 +20,8 @@ class Int8State:
 
     Args:
         process_group: the ranks; None for the default group.
-        block_size: elements that share one float32 scale.
-        use_error_feedback: add to each gradient what the step before has lost of it.
+        block_size: the number of elements that share one float32 scale.
+        use_error_feedback: add to each gradient the rounding error of the previous step.
     """
 
     process_group: ProcessGroup | None = None
@@ -38,9 +38,10 @@ class Int8State:
 def int8_hook(state: Int8State, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages the bucket with about a quarter of float32's bytes.
 
-    Each rank sends rank r its part r of the gradients, rounded to 8 bits a block at a time; r averages what it got,
-    rounds again, and sends that to all. Both roundings are made up for in the next step (error feedback; Seide et al.
-    2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block with an infinity or a NaN arrives as NaN.
+    Each rank sends rank r its part r of the gradients, rounded to 8 bits block by block; rank r averages what it
+    received, rounds again, and sends the result to all. The next step compensates for both roundings (error feedback;
+    Seide et al. 2014, on both sides as in Tang et al. 2021, 1-bit Adam). A block with an infinity or a NaN arrives as
+    NaN.
     """
     group = group_of(state.process_group)
     size, index = group.size(), bucket.index()

@@ -1,4 +1,4 @@
-"""PowerSGD: gradients travel as factors of low rank (Vogels et al. 2019)."""
+"""PowerSGD: gradients are sent as factors of low rank (Vogels et al. 2019)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PowerSGDState:
         matrix_approximation_rank: r; more is closer and costs more.
         start_powerSGD_iter: the number of steps, before gradients have settled, that are averaged uncompressed.
         min_compression_rate: a matrix of n x m elements is compressed if (n + m) r is that many times smaller than n m.
-        use_error_feedback: add to each gradient what the step before has lost of it.
-        warm_start: begin the power iteration where the step before ended it.
+        use_error_feedback: add to each gradient the approximation error of the previous step.
+        warm_start: begin the power iteration where that of the previous step ended.
         orthogonalization_epsilon: added to the norms that columns are divided by.
-        random_seed: of the first iteration; the same on every rank.
+        random_seed: the seed of the first iteration; the same on every rank.
     """
 
     process_group: ProcessGroup | None = None
@@ -46,7 +46,7 @@ class PowerSGDState:
             raise ValueError(f"start_powerSGD_iter is {self.start_powerSGD_iter}; it is a number of steps")
 
     def is_worth_it(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient, as a matrix whose rows are its first dimension, is sent as factors."""
+        """Returns whether a gradient, as a matrix whose rows are its first dimension, is sent as factors."""
         if gradient.dim() < 2 or gradient.numel() == 0:
             return False
         rows, columns = len(gradient), gradient.numel() // len(gradient)
@@ -58,7 +58,7 @@ class PowerSGDState:
         shapes = [(each.shape[1], min(self.matrix_approximation_rank, *each.shape)) for each in matrices]
         known = self.rights.get(index)
         fits = known is not None and [q.shape for q in known] == shapes
-        # They are not finite after gradients that were not.
+        # The factors are not finite after gradients that were not.
         if self.warm_start and known is not None and fits and all(bool(q.isfinite().all()) for q in known):
             return known
         generator = torch.Generator().manual_seed(self.random_seed + self.iter * 1009 + index)
@@ -68,8 +68,8 @@ class PowerSGDState:
 def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduced]:
     """Averages matrices M as P Qᵀ, with P and Q of r columns, and vectors as they are.
 
-    One power iteration a step: P = M Q, averaged and made orthonormal; Q = Mᵀ P, averaged. What P Qᵀ leaves out of this
-    rank's gradient is added to its next one.
+    Each step makes one power iteration: P = M Q, averaged and made orthonormal; then Q = Mᵀ P, averaged. The part of
+    this rank's gradient that P Qᵀ leaves out is added to its next one.
     """
     group = group_of(state.process_group)
     index = bucket.index()
@@ -85,7 +85,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> AnyFuture[Reduce
     views = bucket.gradients()
     compressed = [at for at, each in enumerate(views) if state.is_worth_it(each)]
     plain = [each for at, each in enumerate(views) if at not in compressed]
-    # Multiplied in float32 at least, whatever the gradients' type.
+    # The product is computed in float32 at least, whatever the gradients' type.
     wide = torch.promote_types(gradient.dtype, torch.float32)
     matrices = [views[at].reshape(len(views[at]), -1).to(wide, copy=True) for at in compressed]
     rights = [q.to(m.dtype) for q, m in zip(state.first_right(index, matrices), matrices, strict=True)]

@@ -1,4 +1,4 @@
-"""Batches by logical shard, which are the same for every number of ranks."""
+"""Loads batches by logical shard, which are the same for every number of ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.tree import run_of_rank
 
-_ORDER, _READING = 0, 1  # what a random stream is for
+_ORDER, _READING = 0, 1  # the purposes of a random stream
 
 
 class Indexed(Protocol):
     """A dataset with a length that can be indexed."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """A sample."""
+        """Returns a sample."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ShardLoader:
 
 
 class _Batches:
-    """For the DataLoader: each batch as its key followed by its indices."""
+    """Yields each batch to the DataLoader as its key followed by its indices."""
 
     def __init__(self, owner: ShardLoader) -> None:
         self._owner = owner
@@ -137,7 +137,7 @@ class _Batches:
         if owner._shuffle:
             with random_stream(owner._shards.seed, _ORDER, owner.epoch):
                 order = torch.randperm(len(owner._dataset))
-        # All at once, since the owner is at a later step when the DataLoader asks for the last ones.
+        # All are listed at once, since the owner has moved to a later step when the DataLoader asks for the last ones.
         return iter(
             [
                 [(owner.epoch, step, shard), *order[places.start : places.stop].tolist()]

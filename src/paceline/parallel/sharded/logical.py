@@ -27,15 +27,15 @@ class Batch(Protocol):
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Epoch, step and shard."""
+        """The epoch, the step and the shard."""
 
     @property
     def weight(self) -> float:
-        """Its fraction of the step's samples."""
+        """This batch's fraction of the step's samples."""
 
     @property
     def data(self) -> Any:
-        """What the loss is computed from."""
+        """The data that the loss is computed from."""
 
 
 class LogicalShards:
@@ -52,7 +52,7 @@ class LogicalShards:
 
     Args:
         module: the model, not in a wrapper, the same on every rank; rank 0's parameters and buffers are copied to all.
-        count: the number of shards; at least the number of ranks.
+        count: the number of shards, at least the number of ranks.
         seed: the seed of all random streams; the same on every rank.
         process_group: the ranks; None for the default group.
         threads: torch's threads: 1 or, for fewer ranks with more cores each, a number to be kept in all runs.

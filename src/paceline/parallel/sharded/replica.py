@@ -74,7 +74,7 @@ class ShardedReplica:
         self._count, self._seed, self._dim, self._group = count, seed, dim, group
         self._local = count // size
         self._forwards = 0
-        self._waiting: list[_Forward] = []  # forwards that had a backward and are not reduced
+        self._waiting: list[_Forward] = []  # forwards whose backward has run and whose gradients are not reduced yet
         self._begun: list[_Forward] = []  # forwards that the running backward has reached
         self._task = NO_BACKWARD  # the engine's number of the backward that runs
 
@@ -152,7 +152,7 @@ class ShardedReplica:
             task = running_backward()
             if task != self._task:
                 self._task = task
-                self._begun = []  # also after a backward that failed
+                self._begun = []  # even after a backward that failed
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
             if forward not in self._begun:
                 self._begun.append(forward)
@@ -202,7 +202,7 @@ class ShardedReplica:
             forward.params.clear()
 
     def _values(self, forwards: Sequence[_Forward], shard: int) -> Values:
-        """Returns which parameters have gradients in one of this rank's shards, these, and its buffers' changes."""
+        """Returns one shard's values: which parameters have gradients, the gradients, and the buffers' changes."""
         params = list(self._tracked.trained.values())
         gradients: list[torch.Tensor | None] = [None] * len(params)
         for forward in forwards:

@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def random_stream(*key: int) -> Iterator[None]:
-    """A context in which torch (on CPU) and Python's `random` draw from the stream of `key`; restores their state."""
+    """Returns a context in which torch (on CPU) and `random` draw from the stream of `key`; it restores their state."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     torch.default_generator.manual_seed(int.from_bytes(digest, "little"))

@@ -39,7 +39,7 @@ def run_of_rank(shards: int, num_ranks: int, rank: int) -> range:
 def nodes_within(run: range, node: Node) -> list[Node]:
     """Returns the largest nodes at or below `node` within `run`: those that can be added without other ranks.
 
-    It is one node where the number of ranks is a power of two that divides the number of shards.
+    There is only one node if the number of ranks is a power of two that divides the number of shards.
 
     >>> nodes_within(range(3, 6), Node(0, 8))
     [Node(first=3, stop=4), Node(first=4, stop=6)]
@@ -55,9 +55,9 @@ def nodes_within(run: range, node: Node) -> list[Node]:
 def add_up(
     node: Node, add: Callable[[Value, Value], Value], leaf: Callable[[int], Value], known: Mapping[Node, Value]
 ) -> Value:
-    """Returns the value of `node`: known, of a single shard, or the sum of its halves', the left one first.
+    """Returns the value of `node`: a known one, that of a single shard, or the sum of its halves, the left one first.
 
-    It works depth first, so that at most one value for each level of the tree is held at a time.
+    The sum is computed depth first, so that at most one value for each level of the tree is held at a time.
     """
     if node in known:
         return known[node]

@@ -17,10 +17,10 @@ class BackwardEnd:
         self._task = NO_BACKWARD
 
     def begin(self) -> None:
-        """Notes that a backward runs; hooks call it.
+        """Notes that a backward is running; hooks call this.
 
         Raises:
-            RuntimeError: another backward has not ended.
+            RuntimeError: another backward has begun and not ended.
         """
         task = running_backward()
         if task == self._task:

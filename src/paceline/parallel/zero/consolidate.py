@@ -1,6 +1,6 @@
 """Gathers the optimizer's state on one rank, as the unsharded optimizer would have it.
 
-Nothing is pickled: numbers travel as JSON, tensors as their bytes.
+Nothing is pickled: numbers are sent as JSON, and tensors as their bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, to: int) -> State | None:
-    """Returns the states of all ranks' shards, by number; None on other ranks than `to` (a group rank).
+    """Returns the states of all ranks' shards, by number, on group rank `to`, and None on the others.
 
     Raises:
         TypeError: a state has a value other than a tensor, a number, a string or None; raised on every rank.

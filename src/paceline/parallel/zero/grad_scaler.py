@@ -20,9 +20,9 @@ class GradScaler(torch.amp.GradScaler):
         device: the device of the scale; "cpu" by default.
         init_scale: the first scale; 65536 by default.
         growth_factor: what the scale is multiplied by after `growth_interval` steps without infinities.
-        backoff_factor: what it is multiplied by after a step with one.
-        growth_interval: a number of steps.
-        enabled: False leaves losses and gradients as they are.
+        backoff_factor: what the scale is multiplied by after a step with infinities.
+        growth_interval: the number of steps without infinities after which the scale grows.
+        enabled: False leaves losses and gradients unscaled.
 
     Example::
 
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales the gradients, if `unscale_` has not, and steps unless one is infinite or NaN on any rank."""
+        """Unscales the gradients, unless `unscale_` did, and steps unless one is infinite or NaN on any rank."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.is_scaled_alike = True
         return super().step(optimizer, *args, **kwargs)

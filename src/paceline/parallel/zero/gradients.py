@@ -1,6 +1,6 @@
-"""Averages gradients on their owners while backward computes others, and frees them on other ranks (ZeRO stage 2).
+"""Averages gradients on their owners while backward computes others, and frees them elsewhere (ZeRO stage 2).
 
-A bucket is reduced when its last gradient has come. With `in_order` it also waits for the buckets before it, so that
+A bucket is reduced when its last gradient is ready. With `in_order` it also waits for the buckets before it, so that
 all ranks reduce in the same order whatever autograd does. Buckets that are left when backward ends, because no rank or
 only some ranks had a gradient, are reduced then.
 """
@@ -29,11 +29,11 @@ class GradientReducer:
         buckets: indices of `shards`, each in one bucket; the same on every rank.
         group: the ranks.
         ends: calls this reducer when a backward ends.
-        shard: only the owners keep a gradient; without it all ranks do.
-        in_order: reduce the buckets one after the other, in the order given.
+        shard: only the owners keep a gradient; if false, all ranks do.
+        in_order: reduce the buckets one at a time, in the order given.
         overlap: reduce on the group's progress thread while backward goes on.
         joinable: within `Join` everything is reduced when backward ends, so that ranks without inputs can take part.
-        reduced: it is called with a bucket's number when its gradients on this rank are no longer needed.
+        reduced: is called with a bucket's number when its gradients on this rank are no longer needed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GradientReducer:
         self.forget()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters; idempotent."""
+        """Removes the hooks from the parameters; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -136,7 +136,7 @@ class GradientReducer:
         self._reduced(bucket)
 
     def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
-        """Returns this rank's gradient in the parts of different owners; the reduction writes to their memory."""
+        """Returns this rank's gradient, cut into the parts of its owners; the reduction writes to their memory."""
         param, shards = self._params[index], self._shards[index]
         gradient = param.grad
         if index not in self._arrived:
@@ -165,7 +165,7 @@ class GradientReducer:
                 shard.add_gradient(gradient)
 
     def _finish(self) -> None:
-        """Reduces what is left at the end of a backward."""
+        """Reduces the buckets that are left at the end of a backward."""
         Join.notify_join_context(self._joinable)
         self._finish_with(is_active=True)
 

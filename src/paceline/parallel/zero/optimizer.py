@@ -1,4 +1,4 @@
-"""An optimizer whose state is sharded over the ranks, and with it gradients and parameters if wanted."""
+"""An optimizer that shards its state over the ranks, and optionally gradients and parameters too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Stage = Literal[1, 2, 3]
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
 
-    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that is more than a
+    Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that exceeds a
     rank's even share is cut, if the optimizer is one of torch's that update each element independently. Stage 1 shards
     the optimizer's state; stage 2 the gradients as well, which are averaged on their owners and freed elsewhere; stage
     3 the parameters too, which other ranks hold only while a layer needs them.
@@ -97,7 +97,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if isinstance(module, DistributedDataParallel):
             self._averages = stage > 1
             if self._averages:
-                module.require_backward_grad_sync = False  # from now on this optimizer averages
+                module.require_backward_grad_sync = False  # from now on this optimizer averages the gradients
             module = module.module
         self._module = module
         self._rank = self.process_group.rank()
@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
         self._sharded: ShardedParameters | None = None
-        self.is_scaled_alike = False  # whether a GradScaler steps it that asks all ranks for infinite gradients
+        self.is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
         Joinable.__init__(self)
         Optimizer.__init__(self, params, {})  # calls add_param_group for each
         self._require_agreement(optimizer_class)
@@ -142,7 +142,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch's GradScaler pass what it found to `step`, so that `step` can refuse it."""
+        """Makes torch's GradScaler pass what it found to `step`, which can then refuse the scaler."""
         return self.stage > 1 and not self.is_scaled_alike
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._sharded is None:
             self._shards.follow()
         else:
-            self._sharded.free_all()  # what was gathered ahead will be out of date
+            self._sharded.free_all()  # the parameters that were gathered ahead will be out of date
         self._inner.step()
         copy_options(self._inner.param_groups, self.param_groups)
         if self._sharded is None:
@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, and what a failed backward has left."""
+        """Clears the gradients, and anything that a failed backward has left."""
         super().zero_grad(set_to_none)
         self._shards.forget_run_gradients(set_to_none)
         self._ends.forget()
@@ -231,7 +231,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.process_group
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """A context, entered by every rank, in which all hold all parameters, to save or load the module in stage 3."""
+        """Returns a context in which every rank holds all parameters, to save or load the module in stage 3.
+
+        Every rank enters it.
+        """
         return nullcontext() if self._sharded is None else self._sharded.all_present()
 
     def consolidate_state_dict(self, to: int = 0) -> None:

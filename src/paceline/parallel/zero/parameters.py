@@ -30,7 +30,7 @@ Layer = TypeVar("Layer", bound=Hashable)
 
 
 class Order(Generic[Layer]):
-    """Predicts which layer follows another one: the one that did so last time.
+    """Predicts which layer follows another one: the layer that followed it last time.
 
     >>> order = Order()
     >>> [order.visit(layer) for layer in (0, 1, 2)]
@@ -120,7 +120,7 @@ class ShardedParameters:
 
     @contextmanager
     def all_present(self) -> Iterator[None]:
-        """A context in which every rank holds all parameters."""
+        """Returns a context in which every rank holds all parameters."""
         for number in range(len(self._units)):
             self._bring(number)
         self._pinned = True
@@ -210,7 +210,7 @@ class ShardedParameters:
         self._gather(number)
         if torch.is_grad_enabled() and not self._is_trained(
             number
-        ):  # otherwise its gradients show when its backward is over
+        ):  # otherwise its gradients show when its backward has ended
             for tensor in find_tensors(inputs):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._after_backward, number))
@@ -233,7 +233,7 @@ class ShardedParameters:
         self.free(number)
 
     def _stays(self, param: torch.Tensor) -> bool:
-        """Whether this rank owns the whole parameter."""
+        """Returns whether this rank owns the whole parameter."""
         first = self._shards[id(param)][0]
         return first.is_whole and first.is_mine
 

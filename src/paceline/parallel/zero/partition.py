@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether the optimizer is known to update elements independently, so that it may be given parts of parameters.
+    """Returns whether the optimizer is known to update elements independently, so that parameters may be cut.
 
     Only torch's own classes are known; a class derived from them may look at a parameter as a whole.
     """

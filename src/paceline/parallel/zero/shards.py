@@ -26,7 +26,7 @@ class Shard:
         self.owner = part.owner
         self.is_mine = part.owner == rank
         self.is_whole = part.stop - part.start == param.nbytes
-        self.shape, self.strides = param.shape, param.stride()  # also while the parameter is freed
+        self.shape, self.strides = param.shape, param.stride()  # needed even while the parameter is freed
         self._first, self._stop = part.start // param.element_size(), part.stop // param.element_size()
         self.updated: torch.Tensor | None = None
         if self.is_whole:
@@ -163,7 +163,7 @@ class Shards:
 
 
 def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGroup) -> None:
-    """Copies in one call, whatever the types, all tensors that are contiguous; each of the others in its own."""
+    """Copies all contiguous tensors in one call, whatever their types, and each of the others in a call of its own."""
     if plain := [tensor for tensor in tensors if is_plain(tensor)]:
         group.broadcast(byte_views(plain), owner)
     for tensor in tensors:
@@ -177,5 +177,5 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(param: torch.Tensor) -> bool:
-    """Whether the elements fill the tensor's memory without gaps, in some order."""
+    """Returns whether the elements fill the tensor's memory without gaps, in some order."""
     return torch.empty_like(param, device="meta").stride() == param.stride()

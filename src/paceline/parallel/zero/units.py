@@ -34,7 +34,7 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
     for name, container in module.named_modules():
         if isinstance(container, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             for child, layer in container.named_children():
-                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # those have no forward
+                if not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
                     layers.setdefault(id(layer), (f"{name}.{child}".lstrip("."), layer))
     layers.pop(id(module), None)
 
