@@ -1,4 +1,4 @@
-// One registration function a component; module.cpp calls them all.
+// One registration function for each component; module.cpp calls them all.
 #pragma once
 
 #include <nanobind/nanobind.h>

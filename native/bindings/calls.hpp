@@ -1,4 +1,4 @@
-// What the bindings of all channels share: tensors cross as address and number of bytes.
+// Functions shared by the bindings of all channels. Tensors are passed as an address and a number of bytes.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,22 +13,22 @@
 
 namespace paceline::bindings {
 
-// A tensor list: address, bytes, address, bytes, ...
+// A list of tensors as address, bytes, address, bytes, ...
 using FlatPieces = std::vector<std::uint64_t>;
 
 Stream to_stream(const FlatPieces& flat);
 
-// The call that a paceline.engine.channel.Call describes, a tuple: operation, dtype, reduce op, root, count, time-out,
+// Converts a paceline.engine.channel.Call, a tuple: operation, dtype, reduce op, root, count, time-out,
 // inputs, outputs.
 Call to_call(const nanobind::tuple& fields);
 
-// Lets Ctrl-C through while a call waits; leaves the exception set on the calling thread.
+// Lets Ctrl-C interrupt a waiting call; leaves the exception set on the calling thread.
 bool python_interrupted();
 
-// None when all went well.
+// Returns None when the call succeeded.
 nanobind::object report(Outcome outcome);
 
-// Runs the call on this thread, without the interpreter lock.
+// Runs the call on this thread without holding the interpreter lock.
 nanobind::object run_call(CallQueue& queue, Call call);
 
 std::chrono::steady_clock::time_point deadline_in(double timeout_s);

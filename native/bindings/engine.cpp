@@ -1,4 +1,4 @@
-// Mesh, host groups and shared tensors as paceline.engine uses them.
+// Bindings of the mesh, host groups and shared tensors for paceline.engine.
 #include <nanobind/ndarray.h>
 
 #include <cerrno>
@@ -22,13 +22,13 @@ class HostGroup {
     HostGroup(std::shared_ptr<shm::Mesh> mesh, std::unique_ptr<host::Group> group, std::size_t slot_bytes)
         : mesh_(std::move(mesh)),
           peers_(group->peers_of_mesh()),
-          // The mesh outlives a call that another thread still makes.
+          // The mesh must outlive a call that still runs on another thread.
           queue_(new CallQueue(std::move(group)), [held = mesh_](CallQueue* queue) { delete queue; }),
           slot_bytes_(slot_bytes) {}
 
     HostGroup(const HostGroup&) = delete;
     HostGroup& operator=(const HostGroup&) = delete;
-    // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
+    // In a forked child the threads that might hold the group's locks do not exist, so it cannot be destroyed there.
     ~HostGroup() {
         if (forked_from_member()) static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
     }
@@ -117,14 +117,14 @@ std::vector<std::tuple<std::uint64_t, int, int, int, int, std::uint64_t>> calls_
     return calls;
 }
 
-// Of the schedules of these calls, 0 without one.
+// Returns the algorithms of these calls' schedules, 0 for a call without one.
 std::vector<int> algorithms_of(const Outcome& outcome) {
     std::vector<int> algorithms;
     for (const CallHeader& header : outcome.calls) algorithms.push_back(header.algorithm);
     return algorithms;
 }
 
-// A one-dimensional uint8 tensor in shared memory of its own.
+// Creates a one-dimensional uint8 tensor in its own shared memory.
 nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nbytes) {
     using Owner = std::shared_ptr<shm::Segment>;
     auto owner = std::make_unique<Owner>(host::create_region(nbytes));
@@ -139,7 +139,7 @@ nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>> shared_tensor(std::size_t nb
     return nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(data, {nbytes}, capsule);
 }
 
-// `count` elements at each of the addresses in `sources` into those at `out`, which may be one of them.
+// Reduces the `count` elements at each address in `sources` into those at `out`, which may be one of the sources.
 void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std::size_t count, int dtype, int reduce_op,
             int divisor) {
     const ReduceFn kernel = find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op));

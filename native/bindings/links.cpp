@@ -1,4 +1,4 @@
-// Groups that run schedules over lanes, and messages between ranks, as paceline.engine uses them.
+// Bindings of groups that run schedules over lanes, and of messages between ranks, for paceline.engine.
 #include <chrono>
 
 #include "bindings/bindings.hpp"
@@ -14,7 +14,7 @@ using executor::Messenger;
 using executor::Request;
 using executor::Schedule;
 
-// A send or a receive that is under way. It does not keep its group's memory: a group that is closed ends all of them.
+// A send or a receive in progress. It does not keep its group alive: closing the group ends all of its messages.
 class Message {
   public:
     Message(const std::shared_ptr<Messenger>& messenger, std::shared_ptr<Request> request)
@@ -39,8 +39,8 @@ class Message {
     std::shared_ptr<Request> request_;
 };
 
-// A messenger with the lanes that it must not outlive. (A deleter that held them would, by the messages' weak
-// pointers.)
+// A messenger with the lanes that it must not outlive. (If a deleter held the lanes, the messages' weak pointers would
+// keep them alive.)
 struct Owned {
     explicit Owned(std::shared_ptr<link::LaneSet> held) : lanes(std::move(held)), messenger(*lanes) {}
 
@@ -58,13 +58,13 @@ class ScheduleGroup {
     explicit ScheduleGroup(std::shared_ptr<link::LaneSet> lanes)
         : lanes_(std::move(lanes)),
           messenger_(messenger_of(lanes_)),
-          // And both outlive a call that another thread still makes.
+          // Both must outlive a call that still runs on another thread.
           queue_(new CallQueue(std::make_unique<executor::Executor>(*lanes_, *messenger_)),
                  [lanes = lanes_, messenger = messenger_](CallQueue* queue) { delete queue; }) {}
 
     ScheduleGroup(const ScheduleGroup&) = delete;
     ScheduleGroup& operator=(const ScheduleGroup&) = delete;
-    // In a forked child the threads that might hold its locks do not exist, so it cannot be taken apart there.
+    // In a forked child the threads that might hold the group's locks do not exist, so it cannot be destroyed there.
     ~ScheduleGroup() {
         if (!forked_from_member()) return;
         static_cast<void>(new std::shared_ptr<CallQueue>(queue_));
@@ -98,7 +98,7 @@ class ScheduleGroup {
         });
     }
 
-    // Ranks that have died or left, as far as can be seen now; those that died first.
+    // Ranks known to have died or left so far; those that died come first.
     std::vector<int> gone() const {
         if (!messenger_) return {};
         const std::shared_ptr<Messenger> messenger = messenger_;
@@ -170,7 +170,7 @@ std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int
     throw nb::value_error(told.c_str());
 }
 
-// Seconds that one reduction of `nbytes` of float32 takes here.
+// Measures the seconds that one reduction of `nbytes` of float32 takes on this machine.
 double time_reduction(std::size_t nbytes) {
     std::vector<float> a(nbytes / sizeof(float), 1.0F);
     std::vector<float> b = a;

@@ -1,4 +1,4 @@
-// The store's server and client as paceline.store uses them. Values are bytes.
+// Bindings of the store's server and client for paceline.store. Values are bytes.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -43,7 +43,7 @@ nb::list to_list(const std::vector<std::string>& fields) {
     return values;
 }
 
-// In a forked child the server's thread does not exist, so there it can neither be ended nor taken apart.
+// In a forked child the server's thread does not exist, so the server can be neither closed nor destroyed there.
 class OwnedServer {
   public:
     OwnedServer() : owner_(getpid()), server_(std::make_unique<store::Server>()) {}
@@ -67,7 +67,7 @@ class OwnedServer {
     std::unique_ptr<store::Server> server_;
 };
 
-// (result, status, number, fields); the last three count only when the result is `answered`.
+// Returns (result, status, number, fields); the last three are valid only when the result is `answered`.
 nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb::bytes>& fields, double timeout_s) {
     const Message request = to_message(op, number, fields);
     Message answer;
@@ -83,7 +83,7 @@ nb::tuple ask(Client& client, int op, std::int64_t number, const std::vector<nb:
                           to_list(answer.fields));
 }
 
-// (status, number, fields), or None when the request has to wait.
+// Returns (status, number, fields), or None when the request has to wait.
 nb::object apply(store::Table& table, int op, std::int64_t number, const std::vector<nb::bytes>& fields) {
     std::vector<std::string> changed;
     const auto answer = table.apply(to_message(op, number, fields), changed);

@@ -1,4 +1,4 @@
-// A collective call as a rank makes it, and how it ended: what all ways of running one have in common.
+// A collective call as a rank makes it, and its outcome. All implementations of `Collectives` share these types.
 #pragma once
 
 #include <cstdint>
@@ -28,18 +28,18 @@ enum class Operation : std::uint8_t {
     barrier,
 };
 
-// A call as its rank made it; the ranks compare them in the first round.
+// Describes a rank's call to the other ranks, which compare the headers in the first round.
 struct CallHeader {
-    std::uint64_t sequence;  // of the group's calls, from 1
-    std::uint64_t count;     // elements in all; of an all_to_all those that the rank sends, which are not compared
+    std::uint64_t sequence;  // number of the call in its group, from 1
+    std::uint64_t count;     // total elements; for all_to_all those that the rank sends, not compared
     std::int32_t root;       // group rank, -1 where the operation has none
     Operation operation;
     DType dtype;
     ReduceOp reduce_op;
-    std::uint8_t shared;     // on one host: the tensor lies in a region of its own, described below; not compared
+    std::uint8_t shared;     // on one host: the tensor lies in a shared region, described below; not compared
     std::uint64_t region;    // not compared
     std::uint64_t offset;    // not compared
-    std::uint8_t algorithm;  // of the schedule, 0 without one
+    std::uint8_t algorithm;  // the schedule's algorithm, 0 without a schedule
     std::uint8_t reserved[7];
 
     bool fits(const CallHeader& other) const {
@@ -49,19 +49,19 @@ struct CallHeader {
     }
 };
 
-// Whether a header that came from elsewhere holds values that exist.
+// Whether every enum value in a header received from another rank exists.
 inline bool is_sound(const CallHeader& header) {
     return header.operation <= Operation::barrier && header.dtype <= DType::c32 && header.reduce_op <= ReduceOp::none;
 }
 
-// Why a rank gives up: another one died or left. Ranks are named as all groups of a process name them.
+// Why a rank gives up: another rank died or left. `rank` is the name that all groups of a process use for that rank.
 struct Cause {
-    int rank = -1;  // -1: there is none
+    int rank = -1;  // -1: no cause
     bool left = false;
 
     bool known() const { return rank >= 0; }
     bool operator==(const Cause&) const = default;
-    // As a number that travels; 0 for none.
+    // Encodes the cause as a number that is sent to other ranks; 0 means no cause.
     std::uint32_t pack() const { return known() ? static_cast<std::uint32_t>(rank) << 1 | 1U | (left ? kLeft : 0) : 0; }
     static Cause unpack(std::uint32_t packed) {
         if (packed == 0) return {};
@@ -70,28 +70,28 @@ struct Cause {
     static constexpr std::uint32_t kLeft = std::uint32_t{1} << 31;
 };
 
-// The numbers are those of paceline.engine.failures.Code, which has 6 for libraries' own errors.
-// schedule_unfit: the schedule uses blocks that the call does not have. Nothing was begun; the group remains usable.
-// starved: a rank ran out of descriptors or memory for a tensor of another; `missing` is that rank.
-// too_many_offers: kMostOffers messages to a rank wait for its receives already; `missing` is that rank. The message
+// The values are those of paceline.engine.failures.Code, where 6 stands for errors of third-party libraries.
+// schedule_unfit: the schedule uses blocks that the call does not have. Nothing was started; the group remains usable.
+// starved: a rank ran out of descriptors or memory for another rank's tensor; `missing` is the rank that ran out.
+// too_many_offers: kMostOffers messages to a rank already wait for its receives; `missing` is that rank. The message
 // was not sent; the group remains usable.
 enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, schedule_unfit, starved = 7, too_many_offers = 8 };
 
 struct Outcome {
     Code code = Code::ok;
-    std::vector<int> missing;  // group ranks that did not come
-    std::vector<int> gone;     // of those: died or left
-    std::vector<int> left;     // of those: said goodbye
-    Cause cause;               // why those in `gone` went, if they said so; no group rank
-    int reporter = -1;         // the group rank that gave up first, -1: this one
+    std::vector<int> missing;  // group ranks that did not arrive
+    std::vector<int> gone;     // the ranks in `missing` that died or left
+    std::vector<int> left;     // the ranks in `missing` that said goodbye
+    Cause cause;               // why the ranks in `gone` gave up, if they reported it; not a group rank
+    int reporter = -1;         // the group rank that gave up first, -1 for this rank
     std::int64_t waited_ns = 0;
-    // all_to_all: the pair of ranks that disagree on the bytes between them, -1 otherwise.
+    // For all_to_all: the two ranks that disagree about the bytes between them; -1 otherwise.
     int split_from = -1;
     int split_to = -1;
     std::uint64_t split_sent = 0;
     std::uint64_t split_expected = 0;
     std::uint32_t step = 0;         // schedule_unfit: the first step that does not fit
-    std::vector<CallHeader> calls;  // by group rank; of peers that are missing, their latest
+    std::vector<CallHeader> calls;  // by group rank; for a missing peer, its latest call
 };
 
 struct Call {
@@ -103,12 +103,12 @@ struct Call {
     std::vector<Stream> inputs;   // one, or one for each rank (scatter, reduce_scatter, all_to_all)
     std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
     std::int64_t timeout_ns = 0;
-    std::uint64_t region = 0;  // 0: the tensor does not lie in a region of its own
+    std::uint64_t region = 0;  // 0: the tensor does not lie in a shared region
     std::uint64_t offset = 0;
-    std::shared_ptr<const executor::Schedule> schedule;  // for those that run schedules
+    std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
 };
 
-// What the call's header tells as its count.
+// Returns the count that the call's header reports.
 inline std::uint64_t count_in_header(const Call& call) {
     if (call.operation != Operation::all_to_all) return call.count;
     std::uint64_t nbytes = 0;
@@ -116,10 +116,10 @@ inline std::uint64_t count_in_header(const Call& call) {
     return nbytes / item_size(call.dtype);
 }
 
-// Asked now and then while a call waits; true ends it as `interrupted`.
+// Called from time to time while a call waits; returning true ends the call as `interrupted`.
 using Interrupted = std::function<bool()>;
 
-// Runs the calls of one group, one at a time and in order. A call whose headers do not fit is an error on every rank;
+// Runs the calls of one group, one at a time and in order. A call whose headers do not match fails on every rank;
 // after any other failure the group is broken and every later call fails the same way.
 class Collectives {
   public:

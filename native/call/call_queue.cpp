@@ -41,7 +41,7 @@ void CallQueue::close() {
         const std::lock_guard hold(joining_);
         if (thread_.joinable()) thread_.join();
     }
-    const std::lock_guard hold(running_);  // a call that another thread makes has ended as well
+    const std::lock_guard hold(running_);  // waits until a call on another thread has ended
 }
 
 Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
@@ -89,7 +89,7 @@ void CallQueue::work() {
             const std::lock_guard run(running_);
             outcome = group_->run(next->call_, interrupted, true);
         }
-        // Before the work is done, so that a call made after it runs on its caller's thread.
+        // This comes before `finish`, so that a call made after the work is done runs on its caller's thread.
         pending_.fetch_sub(1, std::memory_order_release);
         next->finish(std::move(outcome));
         hold.lock();

@@ -1,8 +1,8 @@
 // Runs a group's calls in the order in which they were made: synchronous ones on the caller's thread, asynchronous ones
-// on a thread of the group's own, which is started by the first of them.
+// on a thread of the group's own, which the first of them starts.
 //
-// One thread a group, not a process: with one, two groups used in different orders by two ranks would wait for each
-// other.
+// Each group has its own thread. With one thread per process, two groups that two ranks use in different orders would
+// deadlock.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,9 @@ class Work {
     explicit Work(Call call) : call_(std::move(call)) {}
 
     bool done() const { return done_.load(std::memory_order_acquire) != 0; }
-    // True when done; false after `timeout_ns`.
+    // Returns true when the work is done, false after `timeout_ns`.
     bool wait(std::int64_t timeout_ns) const;
-    // Only when done.
+    // May be called only when the work is done.
     const Outcome& outcome() const { return outcome_; }
 
   private:
@@ -42,10 +42,10 @@ class CallQueue {
     CallQueue(const CallQueue&) = delete;
     CallQueue& operator=(const CallQueue&) = delete;
     ~CallQueue() { close(); }
-    // Ends every call that waits, other threads' as well, and returns when none runs. Idempotent.
+    // Ends every waiting call, on other threads too, and returns when no call runs any more. Idempotent.
     void close();
 
-    // `interrupted` is asked on the caller's thread.
+    // `interrupted` is called on the caller's thread.
     Outcome run(Call call, const Interrupted& interrupted);
     std::shared_ptr<Work> submit(Call call);
 

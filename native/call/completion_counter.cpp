@@ -9,7 +9,7 @@ CompletionCounter& CompletionCounter::of_process() {
     return counter;
 }
 
-// Sequentially consistent with `await`: either this sees the watcher, or the watcher's futex sees the new count.
+// This is sequentially consistent with `await`: either it sees the watcher, or the watcher's futex sees the new count.
 void CompletionCounter::announce() {
     count_.fetch_add(1, std::memory_order_seq_cst);
     if (watchers_.load(std::memory_order_seq_cst) != 0) shm::futex_wake_all(count_);

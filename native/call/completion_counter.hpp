@@ -1,7 +1,7 @@
-// Wakes who watches many asynchronous calls whenever one of this process's ends.
+// Wakes the threads that watch many asynchronous calls whenever one of this process's calls ends.
 //
-// A watcher takes the count, looks at its calls, and sleeps while the count is still that: an end between the two
-// changes it.
+// A watcher reads the count, checks its calls, and sleeps only while the count is unchanged. A call that ends between
+// the check and the sleep changes the count, so its wake-up is not lost.
 #pragma once
 
 #include <atomic>
@@ -14,9 +14,9 @@ class CompletionCounter {
     static CompletionCounter& of_process();
 
     std::uint32_t count() const { return count_.load(std::memory_order_acquire); }
-    // After the call says that it is done; a release that pairs with `count`.
+    // Must be called after the call is marked done; a release that pairs with the load in `count`.
     void announce();
-    // Sleeps while `count` is `seen`, at most `timeout_ns`; may return early for no reason.
+    // Sleeps while `count` is `seen`, for at most `timeout_ns`; it may wake up spuriously.
     void await(std::uint32_t seen, std::int64_t timeout_ns);
 
   private:

@@ -1,4 +1,4 @@
-// A tensor, or a list of tensors one after the other, as a run of bytes that is read or written front to back.
+// A tensor, or a concatenated list of tensors, as a sequence of bytes that is read or written front to back.
 #pragma once
 
 #include <cstddef>

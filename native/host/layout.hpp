@@ -1,9 +1,9 @@
-// What one rank of a group shows the others: a segment with a control page and four slots.
+// The layout of the segment that one rank of a group shares with the others: a control page and four slots.
 //
-// Work goes in rounds, numbered from 1, the same for every rank. A rank *publishes* round r by filling cell and slot
+// Work proceeds in rounds, numbered from 1 alike on every rank. A rank *publishes* round r by filling cell and slot
 // r mod 4 and then releasing r into the cell's `round`; it *awaits* round r by acquiring r from every peer's cell.
-// It publishes r only after it has read all that its peers published for r - 2, so a slot is overwritten no sooner than
-// everybody has read it. Single writer: only the owner writes to its segment, but for `sleepers`.
+// It publishes r only after it has read everything that its peers published for r - 2, so a slot is not overwritten
+// before every rank has read it. Only the owner writes to its segment, except for `sleepers`.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@ struct alignas(128) Cell {
 };
 static_assert(sizeof(Cell) == 128);
 
-// `left`: the rank destroyed the group, after it had published all it owed.
-// `starved`: it had no descriptors or memory for what another rank showed it; `missing` is itself.
+// `left`: the rank destroyed the group after it had published everything that its peers needed.
+// `starved`: the rank had no descriptors or memory left to map another rank's memory; `missing` is the rank itself.
 enum class GaveUp : std::uint32_t { no, timed_out, peer_lost, interrupted, left, starved };
 
 constexpr std::uint32_t kSlots = 4;
@@ -34,11 +34,11 @@ constexpr std::uint32_t kSlots = 4;
 struct Control {
     Cell cells[kSlots];
     alignas(128) std::atomic<std::uint32_t> sleepers{0};   // peers asleep on one of the cells
-    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the five below
-    std::uint64_t missing = 0;                             // group ranks that did not come
-    std::uint64_t gone = 0;                                // of those: lost or left
-    std::uint64_t left = 0;                                // of those: left
-    std::uint32_t cause = 0;                               // a packed `Cause`: why those went, or this rank did
+    alignas(128) std::atomic<GaveUp> gave_up{GaveUp::no};  // released after the five fields below
+    std::uint64_t missing = 0;                             // group ranks that did not arrive
+    std::uint64_t gone = 0;                                // the ranks in `missing` that died or left
+    std::uint64_t left = 0;                                // the ranks in `missing` that left
+    std::uint32_t cause = 0;                               // a packed `Cause`: why those ranks, or this one, gave up
     std::int64_t waited_ns = 0;
 };
 static_assert(std::is_standard_layout_v<Control>);

@@ -26,7 +26,7 @@ bool Group::broadcast(Call& call) {
         });
 }
 
-// gather (`receives_result` on the root only) and all_gather.
+// Runs gather (`receives_result` on the root only) and all_gather.
 bool Group::gather(Call& call, bool receives_result) {
     if (!begin(call, nullptr, 0)) return false;
     Stream& input = call.inputs[0];
@@ -74,7 +74,7 @@ bool Group::scatter(Call& call) {
         });
 }
 
-// The first round shows how much each rank sends to and expects from each other, so that all see any disagreement.
+// The first round shares how much each rank sends to and expects from each other rank, so that all see a disagreement.
 bool Group::all_to_all(Call& call) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::uint32_t first = round_;

@@ -1,11 +1,11 @@
-// The rounds of a call whose header round is over: while a rank waits for round i, round i + 1 is already published.
+// Runs the rounds of a call after its header round: while a rank waits for round i, it has already published i + 1.
 #pragma once
 
 #include "host/group.hpp"
 
 namespace paceline::host {
 
-// stage(i, slot) fills this rank's slot for part i; consume(i, round) takes part i out of the peers' slots.
+// stage(i, slot) fills this rank's slot with part i; consume(i, round) reads part i from the peers' slots.
 template <class Stage, class Consume>
 bool Group::pipeline(std::size_t parts, Stage stage, Consume consume) {
     const std::uint32_t first = round_;
@@ -24,7 +24,7 @@ bool Group::pipeline(std::size_t parts, Stage stage, Consume consume) {
     return true;
 }
 
-// A number of bytes cut into parts of at most `part_bytes`.
+// A number of bytes divided into parts of at most `part_bytes`.
 struct Parts {
     std::size_t nbytes;
     std::size_t part_bytes;

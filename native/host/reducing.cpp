@@ -1,7 +1,8 @@
 // all_reduce, reduce and reduce_scatter.
 //
-// Small tensors ride in the cells. Otherwise every rank stages a slot's worth at a time; with two ranks both reduce all
-// of it ("flat"), with more each reduces a slice and collects the others' ("in slices"), one round behind.
+// Small tensors travel in the cells. Otherwise every rank stages as much as fits in a slot at a time. With two ranks,
+// both reduce all of it ("flat"); with more, each rank reduces one slice and collects the other slices one round later
+// ("in slices").
 #include "host/pipeline.hpp"
 
 namespace paceline::host {
@@ -9,8 +10,8 @@ namespace {
 
 constexpr auto kRegionLook = std::chrono::milliseconds(20);
 constexpr std::size_t kSliceAlignment = 64;
-constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round of everything costs less than two of slices
-constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are in the cache at a time
+constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round over everything is cheaper than two
+constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are kept in the cache at a time
 
 constexpr std::size_t align(std::size_t nbytes, std::size_t to) {
     return (nbytes + to - 1) / to * to;
@@ -60,7 +61,7 @@ bool Group::all_reduce_in_one_round(Call& call) {
     return true;
 }
 
-// The next `nbytes` of `tensor` = this rank's own, as they are, and the peers' slots, reduced.
+// Reduces the next `nbytes` of `tensor`, in place, with the contents of the peers' slots.
 void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round) {
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
@@ -95,7 +96,7 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
         });
 }
 
-// A slot holds part j and, behind it, this rank's reduced slice of part j - 1.
+// A slot holds part j followed by this rank's reduced slice of part j - 1.
 bool Group::reduce_in_slices(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
     Stream input = tensor;
@@ -134,8 +135,8 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
     return true;
 }
 
-// The tensor that `rank` shows; nullptr when the call is over without it. Its owner may have taken it back after a
-// failure, so what the ranks say and their end are looked at as well.
+// Returns the tensor that `rank` shares, or nullptr if the call ends without it. Its owner may have withdrawn it after
+// a failure, so this also checks whether a rank has given up, died or left.
 std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];
@@ -165,7 +166,7 @@ std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     }
 }
 
-// Every rank's tensor is mapped by all: each reduces its slice of them in place and stores the result to all.
+// Every rank maps all ranks' tensors: each reduces its slice of them in place and stores the result in all of them.
 bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     const std::size_t nbytes = call.outputs[0].nbytes();
     const std::size_t item = item_size(call.dtype);
@@ -203,7 +204,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     return await(done);
 }
 
-// Slots are cut into one part for each destination; each rank reduces its own out of all slots.
+// Each slot is divided into one part per destination; each rank reduces its own part of all slots.
 bool Group::reduce_scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     Stream& output = call.outputs[0];

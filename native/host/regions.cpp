@@ -7,7 +7,7 @@
 namespace paceline::host {
 namespace {
 
-constexpr shm::RegionId kTensorRegion = shm::RegionId{1} << 63;  // apart from the ids of groups
+constexpr shm::RegionId kTensorRegion = shm::RegionId{1} << 63;  // keeps them distinct from the ids of groups
 
 struct Offer {
     std::weak_ptr<shm::Mesh> mesh;

@@ -1,4 +1,4 @@
-// The shared memory that this process's tensors from `empty_shared` live in, found by address.
+// The shared memory of the tensors that this process made with `empty_shared`, looked up by address.
 //
 // A region is offered to a group's peers when a call first uses it there, and withdrawn when its tensor is freed.
 #pragma once
@@ -13,12 +13,12 @@
 
 namespace paceline::host {
 
-// Registers a new region of `nbytes`; nullptr when memory is short.
+// Creates and registers a region of `nbytes`; returns nullptr when memory runs out.
 std::shared_ptr<shm::Segment> create_region(std::size_t nbytes);
-// Withdraws it from every mesh it was offered to.
+// Withdraws the region from every mesh to which it was offered.
 void forget_region(const shm::Segment& segment);
 
-// Sets call.region and call.offset when its one tensor lies in a region, and sees to it that the peers have it.
+// Sets call.region and call.offset if the call's only tensor lies in a region, and offers the region to the peers.
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t peers);
 
 }  // namespace paceline::host

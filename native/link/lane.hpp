@@ -1,4 +1,4 @@
-// A pipe of bytes to one peer and back: a socket, or two rings in shared memory. Nothing here blocks.
+// A two-way byte stream to one peer: a socket, or two rings in shared memory. None of its functions blocks.
 #pragma once
 
 #include <cstddef>
@@ -10,32 +10,32 @@
 namespace paceline::link {
 
 constexpr std::ptrdiff_t kClosed = -1;
-constexpr std::size_t kMostPieces = 64;  // that one read or write looks at
+constexpr std::size_t kMostPieces = 64;  // the most pieces that one read or write uses
 
 class Lane {
   public:
     virtual ~Lane() = default;
 
-    // The number of bytes taken, 0 when the peer must read first, kClosed when it is gone.
+    // Returns the number of bytes accepted, 0 when the peer must read first, or kClosed when it is gone.
     virtual std::ptrdiff_t write(std::span<const Piece> pieces) = 0;
-    // The number of bytes read, 0 when there are none, kClosed when the peer is gone and all it sent was read; without
-    // pieces, one of the latter two.
+    // Returns the number of bytes read, 0 when there are none, or kClosed when the peer is gone and everything it sent
+    // has been read. Without pieces it returns 0 or kClosed.
     virtual std::ptrdiff_t read(std::span<const Piece> pieces) = 0;
 
-    // Of a lane in memory: what can be read where it lies, up to the end of its ring; `consume` frees the front of it.
-    // Every message on such a lane starts at a multiple of kMemoryAlignment.
+    // A lane in shared memory lets its reader use the bytes in place: `peek` returns those up to the end of the ring,
+    // and `consume` frees the first of them. Every message on such a lane starts at a multiple of kMemoryAlignment.
     virtual bool in_memory() const { return false; }
     virtual std::span<const std::uint8_t> peek() { return {}; }
     virtual void consume(std::size_t /*nbytes*/) {}
 
-    // To be called before sleeping: asks the peer for a sign when there is more to read, or room to write. True when
-    // there is already.
+    // Must be called before sleeping: it asks the peer for a wake-up when there is more to read or room to write.
+    // Returns true when there already is.
     virtual bool arm() { return false; }
 
-    // Whether the peer's machine has been silent for long though it should have answered.
+    // Whether the peer's machine has not responded for a long time although it should have.
     virtual bool silent() const { return false; }
 
-    // Tells the peer that nothing more will come.
+    // Tells the peer that no more data will follow.
     virtual void finish() {}
 
     virtual int descriptor() const { return -1; }

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLanesOfAPair = 2;  // rings: control and bulk
 
-// The ring for lane `lane` to the reader at `place`, in its writer's segment.
+// Returns the ring of lane `lane` whose reader is at `place`; it lies in its writer's segment.
 Ring& ring_at(shm::Segment& segment, int place, int lane) {
     return *std::launder(reinterpret_cast<Ring*>(segment.data()) + place * kLanesOfAPair + lane);
 }
@@ -42,7 +42,7 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
     return lanes;
 }
 
-// Every rank's segment holds the rings it writes to, in the order of the host's ranks in the group.
+// Every rank's segment holds the rings that it writes to, in the order in which the host's ranks appear in the group.
 bool LaneSet::share_rings(const std::vector<int>& mesh_ranks, std::chrono::steady_clock::time_point deadline) {
     std::vector<int> locals;  // group ranks
     int my_place = 0;

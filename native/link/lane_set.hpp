@@ -1,4 +1,4 @@
-// One group's lanes: to each other rank one for control and messages, and some for the collectives' data.
+// The lanes of one group: to each other rank, one lane for control and messages and several for the collectives' data.
 #pragma once
 
 #include <chrono>
@@ -16,16 +16,16 @@ namespace paceline::link {
 struct Peer {
     std::unique_ptr<Lane> control;
     std::vector<std::unique_ptr<Lane>> bulk;
-    int mesh_rank = -1;  // of a rank on this host
+    int mesh_rank = -1;  // the place in the mesh of a rank on this host
 };
 
 class LaneSet {
   public:
-    // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's place in the mesh, -1 on another host.
-    // `sockets[r]` are the connections to group rank r on another host, the first for control; taken over at once.
-    // `id` is the same on every member and new for each group. nullptr when a member of this host does not show
-    // its rings until `deadline`; throws std::system_error when descriptors or memory are short. `names[r]` is what all
-    // groups of this process call group rank r.
+    // The ranks of one host share rings: `mesh_ranks[r]` is group rank r's place in the mesh, -1 if it is on another
+    // host. `sockets[r]` are the connections to group rank r on another host, the first for control; the set takes them
+    // over at once. `id` is the same on every member and new for each group. `names[r]` is the name that all groups of
+    // this process use for group rank r. Returns nullptr when a member on this host has not shared its rings by
+    // `deadline`; throws std::system_error when descriptors or memory run out.
     static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                            const std::vector<int>& mesh_ranks,
                                            const std::vector<std::vector<int>>& sockets,
@@ -38,7 +38,7 @@ class LaneSet {
     int size() const { return static_cast<int>(peers_.size()); }
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
-    // See `Mesh::blame`. A rank of another host has said why it went on its control lane only.
+    // See `Mesh::blame`. A rank on another host reports its cause on its control lane only.
     void blame(const Cause& cause) {
         if (mesh_) mesh_->blame(cause);
     }
@@ -47,9 +47,9 @@ class LaneSet {
     int name(int rank) const;
 
     void watch_control(Waiter& waiter) const;
-    // And for news on the control lanes.
+    // Also watches the control lanes, but only for news.
     void watch_bulk(Waiter& waiter) const;
-    // Of the deaths and departures of this host's ranks: how often there was any.
+    // How many times a death or departure of one of this host's ranks has been reported.
     std::uint32_t news() const { return mesh_->news().count(); }
 
   private:
@@ -60,7 +60,7 @@ class LaneSet {
     std::shared_ptr<shm::Mesh> mesh_;
     std::uint64_t id_ = 0;
     int rank_ = 0;
-    std::uint64_t local_peers_ = 0;  // bits of the mesh
+    std::uint64_t local_peers_ = 0;  // one bit per mesh rank
     std::vector<Peer> peers_;
     std::vector<int> names_;
     std::vector<std::shared_ptr<shm::Segment>> segments_;

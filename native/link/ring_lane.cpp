@@ -5,7 +5,7 @@
 namespace paceline::link {
 namespace {
 
-constexpr std::size_t kShowEvery = 32 << 10;  // so that the reader starts while the writer still writes
+constexpr std::size_t kShowEvery = 32 << 10;  // bytes; the reader can start while the writer still writes
 
 }  // namespace
 
@@ -30,14 +30,14 @@ std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
     }
     full_ = written < wanted;
     if (written != 0) {
-        // seq_cst, paired with the reader's store and second look in arm(): one of the two sees the other.
+        // This is seq_cst and pairs with the reader's store and second check in arm(): one of the two sees the other.
         out_.head.store(head, std::memory_order_seq_cst);
         if (out_.reader_waits.load(std::memory_order_seq_cst) != 0 &&
             out_.reader_waits.exchange(0, std::memory_order_relaxed) != 0)
             ring_bell_();
         return static_cast<std::ptrdiff_t>(written);
     }
-    // Who finished reads no more either.
+    // A peer that has finished writing does not read any more either.
     const bool over = in_.finished.load(std::memory_order_acquire) != 0 || gone_();
     return wanted != 0 && over ? kClosed : 0;
 }
@@ -59,10 +59,10 @@ std::ptrdiff_t RingLane::read(std::span<const Piece> pieces) {
     return static_cast<std::ptrdiff_t>(taken);
 }
 
-// Whether there is an end to be told of; asked when nothing was there to read.
+// Returns kClosed if the stream has ended, and 0 otherwise; called when there was nothing to read.
 std::ptrdiff_t RingLane::nothing_more() const {
     const bool over = in_.finished.load(std::memory_order_acquire) != 0 || gone_();
-    // What came before the end is seen by now.
+    // Everything written before the end is visible by now.
     const bool empty = in_.head.load(std::memory_order_acquire) == in_.tail.load(std::memory_order_relaxed);
     return over && empty ? kClosed : 0;
 }
@@ -76,7 +76,7 @@ std::span<const std::uint8_t> RingLane::peek() {
 
 void RingLane::consume(std::size_t nbytes) {
     const std::uint64_t tail = in_.tail.load(std::memory_order_relaxed) + nbytes;
-    // seq_cst, paired with the writer's store and second look in arm().
+    // This is seq_cst and pairs with the writer's store and second check in arm().
     in_.tail.store(tail, std::memory_order_seq_cst);
     if (in_.writer_waits.load(std::memory_order_seq_cst) != 0 &&
         in_.writer_waits.exchange(0, std::memory_order_relaxed) != 0)

@@ -1,8 +1,9 @@
 // A lane in shared memory: one ring for each direction, with one writer and one reader.
 //
-// `head` and `tail` count bytes for ever. The writer fills the bytes before it releases `head`, the reader has read
-// them before it releases `tail`. Who is about to sleep says so in `reader_waits` or `writer_waits` and looks once
-// more; the other side looks there after every store, and rings the sleeper's doorbell.
+// `head` and `tail` count bytes and never wrap to the start of the ring. The writer fills the bytes before it releases
+// `head`; the reader has read them before it releases `tail`. A side that is about to sleep sets `reader_waits` or
+// `writer_waits` and checks once more; the other side checks that flag after every store and rings the sleeper's
+// doorbell.
 #pragma once
 
 #include <atomic>
@@ -26,7 +27,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 class RingLane final : public Lane {
   public:
-    // `ring_bell` wakes the peer; `gone` tells whether it died or left.
+    // `ring_bell` wakes the peer; `gone` returns whether it died or left.
     RingLane(Ring& outgoing, Ring& incoming, std::function<void()> ring_bell, std::function<bool()> gone)
         : out_(outgoing), in_(incoming), ring_bell_(std::move(ring_bell)), gone_(std::move(gone)) {}
 

@@ -13,13 +13,13 @@
 namespace paceline::link {
 namespace {
 
-// A machine that is there answers within a round trip; the kernel answers for a process that is stopped or busy.
+// A live machine answers a probe within a round trip: its kernel answers even if the process is stopped or busy.
 constexpr int kIdleS = 2;
 constexpr int kProbeS = 1;
 constexpr int kProbes = 6;
 constexpr std::uint32_t kSilenceMs = 8000;
 constexpr int kMostDrained = 4096;  // reads
-// What waits in the kernel to be sent is read from memory once more if it does not fit the cache.
+// Unsent data in the kernel's buffer is read from memory a second time if it does not fit in the cache.
 constexpr int kMostUnsent = 128 << 10;
 
 std::size_t fill(std::array<iovec, kMostPieces + 1>& vectors, std::span<const Piece> pieces, std::size_t& wanted) {
@@ -40,7 +40,7 @@ bool would_block() {
 SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(socket); }) {
     fcntl(socket_, F_SETFL, fcntl(socket_, F_GETFL) | O_NONBLOCK);
     const int on = 1;
-    // Of a Unix socket these fail, and it needs none of them.
+    // These calls fail on a Unix socket, which does not need the options.
     setsockopt(socket_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(socket_, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostUnsent, sizeof kMostUnsent);
     setsockopt(socket_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -50,8 +50,8 @@ SocketLane::SocketLane(int socket) : socket_(socket), guard_([socket] { ::close(
 }
 
 SocketLane::~SocketLane() {
-    // What is unread would make the kernel answer with a reset, which may overtake what this side sent last.
-    // A peer that goes on sending gets the reset.
+    // Closing a socket with unread data makes the kernel send a reset, which may overtake the last data sent from here.
+    // A peer that keeps sending gets the reset nevertheless.
     for (int i = 0; i < kMostDrained && recv(socket_, ahead_.data(), ahead_.size(), MSG_DONTWAIT) > 0; ++i) {
     }
     guard_.close();

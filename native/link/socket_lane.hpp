@@ -1,7 +1,7 @@
 // A lane over a connected stream socket.
 //
-// Small reads take what follows along, so that a message's header and body cost one system call; large ones go straight
-// into the tensor.
+// Small reads also read ahead, so that a message's header and body cost one system call; large reads go straight into
+// the tensor.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ class SocketLane final : public Lane {
 
   private:
     int socket_;
-    std::array<std::uint8_t, 16 << 10> ahead_;  // read already, asked for not yet
+    std::array<std::uint8_t, 16 << 10> ahead_;  // bytes read ahead of the caller's requests
     std::size_t ahead_from_ = 0;
     std::size_t ahead_to_ = 0;
     ForkGuard guard_;

@@ -1,5 +1,5 @@
-// Sleeps until one of some descriptors has news. Edge-triggered: whoever sleeps has tried everything since it last
-// woke.
+// Sleeps until one of the watched descriptors has news. It is edge-triggered: before a thread sleeps, it must have
+// tried every descriptor since it last woke.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@ namespace paceline::link {
 
 class Waiter {
   public:
-    // Throws std::system_error, as `watch` does, when the system has no descriptors or memory left.
+    // Throws std::system_error, like `watch`, when the system has no descriptors or memory left.
     Waiter();
     Waiter(const Waiter&) = delete;
     Waiter& operator=(const Waiter&) = delete;
     ~Waiter();
 
     void watch(int descriptor);
-    // What comes in on `descriptor` is news for whoever sleeps here, but not for him to read.
+    // Input on `descriptor` wakes the sleeper as news, but the sleeper does not read it.
     void watch_for_news(int descriptor);
-    // Returns after `timeout_ms` at the latest; true when there is news: of a descriptor watched for it, or `wake`.
+    // Returns after `timeout_ms` at the latest; true when a descriptor watched for news had some or `wake` was called.
     bool sleep(int timeout_ms);
-    // Wakes a sleeper, or else the next one; from any thread.
+    // Wakes the sleeper, or the next thread to sleep if there is none. May be called from any thread.
     void wake();
 
   private:

@@ -1,4 +1,4 @@
-// How many ranks can run at the same time: it decides whether a rank that waits may keep its core busy.
+// The number of usable cores, which decides whether a waiting rank may keep its core busy.
 #pragma once
 
 namespace paceline {

@@ -11,7 +11,7 @@
 namespace paceline {
 namespace {
 
-// Held over every fork; the guards are only touched with it.
+// This lock is held during every fork; the guards are accessed only while it is held.
 std::mutex& lock() {
     static std::mutex mutex;
     return mutex;

@@ -1,6 +1,7 @@
-// Sockets that a child made by fork() must not keep open: while it lived, nobody would notice that its parent died.
+// Guards sockets that a forked child must not keep open: while the child lived, nobody would notice its parent's death.
 //
-// An owner of such sockets has a guard, as its last member; a child closes what is guarded before fork() returns there.
+// An owner of such sockets has a guard as its last member; the guarded sockets are closed in the child before fork()
+// returns there.
 #pragma once
 
 #include <functional>
@@ -9,13 +10,13 @@ namespace paceline {
 
 class ForkGuard {
   public:
-    // `close` runs in a forked child: it may close descriptors, and nothing else.
+    // `close` runs in a forked child and may only close descriptors.
     explicit ForkGuard(std::function<void()> close);
     ForkGuard(const ForkGuard&) = delete;
     ForkGuard& operator=(const ForkGuard&) = delete;
     ~ForkGuard();
 
-    // Closes here, and ends the guard, with no fork in between. Idempotent.
+    // Calls `close` in this process and removes the guard, with no fork in between. Idempotent.
     void close();
 
   private:
@@ -24,7 +25,7 @@ class ForkGuard {
     std::function<void()> close_;
 };
 
-// Whether this process was forked from one that had guards: a group's member, whose links the child must not use.
+// Whether this process was forked from one that had guards, a member of a group whose links the child must not use.
 bool forked_from_member();
 
 }  // namespace paceline

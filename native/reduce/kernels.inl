@@ -1,5 +1,5 @@
 // The kernels, compiled once for each SIMD level: the including file names the namespace in PACELINE_SIMD.
-// Only plain loops and no library templates, so that no function compiled for a newer machine can be linked in
+// They use plain loops and no library templates, so that the linker cannot use a function compiled for a newer CPU
 // elsewhere.
 
 namespace paceline::PACELINE_SIMD {
@@ -26,7 +26,7 @@ inline std::uint32_t as_bits(float value) {
     return __builtin_bit_cast(std::uint32_t, value);
 }
 
-// What a type is accumulated in, and how it is loaded and stored.
+// The type in which values of T are accumulated, and how they are loaded and stored.
 template <class T>
 struct Number {
     using Acc = T;
@@ -48,7 +48,7 @@ template <>
 struct Number<Half> {
     using Acc = float;
     static float load(Half value) {
-        // The exponent is moved by a multiplication, which also normalises subnormals; inf and nan are patched after.
+        // A multiplication adjusts the exponent and also normalises subnormals; inf and nan are patched afterwards.
         const std::uint32_t magnitude = static_cast<std::uint32_t>(value.bits & 0x7fffu) << 13;
         const std::uint32_t scaled = as_bits(as_float(magnitude) * as_float(0x77800000u));
         const std::uint32_t special = magnitude | 0x7f800000u;
@@ -59,7 +59,7 @@ struct Number<Half> {
         const std::uint32_t bits = as_bits(value);
         const std::uint32_t sign = (bits >> 16) & 0x8000u;
         const std::uint32_t magnitude = bits & 0x7fffffffu;
-        // Subnormal results: adding 0.5 aligns the mantissa so that the hardware rounds to nearest even.
+        // For subnormal results, adding 0.5 aligns the mantissa so that the hardware rounds to nearest even.
         const std::uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
         const std::uint32_t odd = (magnitude >> 13) & 1u;
         const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
@@ -69,7 +69,7 @@ struct Number<Half> {
     }
 };
 
-// Unsigned arithmetic for integers: overflow wraps, as in PyTorch.
+// Integers use unsigned arithmetic, so that overflow wraps as in PyTorch.
 template <class T>
 struct Wrapping {
     using Type = T;
@@ -119,7 +119,7 @@ struct Product {
     }
     static Bool apply(Bool a, Bool b) { return {static_cast<std::uint8_t>((a.value != 0) & (b.value != 0))}; }
 };
-// A nan on either side stays a nan, as in torch.minimum and torch.maximum.
+// If either operand is nan, the result is nan, as in torch.minimum and torch.maximum.
 struct Min {
     template <class T>
     static T apply(T a, T b) {
@@ -160,7 +160,7 @@ template <class T>
 struct Keep {
     static T finish(T value, int) { return value; }
 };
-// Of integers the quotient loses its fraction, towards zero, as NCCL's does. A type may be too narrow for n.
+// Integer quotients are rounded towards zero, as in NCCL. A narrow type may not be able to represent n.
 template <class T>
 struct Divide {
     static T finish(T value, int n) { return static_cast<T>(value / static_cast<T>(n)); }
@@ -188,7 +188,7 @@ struct Divide<Complex<R>> {
     }
 };
 
-// By a power of two, multiplying by the reciprocal rounds alike and is several times as fast.
+// For a power of two, multiplying by the reciprocal gives the same result and is several times as fast.
 template <class T>
 struct Scale {
     static T finish(T value, int n) { return value * (T{1} / static_cast<T>(n)); }

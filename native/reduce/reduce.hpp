@@ -2,7 +2,7 @@
 //
 // The sources are summed as a pairwise tree over their index: ((0 1) (2 3)) ((4 5) ...), never in the order in which
 // they arrived, so a result is bitwise the same on every rank and in every run. float16 and bfloat16 are accumulated in
-// float32 and rounded once. Every SIMD level rounds alike (no fused multiply-add).
+// float32 and rounded once. Every SIMD level rounds in the same way (without fused multiply-add).
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ enum class DType : std::uint8_t {
     f64,
     c64,
     c128,
-    // Moved by every collective, reduced by none.
+    // Every collective can move these types, but none can reduce them.
     f8_e4m3fn,
     f8_e5m2,
     f8_e4m3fnuz,
@@ -40,11 +40,11 @@ enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxo
 std::size_t item_size(DType dtype);
 
 // out[i] = sources[0][i] op ... op sources[n - 1][i]; `out` may be one of the sources. `avg` divides by `divisor`, the
-// number of ranks, which is not n where a sum is made in several steps. Sums of integers wrap; their average is the
-// wrapped sum divided, without its fraction.
+// number of ranks, which differs from n where a sum takes several steps. Sums of integers wrap; their average is the
+// wrapped sum divided and rounded towards zero.
 using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::size_t count, int divisor);
 
-// The fastest kernel this machine runs; nullptr where the operation is not defined for the type.
+// Returns the fastest kernel that this machine can run; nullptr if the operation is not defined for the type.
 ReduceFn find_reduction(DType dtype, ReduceOp op);
 
 // The name of the SIMD level in use: "avx512", "avx2" or "baseline".

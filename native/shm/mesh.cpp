@@ -16,7 +16,7 @@ namespace {
 
 enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4, pulse = 5, blame = 6 };
 
-// Between two wakes of a thread that had not fallen asleep yet.
+// How long to wait before waking a thread again that had not fallen asleep yet.
 constexpr int kRepeatMs = 1;
 
 std::uint64_t bit(int rank) {
@@ -70,7 +70,8 @@ Mesh::~Mesh() {
 void Mesh::ring(int peer) {
     const int fd = doorbells_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire);
     const std::uint64_t one = 1;
-    // Before the descriptor has come the peer is woken by the end of its slice of sleep; a full counter has woken it.
+    // Until its descriptor has arrived, the peer wakes when its current slice of sleep ends. If the write fails because
+    // the counter is full, the peer has already been woken.
     if (fd >= 0) static_cast<void>(!write(fd, &one, sizeof one));
 }
 
@@ -180,7 +181,7 @@ void Mesh::listen() {
     if (pulse_) pulse_->release();
 }
 
-// Has the kernel tell the peers of this process's end.
+// Arranges for the kernel to tell the peers when this process ends.
 void Mesh::show_pulse() {
     if (size() < 2 || !Watch::is_possible()) return;
     pulse_ = Pulse::create(size());
@@ -194,7 +195,7 @@ void Mesh::show_pulse() {
 void Mesh::pulse_ended(int peer, std::uint32_t note) {
     {
         const std::lock_guard hold(mutex_);
-        // On the socket the news may still be unread.
+        // The cause may also have been sent over the socket, where it may still be unread.
         if (note != 0) blamed_by_[static_cast<std::size_t>(peer)].store(note, std::memory_order_release);
         if ((liveness_.left.load(std::memory_order_relaxed) & bit(peer)) == 0) tell_of(liveness_.lost, peer);
         arrived_.notify_all();
@@ -209,7 +210,7 @@ void Mesh::tell_of(std::atomic<std::uint64_t>& mask, int peer) {
     static_cast<void>(!write(doorbell_, &one, sizeof one));
 }
 
-// Takes one message from `peer`; false when it is gone.
+// Receives one message from `peer`; returns false when the peer is gone.
 bool Mesh::receive(int peer) {
     Message message{};
     iovec data{&message, sizeof message};
@@ -238,7 +239,7 @@ bool Mesh::receive(int peer) {
     switch (message.kind) {
         case Kind::region: {
             auto segment = fd >= 0 ? Segment::adopt(fd, message.size) : nullptr;
-            // The system drops a descriptor for which this process has no room.
+            // The kernel drops a descriptor if this process has no free slot for it.
             if (segment)
                 regions_.insert_or_assign({peer, message.id}, std::move(segment));
             else
@@ -251,7 +252,7 @@ bool Mesh::receive(int peer) {
             shortages_.erase({peer, message.id});
             break;
         case Kind::doorbell:
-            // Only once: the descriptor may be in use.
+            // The descriptor is set only once, because another thread may be using it.
             if (auto& place = doorbells_[static_cast<std::size_t>(peer)]; place.load(std::memory_order_relaxed) < 0) {
                 place.store(fd, std::memory_order_release);
                 fd = -1;

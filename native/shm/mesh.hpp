@@ -1,12 +1,13 @@
 // The ranks of one host, joined pairwise by authenticated Unix sockets.
 //
-// The sockets carry descriptors (of shared memory, each rank's doorbell and its pulse), a goodbye, and by their closing
-// the news that a rank died. One thread a process listens to them, and wakes whoever waits for that rank. Bits of
-// `lost` and `left` are only ever set, in that order after everything the peer published before; a reader that sees a
-// bit sees those publications too. (The pulse stops when the kernel has told all of the process's threads to end.)
+// The sockets carry descriptors (of shared memory, and of each rank's doorbell and pulse) and a goodbye; a socket that
+// closes without a goodbye shows that the rank died. One thread per process listens to them and wakes every thread that
+// waits for that rank. Bits of `lost` and `left` are only ever set, never cleared, and only after everything that the
+// peer published before; a reader that sees a bit sees those publications too. (The pulse stops when the kernel has
+// told all of the process's threads to end.)
 //
-// A process that gives up because another rank has gone tells the mesh at once: then it may go itself, and those that
-// miss it know why.
+// A process that gives up because another rank has gone reports this to the mesh at once. It may then exit itself, and
+// the ranks that miss it know why.
 #pragma once
 
 #include <atomic>
@@ -30,18 +31,18 @@ namespace paceline::shm {
 
 constexpr int kMaxRanks = 64;  // a rank is one bit of a 64-bit mask
 
-// Who of the mesh is no longer there.
+// The ranks of the mesh that are gone.
 struct Liveness {
-    std::atomic<std::uint64_t> lost{0};  // closed without a goodbye: died
-    std::atomic<std::uint64_t> left{0};  // said goodbye
+    std::atomic<std::uint64_t> lost{0};  // ranks that died: their socket closed without a goodbye
+    std::atomic<std::uint64_t> left{0};  // ranks that said goodbye
 };
 
 using RegionId = std::uint64_t;
 
 class Mesh {
   public:
-    // `sockets[p]` is the authenticated connection to rank p (-1 at `rank`); taken over and closed by the mesh.
-    // `names[p]` is what all groups of this process call rank p of the mesh; p if there are none.
+    // `sockets[p]` is the authenticated connection to rank p (-1 at `rank`); the mesh takes it over and closes it.
+    // `names[p]` is the name that all groups of this process use for rank p of the mesh; it is p if `names` is empty.
     // Throws std::system_error when the system has no descriptors left.
     Mesh(int rank, std::vector<int> sockets, std::vector<int> names = {});
     Mesh(const Mesh&) = delete;
@@ -51,32 +52,33 @@ class Mesh {
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(sockets_.size()); }
     const Liveness& liveness() const { return liveness_; }
-    // Of every change of `liveness`; the doorbell is rung for it as well.
+    // Reports every change of `liveness`; each change also rings the doorbell.
     News& news() { return news_; }
     int name(int rank) const { return names_[static_cast<std::size_t>(rank)]; }
 
-    // This process gives up because of `cause`; the latest counts.
+    // Tells the peers that this process gives up because of `cause`; a later cause replaces an earlier one.
     void blame(const Cause& cause);
     Cause blamed() const { return Cause::unpack(blamed_.load(std::memory_order_acquire)); }
-    // What `peer` gave up for, as far as it is known here; known before its bit in `lost` or `left` is seen.
+    // The cause for which `peer` gave up, if it is known here. It is set before the peer's bit in `lost` or `left`.
     Cause blamed_by(int peer) const {
         return Cause::unpack(blamed_by_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire));
     }
 
-    // Hands `segment` to the peers whose bits are set, under an id that no earlier region of this rank had.
+    // Offers `segment` to the peers whose bits are set. No earlier region of this rank may have used `id`.
     void offer(RegionId id, const Segment& segment, std::uint64_t peers);
-    // Tells the peers to forget it.
+    // Tells the peers to forget that region.
     void withdraw(RegionId id, std::uint64_t peers);
 
-    // The region that `peer` offered as `id`; waits for it until `deadline`, nullptr when it did not come, could not be
-    // taken (see `shortage`), or the peer went.
+    // Waits until `deadline` for the region that `peer` offered as `id` and returns it. Returns nullptr when it did not
+    // arrive, could not be accepted (see `shortage`), or the peer is gone.
     std::shared_ptr<Segment> region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline);
 
-    // Why that region could not be taken, as an errno: descriptors or memory were short. 0 if it was, or did not come.
+    // The errno for which that region could not be accepted (no descriptors or memory left); 0 if it was accepted or
+    // did not arrive.
     int shortage(int peer, RegionId id);
 
-    // An eventfd that peers write to when this process should look at what they share; watched edge-triggered, never
-    // read.
+    // An eventfd that peers write to when this process should check their shared memory. It is watched edge-triggered
+    // and never read.
     int doorbell() const { return doorbell_; }
     void ring(int peer);
 
@@ -99,10 +101,10 @@ class Mesh {
     std::vector<int> names_;
     int wake_;
     int doorbell_;
-    std::vector<std::atomic<int>> doorbells_;  // of the peers, -1 until it came
+    std::vector<std::atomic<int>> doorbells_;  // the peers' doorbells, -1 until they arrive
     Liveness liveness_;
     News news_;
-    std::atomic<std::uint32_t> blamed_{0};  // a packed cause, as are those of the peers
+    std::atomic<std::uint32_t> blamed_{0};  // a packed `Cause`, like each entry of `blamed_by_`
     std::vector<std::atomic<std::uint32_t>> blamed_by_;
     std::mutex mutex_;
     std::condition_variable arrived_;
@@ -111,7 +113,7 @@ class Mesh {
     std::mutex sending_;
     bool closed_ = false;
     std::unique_ptr<Pulse> pulse_;
-    std::atomic<Pulse*> shown_{nullptr};  // that pulse, once the peers are to see it
+    std::atomic<Pulse*> shown_{nullptr};  // the pulse, once the peers may see it
     Watch watch_;
     std::thread listener_;
     ForkGuard guard_;

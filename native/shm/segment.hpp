@@ -1,6 +1,7 @@
-// A piece of memory that several processes map: a memfd, passed by descriptor, gone with its last holder.
+// Memory that several processes map: a memfd whose descriptor is passed between them and which is freed with its last
+// holder.
 //
-// Sealed against shrinking, so that no holder can make another's access fault.
+// It is sealed against shrinking, so that no holder can make another's access fault.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +12,9 @@ namespace paceline::shm {
 
 class Segment {
   public:
-    // nullptr with errno set when the memory cannot be had.
+    // Returns nullptr, with errno set, when the memory cannot be allocated.
     static std::shared_ptr<Segment> create(std::size_t size);
-    // Takes over `fd`; refuses (nullptr) a descriptor that is smaller than `size` or not sealed.
+    // Takes over `fd`; returns nullptr if the memory behind it is smaller than `size` or not sealed.
     static std::shared_ptr<Segment> adopt(int fd, std::size_t size);
 
     Segment(const Segment&) = delete;
@@ -23,7 +24,7 @@ class Segment {
     std::uint8_t* data() const { return data_; }
     std::size_t size() const { return size_; }
     int fd() const { return fd_; }
-    // The memory stays; nobody else can be given it any more.
+    // The memory stays mapped, but it can no longer be passed to another process.
     void close_descriptor();
 
   private:

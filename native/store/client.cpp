@@ -14,11 +14,11 @@ namespace paceline::store {
 namespace {
 
 constexpr int kMostSpins = 64;
-constexpr std::uint32_t kProbeEvery = 32;  // asks after which spinning is tried again where it did not pay
+constexpr std::uint32_t kProbeEvery = 32;  // requests until spinning is tried again after it did not help
 constexpr int kProbeSpins = 8;
 constexpr std::int64_t kSliceMs = 100;
 constexpr std::size_t kReadBytes = 64 << 10;
-constexpr std::size_t kKeptBytes = 1 << 20;  // larger buffers are given back after use
+constexpr std::size_t kKeptBytes = 1 << 20;  // larger buffers are freed after use
 
 }  // namespace
 
@@ -73,7 +73,7 @@ Client::Result Client::exchange(const Message& request, Message& answer, Deadlin
     const Result sent = send_all(deadline, interrupted);
     out_.clear();
     if (out_.capacity() > kKeptBytes) out_.shrink_to_fit();
-    // After a failed send the server's goodbye may still be there to read.
+    // After a failed send, the server's goodbye may still wait to be read.
     if (sent != Result::answered && sent != Result::lost) return sent;
     Result received = receive(answer, deadline, interrupted);
     if (received == Result::answered && static_cast<Status>(answer.code) == Status::closing) received = Result::closed;
@@ -98,7 +98,7 @@ Client::Result Client::send_all(Deadline deadline, const Interrupted& interrupte
     return Result::answered;
 }
 
-// Whether the answer is all that has come, but for the server's goodbye.
+// Whether the answer is all that has arrived, except for the server's goodbye.
 bool Client::ends_at(std::size_t used) {
     if (used == in_.size()) return true;
     Message rest;
@@ -108,8 +108,8 @@ bool Client::ends_at(std::size_t used) {
     return goodbye_;
 }
 
-// Spinning hides the time the scheduler takes to wake a sleeper, but takes the server's core where cores are few; so
-// the number of looks follows what the last ones brought.
+// Spinning hides the time the scheduler takes to wake a sleeper, but it takes the server's core where cores are few.
+// The number of spins therefore adapts to whether recent spins succeeded.
 Client::Result Client::receive(Message& answer, Deadline deadline, const Interrupted& interrupted) {
     int looks = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
     const bool spinning = looks > 0;

@@ -1,4 +1,5 @@
-// One connection to a store's server: a request, then its answer. Thread-safe; `close` wakes whoever waits in `ask`.
+// One connection to a store's server, for one request at a time. Thread-safe; `close` wakes a thread that waits in
+// `ask`.
 #pragma once
 
 #include <atomic>
@@ -22,11 +23,11 @@ class Client {
     Client& operator=(const Client&) = delete;
     ~Client();
 
-    // lost: the connection ended without the server's goodbye, `closed` with it or by this end.
+    // `lost`: the connection ended without the server's goodbye. `closed`: it ended with the goodbye or by this side.
     enum class Result { answered, closed, timed_out, interrupted, lost };
 
-    // `interrupted` is asked now and then while the answer is awaited. After anything but `answered` the connection
-    // is closed: the answer to this request could be taken for the next one's.
+    // `interrupted` is called from time to time while `ask` waits for the answer. After any result but `answered` the
+    // connection is closed, because a late answer to this request could be taken for the next one's.
     Result ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted);
     void close();
 
@@ -42,10 +43,10 @@ class Client {
     std::mutex ending_;  // guards fd_ against being closed while `close` shuts it down
     std::atomic<bool> closing_{false};
     int fd_;
-    int spins_;  // how often the socket is looked at before sleeping on it: more where that paid
+    int spins_;  // how often to poll the socket before sleeping on it; grows where polling helps
     std::uint32_t asked_ = 0;
     std::string out_, in_;
-    bool goodbye_ = false;  // the server's has come, behind an answer
+    bool goodbye_ = false;  // the server's goodbye arrived right after an answer
     std::unique_ptr<char[]> buffer_;
 };
 

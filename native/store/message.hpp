@@ -1,7 +1,7 @@
-// Requests and answers of the store: one shape for both.
+// The store's requests and answers, which share one format.
 //
 //   u32 bytes that follow | u8 code | i64 number | u32 fields | (u32 length | bytes) for each field
-// Little-endian. Nothing is allocated from a length before that many bytes have arrived.
+// Numbers are little-endian. No memory is allocated for a length before that many bytes have arrived.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ enum class Op : std::uint8_t {
     queue_push,
     queue_pop,  // number: milliseconds to wait
     queue_length,
-    last_will,  // key, value: set when the connection ends; number 1 takes that of the key back. Only a server keeps it
+    last_will,  // key, value: set when the connection ends; number 1 revokes the key's will. Only a server keeps it
 };
 
-// closing: no answer to a request, but the server's last word before it ends in order.
+// `closing` does not answer a request: it is the server's last message before an orderly shutdown.
 enum class Status : std::uint8_t { ok = 0, timed_out, refused, closing };
 
 constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // bytes of a message after its length
@@ -47,7 +47,7 @@ void encode(const Message& message, std::string& out);
 
 enum class Parse { complete, partial, malformed };
 
-// Takes one message from the front of `bytes`; `used` is its length when complete.
+// Decodes one message from the front of `bytes`; `used` is set to its length when it is complete.
 Parse decode(std::span<const char> bytes, Message& message, std::size_t& used);
 
 }  // namespace paceline::store

@@ -16,9 +16,9 @@ namespace paceline::store {
 namespace {
 
 constexpr int kEvents = 64;
-constexpr int kLooks = 50;  // at the sockets after a request, before sleeping: the next one is often close behind
+constexpr int kLooks = 50;  // polls of the sockets after a request, before sleeping: the next often follows soon
 constexpr std::size_t kReadBytes = 64 << 10;
-constexpr std::size_t kKeptBytes = 1 << 20;  // a larger buffer is given back when it is empty
+constexpr std::size_t kKeptBytes = 1 << 20;  // a larger buffer is freed when it is empty
 constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
 
 [[noreturn]] void fail(const char* what) {
@@ -32,8 +32,8 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
     epoll_ctl(epoll, operation, fd, &event);
 }
 
-// Ends a connection in order, after what is still `unsent` there: a client that hears it knows that this process has
-// not died. One that reads nothing is not waited for.
+// Ends a connection in an orderly way, after sending what is still `unsent`: a client that gets the goodbye knows that
+// this process has not died. The server does not wait for a client that does not read.
 void say_goodbye(int fd, std::string unsent = {}) {
     encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
     static_cast<void>(!send(fd, unsent.data(), unsent.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
@@ -147,7 +147,7 @@ void Server::take_new() {
     }
 }
 
-// False when the connection is over.
+// Returns false when the connection has ended.
 bool Server::receive(int fd, Connection& connection) {
     const ssize_t got = recv(fd, buffer_.get(), kReadBytes, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
@@ -195,7 +195,7 @@ bool Server::handle_requests(int fd, Connection& connection) {
     }
 }
 
-// False when the peer is gone.
+// Returns false when the peer is gone.
 bool Server::flush(int fd, Connection& connection) {
     while (connection.sent < connection.out.size()) {
         const ssize_t n =

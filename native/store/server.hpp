@@ -1,8 +1,9 @@
 // The store's server: one epoll thread that owns the table and every connection. It never takes the interpreter lock.
 //
-// Connections come in by `adopt`, already authenticated. A client asks one thing at a time: a request that waits for
-// a key is parked until the key comes or its time is over, and whoever sends more meanwhile is dropped. A client that
-// does not read its answers is not read from either, so that no connection holds more than a request and its answer.
+// `adopt` adds a connection that is already authenticated. A client makes one request at a time: a request that waits
+// for a key is parked until the key is set or its time is up, and a client that sends more meanwhile is disconnected.
+// The server does not read from a client that does not read its answers, so no connection holds more than one request
+// and its answer.
 #pragma once
 
 #include <map>
@@ -25,16 +26,16 @@ class Server {
 
     // Takes over `fd`, a connected stream socket.
     void adopt(int fd);
-    // Tells every client that the server ends in order, closes the connections and ends the thread. Idempotent.
+    // Tells every client that the server is shutting down, closes the connections and ends the thread. Idempotent.
     void close();
 
   private:
     struct Connection {
-        std::string in;  // the beginning of a request whose end has not come
+        std::string in;  // the part of an incomplete request that has arrived
         std::string out;
         std::size_t sent = 0;
         bool blocked = false;                      // `out` waits for room in the socket
-        std::map<std::string, std::string> wills;  // what to set when the connection ends
+        std::map<std::string, std::string> wills;  // keys and values to set when the connection ends
     };
     using Connections = std::unordered_map<int, Connection>;
 
@@ -52,7 +53,7 @@ class Server {
     std::mutex mutex_;
     std::vector<int> fresh_;  // guarded by mutex_
     bool closing_ = false;    // guarded by mutex_
-    // All below belong to the thread.
+    // Only the server's thread uses the members below.
     Table table_;
     Waiters waiters_;
     Connections connections_;

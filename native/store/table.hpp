@@ -1,4 +1,4 @@
-// What the store holds, and what each request does to it. No sockets, no clock.
+// The store's contents and the effect of each request on them. It uses no sockets and no clock.
 #pragma once
 
 #include <deque>
@@ -13,14 +13,14 @@ namespace paceline::store {
 
 class Table {
   public:
-    // The answer, or nothing when the request has to wait for a key.
-    // `changed` is the list of keys that now exist or grew, for which others may be waiting.
+    // Returns the answer, or nothing when the request has to wait for a key.
+    // `changed` receives the keys that now exist or grew, since other requests may wait for them.
     std::optional<Message> apply(const Message& request, std::vector<std::string>& changed);
 
-    // Whether `key` is there for a request of `op`: as a value, as a queue, or (to wait and check) as either.
+    // Whether `key` exists for a request of `op`: as a value, as a queue, or (for wait and check) as either.
     bool holds(Op op, const std::string& key) const;
 
-    // Of a request that waits, what it waits for.
+    // Returns the keys that a waiting request waits for.
     std::vector<std::string> missing(const Message& request) const;
 
   private:

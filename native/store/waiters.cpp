@@ -11,7 +11,8 @@ void Waiters::park(Id id, Message request, Time deadline, const Table& table) {
     register_next(id, parked, 0, table);
 }
 
-// Under the first key from `from` on that is missing; round from the start once, since keys can be deleted meanwhile.
+// Registers the request under the first missing key at or after `from`. The search wraps around once, because earlier
+// keys may have been deleted meanwhile.
 void Waiters::register_next(Id id, Parked& parked, std::size_t from, const Table& table) {
     const std::vector<std::string>& keys = parked.request.fields;
     const auto op = static_cast<Op>(parked.request.code);
@@ -42,7 +43,7 @@ void Waiters::forget(Id id) {
 
 Waiters::Answers Waiters::wake(Table& table, std::vector<std::string>& changed) {
     Answers answers;
-    for (std::size_t next = 0; next < changed.size(); ++next) {  // an answer may change keys itself
+    for (std::size_t next = 0; next < changed.size(); ++next) {  // an answered request may change keys itself
         const auto found = by_key_.find(changed[next]);
         if (found == by_key_.end()) continue;
         const std::vector<Id> ids = std::move(found->second);

@@ -1,7 +1,7 @@
-// Requests that wait for a key, each under the one key it misses first. No sockets, and no clock but the caller's.
+// Requests that wait for keys, each registered under its first missing key. It uses no sockets, and the caller's clock.
 //
-// A key's arrival costs only those that wait for it, so that a thousand ranks that each wait for a thousand keys do
-// not look at every key a thousand times a thousand times.
+// Setting a key does work only for the requests that are registered under it. A thousand ranks that each wait for a
+// thousand keys therefore do not check every key a thousand times a thousand times.
 #pragma once
 
 #include <chrono>
@@ -18,18 +18,18 @@ namespace paceline::store {
 
 class Waiters {
   public:
-    using Id = int;  // of the connection; each has at most one request that waits
+    using Id = int;  // of the connection, which has at most one waiting request
     using Time = std::chrono::steady_clock::time_point;
     using Answers = std::vector<std::pair<Id, Message>>;
 
-    // `request` is one that `table` did not answer.
+    // `request` must be one that `table` did not answer.
     void park(Id id, Message request, Time deadline, const Table& table);
     bool holds(Id id) const { return parked_.contains(id); }
     void forget(Id id);
 
-    // Answers those whose keys are there now, those that asked first before the others. `changed` ends empty.
+    // Answers the requests whose keys now exist, earlier requests before later ones, and leaves `changed` empty.
     Answers wake(Table& table, std::vector<std::string>& changed);
-    // Answers those whose time is over with the keys that are missing.
+    // Answers the requests whose time is up with the keys that are missing.
     Answers expire(Time now, const Table& table);
     std::optional<Time> next_deadline() const;
 

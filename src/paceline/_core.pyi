@@ -31,13 +31,13 @@ class Work:
     def outcome(self) -> Outcome | None: ...
 
 def endings() -> int:
-    """How many asynchronous calls of this process have ended, wrapped around at 2^32."""
+    """Returns how many asynchronous calls of this process have ended, modulo 2^32."""
 
 def announce_ending() -> None:
-    """Wakes who is in `await_ending`."""
+    """Wakes the threads that wait in `await_ending`."""
 
 def await_ending(seen: int, timeout_ns: int) -> None:
-    """Sleeps, without the interpreter lock, while `endings` is `seen`; may return early."""
+    """Sleeps without the interpreter lock while `endings` is `seen`; it may return early."""
 
 class Mesh:
     def __init__(self, rank: int, sockets: Sequence[int], names: Sequence[int] = ()) -> None: ...
@@ -79,7 +79,7 @@ class Schedule:
     def make(algorithm: int, blocks: int, rank: int, size: int, steps: bytes) -> Schedule: ...
 
 class Message:
-    """A send or a receive that is under way."""
+    """A send or a receive in progress."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_ns: int) -> bool: ...

@@ -1,4 +1,4 @@
-// The least a test needs: CHECK ends the program with the place and the condition.
+// The minimum that a test needs: CHECK ends the program and prints the location and the condition that failed.
 #pragma once
 
 #include <cstdio>

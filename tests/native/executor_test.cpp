@@ -1,4 +1,4 @@
-// Schedules over lanes: a ring all-reduce built here by hand, and every way in which a call does not end well.
+// Tests schedules over lanes: a ring all-reduce built here by hand, and every way in which a call can fail.
 #include "executor/executor.hpp"
 
 #include <atomic>
@@ -16,7 +16,8 @@ using ScheduleOf = std::shared_ptr<const Schedule>;
 constexpr std::int32_t kSend = 0, kReceive = 1, kReduce = 2, kCopy = 3;
 constexpr std::int32_t kInput = 0, kOutput = 1, kScratch = 2;
 
-// Step by step: every rank reduces the block that its left neighbour has reduced so far; then the sums go round.
+// In each step, every rank reduces the block that its left neighbour has reduced so far; then the sums are passed
+// around.
 ScheduleOf ring_all_reduce(int rank, int n) {
     Flat flat;
     const int right = (rank + 1) % n;
@@ -38,7 +39,7 @@ ScheduleOf ring_all_reduce(int rank, int n) {
     return Schedule::make(1, static_cast<std::uint32_t>(n), rank, n, flat);
 }
 
-// Rank 0 sends its whole tensor to each other rank, which does no more than receive.
+// Rank 0 sends its whole tensor to each other rank, which only receives.
 ScheduleOf star_broadcast(int rank, int n) {
     Flat flat;
     for (int peer = 1; peer < n && rank == 0; ++peer) flat.insert(flat.end(), {kSend, 0, peer, 1, 0, 0, 1, 0, 1});
@@ -77,7 +78,7 @@ Outcome sum(Rank& at, std::size_t count, std::int64_t timeout_ns = 20 * kSecond)
     std::vector<float> values(count, static_cast<float>(at.rank + 1));
     Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, stream_of(values), timeout_ns);
     Outcome outcome = at.executor.run(call, nullptr, false);
-    // In one go: element by element the sanitizers take their time.
+    // The comparison is done in one call, because the sanitizers are slow element by element.
     const std::vector<float> sums(count, static_cast<float>(at.size * (at.size + 1) / 2));
     if (outcome.code == Code::ok && count != 0)
         CHECK(std::memcmp(values.data(), sums.data(), count * sizeof(float)) == 0);
@@ -130,7 +131,7 @@ void a_list_of_tensors_is_reduced_as_one(Over over) {
         std::vector<std::vector<float>> list;
         std::vector<Piece> pieces;
         std::size_t count = 0;
-        // The ranks' lists are cut differently.
+        // The ranks divide their lists differently.
         for (std::size_t n = at.rank == 0 ? 1 : 30'000; count < 300'000; n = n * 7 % 40'009) {
             n = std::min(n, 300'000 - count);
             list.emplace_back(n, static_cast<float>(at.rank + 1));
@@ -146,16 +147,16 @@ void a_list_of_tensors_is_reduced_as_one(Over over) {
     });
 }
 
-// Nothing is sent before the whole schedule was looked at, so the group goes on.
+// Nothing is sent before the whole schedule has been checked, so the group remains usable.
 void a_schedule_that_does_not_fit_its_call_is_refused() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         const int other = 1 - at.rank;
         const Flat good = {kSend, 0, other, kOutput, 0, 0, kOutput, 0, 2};
         const Flat bad[] = {{kSend, 0, other, kOutput, 0, 0, kOutput, 1, 2},  // there are two blocks
-                            {kSend, 0, other, kOutput, 0, 0, kInput, 0, 1},   // and none in the input
+                            {kSend, 0, other, kOutput, 0, 0, kInput, 0, 1},   // the input has none
                             {kReceive, 0, other, kScratch, 2, 1, kOutput, 0, 0},
                             {kReduce, 0, other, kOutput, 0, 1, kScratch, 4, 1},
-                            {kCopy, 0, -1, kOutput, 0, 1, kOutput, 1, 1}};  // of 4 and 3 elements
+                            {kCopy, 0, -1, kOutput, 0, 1, kOutput, 1, 1}};  // the blocks have 4 and 3 elements
         for (const Flat& step : bad) {
             Flat steps = good;
             steps.insert(steps.end(), step.begin(), step.end());
@@ -181,15 +182,15 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
 void a_mismatch_reaches_every_rank() {
     with_ranks(3, 2, Over::sockets, [](Rank at) {
         CHECK(sum(at, 100).code == Code::ok);
-        pause(100);  // a rank that is late with the first call would hear of the second one's end in it
+        pause(100);  // a rank that is late with the first call would see the second call's failure in it
         const Outcome outcome = sum(at, at.rank == 1 ? 7 : 8);
         CHECK(outcome.code == Code::mismatch && outcome.calls.size() == 3 && outcome.reporter >= 0);
         CHECK(outcome.calls[1].count == 7 || outcome.calls[1].sequence < 2);
-        CHECK(sum(at, 8).code == Code::mismatch);  // broken for good
+        CHECK(sum(at, 8).code == Code::mismatch);  // permanently broken
     });
 }
 
-// A broadcast's root has done its part when its bytes are on their way.
+// The root of a broadcast is done when its bytes have been sent.
 void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
         std::vector<float> values(at.rank == 2 ? 9 : 10);
@@ -216,10 +217,10 @@ void a_missing_rank_is_named_with_its_latest_call() {
     });
 }
 
-// The root of a broadcast has come and gone; only rank 2 is to blame that rank 2 does not take what it was sent.
+// The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is to blame.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
-        Flat flat;  // 0 sends to 1, who passes it on to 2
+        Flat flat;  // 0 sends to 1, which forwards to 2
         if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
         if (at.rank > 0) flat.insert(flat.begin(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
         std::vector<float> values(10);
@@ -244,7 +245,7 @@ void a_rank_that_leaves_is_named(Over over) {
             if (at.rank == 2) {
                 if (in_the_middle) pause(100);
                 at.messenger.close();
-                while (told < 2) pause(5);  // its other groups go on
+                while (told < 2) pause(5);  // its other groups still work
                 return;
             }
             const Outcome outcome = sum(at, 500'000);

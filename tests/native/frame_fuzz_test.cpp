@@ -1,7 +1,7 @@
-// What a peer that has gone mad may send: nothing but an orderly failure comes of it, soon and without much memory.
+// Tests that whatever a corrupt peer sends leads to an orderly failure, soon and without using much memory.
 //
 //     frame_fuzz_test [rounds] [seed]    mutates the streams in corpus/frames
-//     frame_fuzz_test --write            writes them anew
+//     frame_fuzz_test --write            rewrites those files
 #include <dirent.h>
 #include <unistd.h>
 
@@ -96,7 +96,7 @@ Bytes verdict(Code code) {
     return encode(outcome);
 }
 
-// What a sound peer sends to the victim below: "control-" streams on that lane, "bulk-" streams on the other.
+// Writes what a correct peer sends to the victim below: "control-" streams on the control lane, "bulk-" on the other.
 void write_corpus() {
     const auto write = [](const std::string& name, const Bytes& bytes) {
         std::ofstream file(kDirectory + "/" + name + ".bin", std::ios::binary);
@@ -165,7 +165,7 @@ std::vector<Recorded> read_corpus() {
 Bytes mutated(const std::vector<Recorded>& corpus, std::size_t which, Chance& chance) {
     Bytes bytes = corpus[which].bytes;
     for (std::size_t times = chance.below(5); times != 0 && !bytes.empty(); --times) {
-        // Most of a stream is payload; its fields are at the front of frames.
+        // Most of a stream is payload; the header fields are at the front of each frame.
         const std::size_t at =
             chance.below(chance.below(3) == 0 ? bytes.size() : std::min<std::size_t>(200, bytes.size()));
         const std::uint64_t values[] = {0,
@@ -218,14 +218,14 @@ Bytes mutated(const std::vector<Recorded>& corpus, std::size_t which, Chance& ch
     return bytes;
 }
 
-// As much as the socket takes now.
+// Sends as much as the socket accepts now.
 void send_some(int fd, Bytes& bytes, std::size_t most) {
     const ssize_t n = send(fd, bytes.data(), std::min(most, bytes.size()), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n > 0) bytes.erase(bytes.begin(), bytes.begin() + n);
 }
 
-// Rank 0 of two with messages under way and, if `collective`, in a broadcast; `control` and `bulk` come from rank 1,
-// which then is gone.
+// Runs rank 0 of two with messages in progress and, if `collective`, in a broadcast. Rank 1 sends `control` and `bulk`
+// and then disconnects.
 void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
     const auto started = Clock::now();
     const auto [mine, theirs] = joined();
@@ -273,7 +273,7 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
 void every_stream_of_bytes_ends_in_an_orderly_failure(std::size_t rounds, std::uint64_t seed) {
     const std::vector<Recorded> corpus = read_corpus();
     Chance chance(seed);
-    for (std::size_t which = 0; which < corpus.size(); ++which) {  // as they are, first
+    for (std::size_t which = 0; which < corpus.size(); ++which) {  // first without mutations
         const bool bulk = corpus[which].name.starts_with("bulk");
         one_round(bulk ? Bytes{} : corpus[which].bytes, bulk ? corpus[which].bytes : Bytes{}, true, chance);
     }

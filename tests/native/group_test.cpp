@@ -1,4 +1,4 @@
-// The host collectives with threads as ranks: each has a mesh, a group and segments of its own.
+// Tests the host collectives with threads as ranks, each with its own mesh, group and segments.
 #include "host/group.hpp"
 
 #include <sys/socket.h>
@@ -105,7 +105,7 @@ void a_missing_rank_is_named_after_the_timeout() {
         CHECK(outcome.code == Code::timed_out);
         CHECK((outcome.missing == std::vector<int>{2}));
         Call later = barrier(kSecond);
-        CHECK(at.group.run(later, nullptr, false).code == Code::timed_out);  // broken for good
+        CHECK(at.group.run(later, nullptr, false).code == Code::timed_out);  // permanently broken
     });
 }
 
@@ -121,7 +121,7 @@ void a_rank_that_left_is_named() {
 
 void every_rank_receives_its_parts() {
     with_ranks(3, [](Rank at) {
-        // all_to_all of 3000 * (sender + 1) bytes to each.
+        // In this all_to_all each rank sends 3000 * (sender + 1) bytes to each rank.
         std::vector<std::vector<std::uint8_t>> out, in;
         Call call;
         call.operation = Operation::all_to_all;

@@ -1,4 +1,4 @@
-// Lanes: bytes come out as they went in, whatever the sizes, and the end comes after the last of them.
+// Tests lanes: bytes arrive unchanged and in order, whatever the sizes, and the end is reported after the last byte.
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -45,7 +45,7 @@ struct Sockets final : Ends {
     }
 };
 
-// Two rings between a and b; each end rings the other's waiter.
+// Two rings between a and b; each end wakes the other's waiter.
 struct Rings final : Ends {
     Rings() {
         a = std::make_unique<RingLane>(there, back, [this] { of_b.wake(); }, [this] { return a_sees_b_gone.load(); });
@@ -60,7 +60,7 @@ struct Rings final : Ends {
     }
 };
 
-// Tests of both kinds of lane take one of these. They are no templates: the compiler reports unused functions only.
+// Tests of both kinds of lane take a `Connect`. They are not templates, so that the compiler reports unused ones.
 using Connect = std::unique_ptr<Ends> (*)();
 
 std::unique_ptr<Ends> by_sockets() {
@@ -71,7 +71,7 @@ std::unique_ptr<Ends> by_rings() {
     return std::make_unique<Rings>();
 }
 
-// Writes and reads in turns of odd sizes until all is through.
+// Alternates writes and reads of odd sizes until everything has been transferred.
 void pass_in_turns(Lane& from, Lane& to, std::size_t most_written, std::size_t most_read) {
     Bytes sent = pattern(1'000'003);
     Bytes received(sent.size());
@@ -155,7 +155,7 @@ void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
     received.resize(read);
     CHECK(received == sent);
     const Piece back = piece(sent, 0, 10);
-    CHECK(pair->b->read({&back, 1}) == kClosed);  // and again
+    CHECK(pair->b->read({&back, 1}) == kClosed);  // repeatedly
 }
 
 void a_socket_closed_with_unread_bytes_still_delivers() {
@@ -198,7 +198,7 @@ void a_forked_child_holds_no_socket_open() {
     }
     Bytes bytes = pattern(100);
     const Piece out = piece(bytes, 0, 100);
-    CHECK(pair.a->write({&out, 1}) == 100);  // the parent goes on
+    CHECK(pair.a->write({&out, 1}) == 100);  // the parent's end still works
     pair.a.reset();
     Bytes received(100);
     const Piece in = piece(received, 0, 100);
@@ -215,7 +215,7 @@ void a_read_without_pieces_reports_the_end_of_a_rings_peer() {
     CHECK(pair.b->read({}) == 0);
     pair.a->finish();
     CHECK(pair.b->read({}) == kClosed);
-    // Who finished reads no more either.
+    // A peer that has finished writing does not read any more either.
     Bytes bytes(kRingBytes);
     const Piece out = piece(bytes, 0, bytes.size());
     CHECK(pair.b->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes));
@@ -235,13 +235,13 @@ void a_peek_shows_what_a_read_would_return() {
     CHECK(pair.b->peek().size() == 64);
     out = piece(sent, 0, kRingBytes - 64);
     CHECK(pair.a->write({&out, 1}) == static_cast<std::ptrdiff_t>(kRingBytes - 64));
-    CHECK(pair.b->peek().size() == kRingBytes / 2);  // up to the ring's end
+    CHECK(pair.b->peek().size() == kRingBytes / 2);  // up to the end of the ring
     CHECK(pair.b->peek()[0] == sent[kRingBytes / 2]);
     pair.b->consume(kRingBytes / 2);
     CHECK(pair.b->peek().size() == kRingBytes / 2 && pair.b->peek()[0] == sent[kRingBytes / 2 - 64]);
 }
 
-// A corrupt peer may write any number as head or tail: what is touched stays within the ring.
+// A corrupt peer may write any number as head or tail, but all accesses must stay within the ring.
 void corrupt_counts_in_a_ring_do_no_harm() {
     for (const std::uint64_t sense :
          {std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{1} << 63, kRingBytes * 3 + 5}) {
@@ -257,7 +257,7 @@ void corrupt_counts_in_a_ring_do_no_harm() {
     }
 }
 
-// Both sides sleep without a time-out to speak of, so a wake-up that is lost is a time-out.
+// Both sides sleep with a very long time-out, so a lost wake-up shows as a time-out.
 void an_armed_sleeper_is_woken() {
     const auto pair = std::make_unique<Rings>();
     const auto started = std::chrono::steady_clock::now();

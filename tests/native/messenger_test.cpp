@@ -1,4 +1,4 @@
-// Messages between ranks: order, tags, sizes, and every way in which a message does not come.
+// Tests messages between ranks: order, tags, sizes, and every way in which a message can fail to arrive.
 #include "executor/messenger.hpp"
 
 #include <unistd.h>
@@ -11,7 +11,7 @@ using namespace ranks;
 
 using Bytes = std::vector<std::uint8_t>;
 
-// A copy out of one long run of numbers: byte by byte the sanitizers take their time.
+// Copies from one long sequence of numbers, because the sanitizers are slow byte by byte.
 Bytes pattern(std::size_t nbytes, int seed) {
     static const Bytes run = [] {
         Bytes bytes(3'100'000);
@@ -41,7 +41,7 @@ Received received(Rank& at, int peer, int tag, std::size_t nbytes, std::int64_t 
     return {request->outcome(), std::move(bytes), request->source()};
 }
 
-// Nobody leaves before all have come here: what is tested is not the leaving.
+// No rank leaves before all have arrived here, so that departures do not affect the test.
 void meet(Rank& at) {
     for (int peer = 0; peer < at.size; ++peer)
         if (peer != at.rank) CHECK(sent(at, peer, 1000, {}).code == Code::ok);
@@ -91,7 +91,7 @@ void messages_travel_between_lists_of_pieces() {
 
 void messages_match_by_tag_and_keep_their_order_within_it() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
-        // Small and large ones in turn: a large one must not be overtaken by the small one behind it.
+        // Small and large messages alternate: a large one must not be overtaken by the small one behind it.
         const std::size_t sizes[] = {10, 100'000, 10, 100'000};
         if (at.rank == 0) {
             std::vector<Bytes> bytes;
@@ -132,7 +132,7 @@ void a_message_that_does_not_fit_fails_alone() {
         for (const std::size_t nbytes : {std::size_t{100}, std::size_t{100'000}}) {
             if (at.rank == 0) {
                 const Code told = sent(at, 1, 0, pattern(nbytes, 1)).code;
-                CHECK(told == (nbytes == 100 ? Code::ok : Code::mismatch));  // a small one was gone by then
+                CHECK(told == (nbytes == 100 ? Code::ok : Code::mismatch));  // a small message had been sent
             } else {
                 const Outcome outcome = received(at, 0, 0, nbytes + 1).outcome;
                 CHECK(outcome.code == Code::mismatch && outcome.split_from == 0 && outcome.split_to == 1);
@@ -229,7 +229,7 @@ void a_timeout_names_the_missing_rank_while_others_talk() {
             return;
         }
         if (at.rank == 1) {
-            // Talks without a pause as long as it may.
+            // Sends without a pause for as long as it can.
             const Bytes word(100);
             while (sent(at, 0, 1, word).code == Code::ok) {
             }
@@ -261,14 +261,14 @@ void a_rank_that_left_is_distinguished_from_one_that_died(Over over) {
             }
             if (!waits) {
                 pause(50);
-                // Nobody has looked at what came, and these writes find the other end closed.
+                // No rank has read its input yet, and these writes find the other end closed.
                 for (int i = 0; i < 3; ++i) static_cast<void>(sent(at, 1, 0, pattern(100, 2)));
             }
-            CHECK(received(at, 1, 0, 100).bytes == pattern(100, 1));  // what it sent before is there
+            CHECK(received(at, 1, 0, 100).bytes == pattern(100, 1));  // what it sent before has arrived
             const Outcome outcome = received(at, 1, 0, 10).outcome;
             CHECK(outcome.code == Code::peer_lost && (outcome.left == std::vector<int>{1}));
             CHECK(sent(at, 1, 0, {}).code == Code::peer_lost);
-            CHECK(!at.messenger.failure());  // others go on without it
+            CHECK(!at.messenger.failure());  // the other ranks continue without it
         });
     }
 }
@@ -287,7 +287,7 @@ void a_close_ends_open_requests_and_says_why() {
         }
         const Outcome outcome = received(at, 0, 0, 10).outcome;
         CHECK(outcome.code == Code::interrupted && outcome.reporter == 0);
-        CHECK(sent(at, 3 - at.rank, 0, {}).code == Code::interrupted);  // the group is no more
+        CHECK(sent(at, 3 - at.rank, 0, {}).code == Code::interrupted);  // the group is closed
     });
 }
 
@@ -304,13 +304,13 @@ void a_close_while_another_thread_waits_ends_its_wait() {
     });
 }
 
-// A peer that computes for long reads nothing; what it is told meanwhile must not pile up here.
+// A peer that computes for a long time reads nothing; announcements to it must not pile up on this side.
 void announcements_to_a_busy_rank_do_not_pile_up() {
     with_ranks(2, 1, Over::sockets, [](Rank at) {
         if (at.rank == 1) {
             pause(600);
             meet(at);
-            CHECK(at.messenger.announced()[0].sequence > 1000);  // the latest came
+            CHECK(at.messenger.announced()[0].sequence > 1000);  // the latest has arrived
             return;
         }
         CallHeader header{};

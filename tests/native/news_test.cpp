@@ -1,4 +1,4 @@
-// How a death becomes known: the kernel's mark on a rank's pulse, and the sleepers that its news wakes.
+// Tests how a death is detected: the kernel marks the rank's pulse, and the news wakes the sleepers.
 #include "shm/news.hpp"
 
 #include <unistd.h>
@@ -13,14 +13,14 @@ namespace {
 
 using namespace paceline::shm;
 
-constexpr std::int64_t kForEverNs = std::int64_t{600} * 1'000'000'000;  // longer than a test may take
+constexpr std::int64_t kForEverNs = std::int64_t{600} * 1'000'000'000;  // longer than any test may take
 
 void news_wakes_a_sleeper_before_its_timeout() {
     News news;
     std::atomic<std::uint32_t> word{0};
     std::thread sleeper([&] { News::Sleeper(news).sleep(word, 0, kForEverNs); });
     news.tell();
-    // Whether the sleeper is before its sleep, on its way to it, or asleep: it hears.
+    // The sleeper notices news whether it has not yet begun to sleep, is about to, or is asleep.
     std::atomic<bool> awake{false};
     std::thread teller([&] {
         while (!awake) news.repeat();
@@ -36,7 +36,7 @@ void a_sleeper_that_has_heard_the_news_is_not_woken_again() {
     std::atomic<std::uint32_t> word{0};
     News::Sleeper sleeper(news);
     news.tell();
-    sleeper.sleep(word, 0, kForEverNs);  // returns at once: there was news
+    sleeper.sleep(word, 0, kForEverNs);  // returns at once, since there was news
     std::thread waker([&] {
         while (word == 0) {
         }
@@ -54,7 +54,7 @@ void the_end_of_a_holder_is_reported_without_a_socket() {
     Watch watch([&](int peer, std::uint32_t note) { told.set_value({peer, note}); });
     const auto pulse = Pulse::create(3);
     CHECK(pulse != nullptr);
-    // A thread stands for the process: the kernel does the same for each.
+    // A thread stands in for the process, since the kernel does the same for both.
     std::thread([&] { CHECK(pulse->hold()); }).join();
     pulse->leave(5);
     watch.add(7, Segment::adopt(dup(pulse->segment().fd()), pulse->segment().size()), 2);

@@ -37,7 +37,7 @@ inline std::pair<int, int> joined() {
     return {ends[0], ends[1]};
 }
 
-// Calls body for each of n ranks; what a rank leaves open is closed when its body ends, as by a rank that leaves.
+// Calls `body` for each of n ranks; whatever a rank leaves open is closed when its body ends, as if the rank left.
 inline void with_ranks(int n, int streams, Over over, const std::function<void(Rank)>& body) {
     const auto size = static_cast<std::size_t>(n);
     std::vector<std::vector<std::vector<int>>> sockets(size, std::vector<std::vector<int>>(size));

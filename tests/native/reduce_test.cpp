@@ -1,4 +1,4 @@
-// The reduction kernels against the same tree written plainly.
+// Compares the reduction kernels with a plain implementation of the same tree.
 #include "reduce/reduce.hpp"
 
 #include <cmath>
@@ -39,7 +39,7 @@ void sums_follow_the_pairwise_tree() {
 }
 
 void half_precision_sums_are_rounded_once() {
-    const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: each alone is lost beside 1, two are not
+    const std::uint16_t one = 0x3c00, tiny = 0x1000;  // 1 and 2^-11: 1 + 2^-11 rounds to 1, 1 + 2 * 2^-11 does not
     const void* sources[] = {&tiny, &tiny, &one};
     std::uint16_t sum = 0;
     find_reduction(DType::f16, ReduceOp::sum)(&sum, sources, 3, 1, 3);
@@ -56,7 +56,7 @@ void averages_of_integers_drop_the_fraction() {
     std::int8_t mean[4];
     find_reduction(DType::i8, ReduceOp::avg)(mean, sources, 2, 4, 2);
     CHECK(mean[0] == -3 && mean[1] == 3 && mean[2] == -1 && mean[3] == 0);  // the last two sums wrapped
-    find_reduction(DType::i8, ReduceOp::avg)(mean, sources, 2, 4, 200);     // more ranks than the type counts
+    find_reduction(DType::i8, ReduceOp::avg)(mean, sources, 2, 4, 200);     // more ranks than i8 can hold
     CHECK(mean[0] == 0 && mean[1] == 0);
     const std::uint64_t large[] = {1ull << 63}, three[] = {3};
     const void* unsigned_sources[] = {large, three};

@@ -1,4 +1,4 @@
-// What is taken for a schedule, and what is not.
+// Tests which step lists are accepted as a schedule and which are not.
 #include "executor/schedule.hpp"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ void malformed_steps_are_refused() {
     for (const Change change :
          {Change{0, 4}, {0, -1},    {0, kMost},  {0, kCopy},               // kind; a copy has no peer
           {2, -1},      {2, kSize}, {2, kRank},  {2, kMost}, {2, kLeast},  // peer
-          {3, 3},       {3, -1},    {3, kInput}, {6, 3},     {6, kLeast},  // buffer; input is only read
+          {3, 3},       {3, -1},    {3, kInput}, {6, 3},     {6, kLeast},  // buffer; the input is read-only
           {4, -1},      {4, kMost}, {5, -1},     {5, kMost}, {5, 1},      {7, kLeast}, {8, kMost}, {8, 3}}) {
         Flat bad = good;
         bad[change.at] = change.to;

@@ -1,4 +1,4 @@
-// The store's table, its waiters, and its server against well-behaved, slow and hostile clients.
+// Tests the store's table, its waiters, and its server with well-behaved, slow and hostile clients.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ bool never() {
     return false;
 }
 
-// A connection to `server`; the other end is the caller's.
+// Connects to `server` and returns the caller's end.
 int connect_to(Server& server) {
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
@@ -68,7 +68,7 @@ void a_waiter_is_answered_when_its_last_key_is_set() {
         CHECK(table.apply(request(Op::set, {key, key}), changed));
         CHECK(waiters.wake(table, changed).empty());
     }
-    CHECK(table.apply(request(Op::remove, {"a"}), changed));  // it has to come again
+    CHECK(table.apply(request(Op::remove, {"a"}), changed));  // it has to be set again
     CHECK(table.apply(request(Op::set, {"c", "c"}), changed));
     CHECK(waiters.wake(table, changed).empty());
     CHECK(table.apply(request(Op::set, {"a", "again"}), changed));
@@ -134,7 +134,7 @@ void malformed_messages_are_recognised() {
     huge[3] = '\x7f';  // 2 GB announced
     CHECK(decode(huge, message, used) == Parse::malformed);
     std::string many = good;
-    many[4 + 1 + 8 + 3] = '\x7f';  // two thousand million fields announced
+    many[4 + 1 + 8 + 3] = '\x7f';  // two billion fields announced
     CHECK(decode(many, message, used) == Parse::malformed);
     std::string longer = good;
     longer[4 + 1 + 8 + 4] = '\x40';  // a field longer than the message
@@ -154,7 +154,7 @@ void hostile_clients_are_dropped_and_the_others_served() {
     send_raw(oversized, std::string("\xff\xff\xff\xff", 4) + "x");
     CHECK(closed_by_peer(oversized));
 
-    const int impatient = connect_to(server);  // sends on while its request waits
+    const int impatient = connect_to(server);  // sends more while its request waits
     send_raw(impatient, encoded(request(Op::get, {"never"}, 60'000)) + encoded(request(Op::count, {})));
     CHECK(closed_by_peer(impatient));
 
@@ -191,7 +191,7 @@ void a_client_that_does_not_read_delays_nobody() {
     const int lazy = connect_to(server);
     for (int i = 0; i < 3; ++i) send_raw(lazy, encoded(request(Op::get, {"big"}, 1000)));
     CHECK(ask(good, request(Op::add, {"n"}, 4)).number == 4);
-    std::size_t got = 0;  // and is served in full when it begins to read
+    std::size_t got = 0;  // it is served in full once it begins to read
     std::vector<char> buffer(1 << 20);
     while (got < 3 * (std::size_t{8} << 20)) {
         const ssize_t n = recv(lazy, buffer.data(), buffer.size(), 0);
@@ -303,7 +303,7 @@ void a_server_that_died_is_distinguished_from_one_closed() {
     Message answer;
     CHECK(client.ask(request(Op::count, {}), answer, Clock::now() + 20s, never) == Client::Result::lost);
 
-    // The goodbye comes between two requests, too.
+    // The goodbye also arrives between two requests.
     Server server;
     Client idle(connect_to(server));
     CHECK(ask(idle, request(Op::count, {})).number == 0);

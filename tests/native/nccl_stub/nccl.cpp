@@ -1,14 +1,14 @@
-// A library with NCCL's functions and the CPU for its GPU: what tests of the nccl engine load where there is no GPU.
+// A library with NCCL's functions that uses the CPU: tests of the nccl engine load it where there is no GPU.
 //
-// Streams are threads that run what they are given in order, so calls return before they are over, as NCCL's do. A
-// communicator is a file that its processes map, with a ring of bytes from each rank to each other. Every call is
-// checked, and written to the file STUB_NCCL_LOG. These variables, read at each call, make it behave otherwise:
-//   STUB_NCCL_FOLDER       where communicators' files are
-//   STUB_NCCL_VERSION      what ncclGetVersion says (22105)
-//   STUB_NCCL_IN_PROGRESS  how often ncclCommGetAsyncError answers ncclInProgress after a call (0)
-//   STUB_NCCL_ASYNC_ERROR  the error that ncclCommGetAsyncError answers once a call is in a stream (none)
+// Streams are threads that run their jobs in order, so calls return before they have completed, as NCCL's do. A
+// communicator is a file that its processes map, with a ring of bytes from each rank to each other rank. Every call is
+// checked and logged to the file STUB_NCCL_LOG. These environment variables, read at each call, change the behaviour:
+//   STUB_NCCL_FOLDER       the folder of the communicators' files
+//   STUB_NCCL_VERSION      the version that ncclGetVersion reports (22105)
+//   STUB_NCCL_IN_PROGRESS  how often ncclCommGetAsyncError returns ncclInProgress after a call (0)
+//   STUB_NCCL_ASYNC_ERROR  the error that ncclCommGetAsyncError returns once a call is in a stream (none)
 //   STUB_NCCL_LOSES        the function whose work never ends (none)
-//   STUB_NCCL_REFUSES      the function that answers ncclInvalidArgument (none)
+//   STUB_NCCL_REFUSES      the function that returns ncclInvalidArgument (none)
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -69,7 +69,7 @@ int launch() {
     if (calls.empty()) {
         return SUCCESS;
     }
-    // A group is one piece of work in its stream; these tests have one stream a group.
+    // A group is one job in its stream; these tests use one stream per group.
     auto job = std::make_shared<Job>();
     Communicator* comm = calls.front().comm;
     Stream* stream = calls.front().stream;
@@ -135,7 +135,7 @@ char* nowhere(int) {
     return nullptr;
 }
 
-// Everybody's (or with `reads` false nobody's) inputs come to this rank, which reduces them.
+// This rank receives all ranks' inputs (or none, if `reads` is false) and reduces them.
 void gather_and_reduce(Job& job, const Communicator& comm, const std::function<char*(int)>& sent, const char* mine,
                        char* target, const Arguments& of, bool reads) {
     const size_t nbytes = of.count * ITEM_SIZES[of.type];
@@ -208,7 +208,7 @@ int ncclCommInitRankConfig(Communicator** made, int size, UniqueId id, int rank,
     comm->size = size;
     comm->polls = std::atoi(setting("STUB_NCCL_IN_PROGRESS", "0"));
     comm->region->arrived.fetch_add(1);
-    *made = comm.release();  // a handle that was given away is never reused: a late use of it is seen
+    *made = comm.release();  // a handle is never reused, so that a late use of it is detected
     return IN_PROGRESS;
 }
 
@@ -335,7 +335,7 @@ int ncclRecv(void* target, size_t count, int type, int peer, Communicator* comm,
     });
 }
 
-// What stands for CUDA: streams, places in them, copies.
+// The stand-in for CUDA: streams, events and copies.
 
 Stream* stubOpenStream() {
     return new Stream;

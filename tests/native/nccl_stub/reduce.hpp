@@ -1,4 +1,4 @@
-// NCCL's reductions of NCCL's types, in the order of the ranks.
+// NCCL's reductions of NCCL's types, computed in rank order.
 #pragma once
 
 #include <algorithm>

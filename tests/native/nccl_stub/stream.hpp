@@ -1,4 +1,4 @@
-// What stands for CUDA's streams: a thread that runs what it is given, in order.
+// The stand-in for a CUDA stream: a thread that runs its jobs in order.
 #pragma once
 
 #include <condition_variable>

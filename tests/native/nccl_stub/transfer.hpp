@@ -1,4 +1,4 @@
-// How bytes get from rank to rank: a file that all map, with a ring from each to each.
+// How bytes travel between ranks: through a file that all ranks map, with a ring from each rank to each other rank.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Ring {
 
 struct Region {
     std::atomic<int> arrived;
-    Ring rings[1];  // from rank r to rank s: r * size + s
+    Ring rings[1];  // the ring from rank r to rank s is number r * size + s
 };
 
 struct Communicator {
