@@ -55,7 +55,7 @@ class Outcome(Protocol):
 
     @property
     def step(self) -> int:
-        """The index of the first step of the schedule that does not fit the call (UNFIT only)."""
+        """The index of the first step of the schedule that does not fit the call (SCHEDULE_UNFIT only)."""
 
     @property
     def split_from(self) -> int:

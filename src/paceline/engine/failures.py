@@ -71,7 +71,7 @@ class Member:
 
 
 MOST_OFFERS = 1 << 16  # the same as kMostOffers in native/executor/messenger.hpp
-# The consequences of a failure, as sentences for error messages.
+# Sentences for error messages that state the consequence of a failure.
 GROUP_LOST = "This group can no longer be used: destroy it and start again"
 MESSAGES_LOST = (
     "No further messages can be sent or received in this group; its collective calls still work. For messages, "

@@ -54,7 +54,7 @@ class Formation:
         return self._open
 
     def watch(self, gone: Callable[[], Member | None]) -> None:
-        """Adds a function that returns a rank that has died or left, or None; `look` calls it after earlier ones."""
+        """Adds `gone`, which `look` calls and which returns a rank that has died or left, or None."""
         before = self._gone
         self._gone = lambda: before() or gone()
 
@@ -63,7 +63,7 @@ class Formation:
         self._bequest = key, value
 
     def absent(self, keys: Sequence[str], deadline: float) -> list[str]:
-        """Waits for `keys` until `deadline`, in seconds of the monotonic clock; returns those not set by then.
+        """Waits for `keys` until `deadline` (seconds of the monotonic clock); returns those that were not set by then.
 
         Raises:
             RendezvousError: a rank gave up or died.

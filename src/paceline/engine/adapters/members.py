@@ -62,7 +62,7 @@ def announce_leave(context: EngineContext) -> None:
 def fate_of(store: Store | None, member: Member) -> Fate | None:
     """Returns how a rank ended, or None if it is running or its fate is unknown.
 
-    A rank that left no word in the store, or all ranks without a store, count as dead if their process has ended.
+    A rank whose fate is not in the store, or any rank if there is no store, counts as dead if its process has ended.
 
     Raises:
         StoreError: the store does not answer.

@@ -85,7 +85,7 @@ class GlooGroup:
 
 
 class GlooEngine:
-    """Groups over gloo; see `engine.Engine`."""
+    """Groups over gloo; see `engine.api.Engine`."""
 
     name = "gloo"
 
@@ -107,7 +107,7 @@ class GlooEngine:
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> GlooGroup:
-        """See `engine.Engine`."""
+        """See `engine.api.Engine`."""
         context = self._context
         members = [self.members[rank] for rank in ranks]
         group_rank = list(ranks).index(context.rank)

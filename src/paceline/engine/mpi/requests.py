@@ -16,7 +16,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 def complete(request: Any, lock: threading.Lock, deadline_ns: int, status: Any = None) -> None:
-    """Waits for a request: it first polls without a pause, then sleeps for ever longer, but short, times.
+    """Waits for a request, at first by polling without a pause and later with short, growing sleeps.
 
     Args:
         request: the request; the library fills `status` when it is over.

@@ -1,4 +1,4 @@
-"""A stream of calls: a communicator, which the first call opens, and the stream in which its calls run one by one."""
+"""A communicator, which the first call opens, and the CUDA stream on which its calls run one after the other."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ MakePlan = Callable[[Room], Plan]
 
 _CLOSED = Failure(Code.REFUSED, said="the group was closed meanwhile (destroy_process_group)")
 _ADVICE = "NCCL_DEBUG=WARN has NCCL say more"
-# A rank whose process has ended may have done its part, which then arrives soon.
+# A rank whose process has ended may have done its part of a call, which then ends soon.
 _ARRIVING_S = 1.0
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A call that is in the stream; `header` is as in failure reports, `deadline` of `time.monotonic`."""
+    """A call that is on the stream; `header` is as in failure reports, and `started` and `deadline` are of
+    `time.monotonic`.
+    """
 
     header: HeaderFields
     mark: Mark
@@ -42,7 +44,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ranks that a call stream connects: `members` in the order of the communicator, this rank in place `at`.
+    """The ranks that a call stream connects: `members` in the order of the communicator, with this rank in place `at`.
 
     `group_ranks` are their ranks in the group, for failure reports.
     """
@@ -53,12 +55,14 @@ class Ends:
 
 
 class CallStream:
-    """Runs calls one after the other; from any thread.
+    """Runs calls one after the other; any thread may use it.
 
     Args:
-        store: for this call stream alone.
-        ends: the ranks it connects.
-        stopped: whether the engine is being closed.
+        library: the NCCL library.
+        device: the device that holds the tensors of the calls.
+        store: a store for this call stream alone.
+        ends: the ranks that the call stream connects.
+        stopped: returns whether the engine is being closed.
     """
 
     def __init__(self, library: Library, device: Device, store: Store, ends: Ends, stopped: Callable[[], bool]) -> None:
@@ -76,7 +80,7 @@ class CallStream:
         self._flights: deque[Flight] = deque()
         self._sequence = 0
         self._closed = False
-        self.failure: Failure | None = None  # for good
+        self.failure: Failure | None = None  # once set, it is permanent
         self.stream = device.open_stream()
 
     def give(
@@ -86,7 +90,7 @@ class CallStream:
         header: HeaderFields,
         timeout_ns: int,
     ) -> Flight | Failure:
-        """Puts a call into the stream; opens the communicator first, if need be, which waits for the other ranks."""
+        """Enqueues a call on the stream; the first call opens the communicator, which waits for the other ranks."""
         started = time.monotonic()
         deadline = started + timeout_ns / 1e9
         with self._lock:
@@ -108,7 +112,7 @@ class CallStream:
             except (NcclError, SharedGpuError) as error:
                 said = f"{error}. {_ADVICE}" if isinstance(error, NcclError) else str(error)
                 return self._break(Failure(Code.REFUSED, said=said))
-            except RuntimeError as error:  # of CUDA, or of the store
+            except RuntimeError as error:  # from CUDA or from the store
                 return self._break(Failure(Code.REFUSED, said=str(error)))
             self._flights.append(flight)
         return flight
@@ -120,7 +124,7 @@ class CallStream:
         reduction: Reduction | None,
         deadline: float,
     ) -> None:
-        rooms: list[object] = []  # owned here until the stream has been given all uses
+        rooms: list[object] = []  # keeps the memory alive until all its uses are on the stream
 
         def room(nbytes: int) -> int:
             address, owner = self.stream.room(nbytes)
@@ -136,13 +140,13 @@ class CallStream:
             self.stream.copy(copy.source, copy.target, copy.nbytes)
 
     def look(self) -> bool:
-        """Lets go of calls that are over, and ends the call stream if one never will be; whether to look again soon."""
+        """Forgets calls that are over and breaks the stream if one cannot end; returns whether to look again soon."""
         if self.failure is not None:
             return False
         try:
             while self._flights and self._flights[0].mark.done():
                 self._flights.popleft()
-        except RuntimeError as error:  # of CUDA; the program meets it as well
+        except RuntimeError as error:  # from CUDA; the program will see it as well
             self.failure = Failure(Code.REFUSED, said=str(error))
             return False
         self._progress.tell()
@@ -216,7 +220,7 @@ class CallStream:
         return [self._ends.group_ranks[place] for place in places]
 
     def leave(self) -> None:
-        """Takes no more calls, and ends one that still waits for other ranks. To be closed then; idempotent."""
+        """Accepts no more calls and ends one that still waits for other ranks; `close` must follow. Idempotent."""
         self._leaving = True
         with self._lock:
             if self.failure is None:
@@ -226,7 +230,7 @@ class CallStream:
                         self._communicator.leave()
 
     def close(self) -> None:
-        """Ends the communicator; idempotent."""
+        """Closes the communicator; idempotent."""
         self.leave()
         with self._lock:
             if self._closed:

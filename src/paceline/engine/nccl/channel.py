@@ -1,4 +1,4 @@
-"""A group's collectives by NCCL."""
+"""Runs a group's collectives over NCCL."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 
 
 class NcclChannel(Channel):
-    """Puts the calls of one group into a stream; see `engine.channel.Channel`.
+    """Enqueues the calls of one group on a stream; see `engine.channel.Channel`.
 
-    The calls return when NCCL has them, and the program's current stream waits for their ends. A call that never ends
-    is ended by the watch, and the next one tells.
+    A call returns as soon as NCCL has accepted it, and the program's current stream waits until it is over. The watch
+    aborts a call that can never end, and the next call reports the failure.
     """
 
     def __init__(self, library: Library, calls: CallStream, watch: Watch, rank: int) -> None:
@@ -30,19 +30,19 @@ class NcclChannel(Channel):
         self._rank = rank
 
     def run(self, call: Call) -> Failure | None:
-        """Runs a call; the current stream waits for its end, and for that of a barrier the thread does."""
+        """Runs a call, for which the current stream waits; for a barrier the thread waits, too."""
         work = self.submit(call)
         if call.operation == Operation.BARRIER:
             while not work.finish(call.timeout_ns):
-                pass  # the watch ends it
+                pass  # the watch ends a barrier that times out
         work.order()
         return work.outcome()
 
     def submit(self, call: Call) -> NcclWork:
-        """Puts a call behind those made before.
+        """Enqueues a call behind those made before.
 
         Raises:
-            TypeError: NCCL does not have the reduction for the type.
+            TypeError: NCCL does not have the reduction for this dtype.
         """
         how = self._reduction(call)
         header = (0, call.operation, call.dtype, call.reduce_op, call.root, call.count)
@@ -59,11 +59,11 @@ class NcclChannel(Channel):
         return NcclWork(self._calls, given)
 
     def leave(self) -> None:
-        """Takes no more calls; idempotent."""
+        """Accepts no more calls; idempotent."""
         self._calls.leave()
 
     def close(self) -> None:
-        """Ends the call stream; idempotent."""
+        """Closes the call stream; idempotent."""
         self._watch.remove(self._calls)
         self._calls.close()
 

@@ -1,7 +1,7 @@
-"""A communicator of NCCL, from its start to its end, without a call that blocks.
+"""An NCCL communicator, from its start to its end, without a call that blocks.
 
-NCCL answers `IN_PROGRESS` and goes on by itself; `get_async_error` tells how far it is. Whoever waits does so here,
-with a deadline, and aborts the communicator when that is over.
+NCCL returns `IN_PROGRESS` and continues by itself; `get_async_error` returns its state. All waiting happens in this
+file, with a deadline after which the communicator is aborted.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paceline.engine.nccl.functions import Functions, NcclError, Result, UniqueI
 from paceline.engine.nccl.plan import Kind, NcclCall
 from paceline.engine.nccl.types import DataType, RedOp, Reduction
 
-# NCCL puts every group into the stream on a thread of its own, which takes some 50 us where ranks have met before.
+# NCCL enqueues every group of calls on its own thread, which takes about 50 us if the ranks are connected already.
 _POLLING_S = 0.0005
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
-_FINALIZING_S = 2.0  # for the other ranks to come to the end as well
+_FINALIZING_S = 2.0  # the time for the other ranks to finalize as well
 
-# What only moves is bytes.
+# Data that is only moved is passed as bytes.
 _BYTES = Reduction(DataType.INT8, 1, RedOp.SUM)
 
 
@@ -28,15 +28,18 @@ class NcclTimeoutError(NcclError):
 
 
 class Communicator:
-    """Rank `rank` of `size`; every rank makes one with the same `unique_id`, with its device activated.
+    """Rank `rank` of `size`; every rank creates one with the same `unique_id`, with its device activated.
 
     Args:
-        deadline: of `time.monotonic`, for the other ranks to come.
+        functions: the functions of the NCCL library.
+        unique_id: the id from `Functions.new_id`, the same on all ranks.
+        rank, size: this rank, and the number of ranks.
+        deadline: the time of `time.monotonic` by which the other ranks must have come.
         stopped: is asked while waiting whether to give up.
 
     Raises:
-        NcclTimeoutError: they did not come.
-        NcclError: NCCL cannot connect them; the message has its words.
+        NcclTimeoutError: the other ranks did not come in time.
+        NcclError: NCCL cannot connect the ranks; the message contains NCCL's description of the error.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Communicator:
     ) -> None:
         self._functions = functions
         self._stopped = stopped
-        self._finalized: int | None = None  # what NCCL said to it
+        self._finalized: int | None = None  # the result of finalize, once it has been called
         handle = ctypes.c_void_p()
         result = functions.init_rank(
             ctypes.byref(handle), size, UniqueId.from_buffer_copy(unique_id), rank, ctypes.byref(without_blocking())
@@ -61,14 +64,16 @@ class Communicator:
         self._require(rank, functions.user_rank, "ncclCommUserRank")
 
     def launch(self, calls: Sequence[NcclCall], reduction: Reduction | None, stream: int, deadline: float) -> None:
-        """Puts `calls` into `stream`, as one group.
+        """Enqueues `calls` on `stream`, as one group.
 
         Args:
-            reduction: of the calls that reduce.
-            deadline: for NCCL to have put them there; where ranks meet for the first time it connects them then.
+            calls: the calls, in order.
+            reduction: the reduction of the calls that reduce.
+            stream: the `cudaStream_t`.
+            deadline: the time by which NCCL must have enqueued them, including the first connection of ranks.
 
         Raises:
-            NcclTimeoutError, NcclError: as for the communicator's start. It has been aborted.
+            NcclTimeoutError, NcclError: as for the communicator's start; the communicator has been aborted.
         """
         functions = self._functions
         functions.group_start()
@@ -84,12 +89,12 @@ class Communicator:
         self._settle("ncclGroupEnd", result, deadline)
 
     def error(self) -> str | None:
-        """What has gone wrong since, in NCCL's words; None if nothing has."""
+        """Returns NCCL's description of an asynchronous error, or None if there is none."""
         state = self._state()
         return None if state in (Result.SUCCESS, Result.IN_PROGRESS) else self._functions.describe(state)
 
     def abort(self) -> None:
-        """Ends it at once; what is in its streams ends, with whatever results. Idempotent."""
+        """Aborts the communicator at once; calls on its streams end with undefined results. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._functions.abort(handle)
@@ -100,7 +105,7 @@ class Communicator:
             self._finalized = self._functions.finalize(self._handle)
 
     def close(self) -> None:
-        """Ends it when what is in its streams is over, or aborts it after two seconds. Idempotent."""
+        """Destroys the communicator once the calls on its streams are over; aborts it after two seconds. Idempotent."""
         self.leave()
         if self._handle is None or self._finalized is None:
             return
@@ -133,7 +138,7 @@ class Communicator:
         return functions.recv(target, call.nbytes, DataType.INT8, peer, handle, stream)
 
     def _settle(self, name: str, result: int, deadline: float) -> None:
-        """Waits until NCCL is done with what it was told."""
+        """Waits until NCCL has finished the function `name`, whose first answer was `result`."""
         started = time.monotonic()
         pause_s = _FIRST_PAUSE_S
         while result == Result.IN_PROGRESS:
@@ -164,7 +169,7 @@ class Communicator:
         raise NcclError(f"{name}: {said}")
 
     def _require(self, expected: int, function: Callable[..., int], name: str) -> None:
-        """What NCCL made is what it was asked for."""
+        """Checks that the communicator has the rank or size that was asked for; aborts it if not."""
         seen = ctypes.c_int(-1)
         result = function(self._handle, ctypes.byref(seen))
         if result != Result.SUCCESS or seen.value != expected:

@@ -1,4 +1,4 @@
-"""A GPU as the engine uses it: streams and marks in them. The tests put the CPU in its place."""
+"""The engine's interface to a GPU: streams, and marks on them. Tests replace it with the CPU."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch
 
 
 class Mark(Protocol):
-    """A place in a stream."""
+    """A position on a stream."""
 
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Returns whether the stream has passed the mark."""
 
     def order(self) -> None:
-        """Has the calling thread's current stream wait for it; the thread goes on."""
+        """Makes the calling thread's current stream wait for the mark; the thread does not wait."""
 
 
 class Stream(Protocol):
-    """A stream of the engine's own, which runs beside that of the program."""
+    """A stream of the engine's own, which runs concurrently with the program's."""
 
     @property
     def handle(self) -> int:
-        """`cudaStream_t`."""
+        """The `cudaStream_t`, as an integer."""
         ...
 
     def follow(self) -> None:
-        """Goes on only after what the calling thread's current stream has been given."""
+        """Makes this stream wait for the work that is on the calling thread's current stream now."""
 
     def mark(self) -> Mark:
-        """After what the stream has been given so far."""
+        """Returns a mark behind all work that is on the stream now."""
         ...
 
     def room(self, nbytes: int) -> tuple[int, object]:
-        """New memory, for this stream alone: its address, and who owns it until the stream has been given its use."""
+        """Returns the address of new memory for this stream, and its owner to keep until its uses are enqueued."""
         ...
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
-        """Copies memory of the device when the stream comes to it."""
+        """Enqueues a copy of `nbytes` bytes within the device's memory."""
 
 
 class Device(Protocol):
@@ -49,7 +49,7 @@ class Device(Protocol):
 
     @property
     def identity(self) -> str:
-        """Of the hardware, the same in every process that uses it."""
+        """A text that identifies the hardware and is the same in every process that uses it."""
         ...
 
     def activated(self) -> AbstractContextManager[object]:
@@ -57,7 +57,7 @@ class Device(Protocol):
         ...
 
     def open_stream(self) -> Stream:
-        """A new stream."""
+        """Returns a new stream."""
         ...
 
 
@@ -65,7 +65,7 @@ OpenDevice = Callable[[torch.device], Device]
 
 
 class CudaDevice:
-    """A GPU, as torch sees it."""
+    """A GPU that is used through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
@@ -83,7 +83,7 @@ class CudaDevice:
         return torch.cuda.device(self._device)
 
     def open_stream(self) -> Stream:
-        """A new stream, of high priority: a rank that is late with its part holds up all others."""
+        """Returns a new stream of high priority, since a rank that is late with its part delays all others."""
         return _CudaStream(self._device)
 
 
@@ -108,7 +108,7 @@ class _CudaStream:
         return tensor.data_ptr(), tensor
 
     def copy(self, source: int, target: int, nbytes: int) -> None:
-        self._stream.query()  # has CUDA's runtime give a new thread the context that its driver wants
+        self._stream.query()  # makes CUDA's runtime set the context of a new thread, which the driver's function needs
         result = _driver().cuMemcpyDtoDAsync_v2(target, source, nbytes, self._stream.cuda_stream)
         if result:
             raise RuntimeError(f"CUDA's driver did not copy {nbytes} bytes on {self._device}: error {result}")
@@ -128,7 +128,7 @@ class _CudaMark:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    """CUDA's driver: torch copies tensors, and here there are addresses."""
+    """Loads CUDA's driver, whose copy takes addresses; torch copies only tensors."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     driver.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int

@@ -1,4 +1,4 @@
-"""The engine: its groups, each for a device, with what they share."""
+"""The nccl engine, which opens groups, each for one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.store.prefix import PrefixStore
 
 
 def missing_piece() -> str | None:
-    """The first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
+    """Returns the first thing that the engine needs and this machine lacks, with the fix; None if it can be used."""
     if torch.version.cuda is None:
         return (
             f"this torch ({torch.__version__}) was built without CUDA; install one with it (pytorch.org, Get Started), "
@@ -39,40 +39,40 @@ def missing_piece() -> str | None:
 
 
 def start(context: EngineContext) -> NcclEngine:
-    """The engine, on every rank."""
+    """Starts the engine; see `engine.api.EngineModule`."""
     return NcclEngine(context, find(), CudaDevice)
 
 
 @dataclass(frozen=True)
 class NcclGroup:
-    """A group on a device; see `engine.OpenGroup`."""
+    """A group on a device; see `engine.api.OpenGroup`."""
 
     channel: NcclChannel
     messages: NcclMessages
 
     def leave(self) -> None:
-        """Takes no more calls; idempotent.
+        """Accepts no more calls; idempotent.
 
-        The end of a communicator waits for the other ranks, which may end theirs in another order: so all of them begin
-        to end before one is waited for.
+        Closing a communicator waits for the other ranks, which may close theirs in another order. Therefore all groups
+        leave before any of them is closed.
         """
         self.channel.leave()
         self.messages.leave()
 
     def close(self) -> None:
-        """Ends both; idempotent."""
+        """Closes the channel and the messages; idempotent."""
         self.leave()
         self.channel.close()
         self.messages.close()
 
 
 class NcclEngine:
-    """Connects the ranks' GPUs; closed by `close`. Nothing is connected before the first call of a group on a device.
+    """Connects the ranks' GPUs, until `close` is called; a group connects only with its first call.
 
     Args:
-        context: names the ranks.
-        library: NCCL.
-        open_device: gives a device as the engine uses it.
+        context: the ranks, their store and this rank.
+        library: the NCCL library.
+        open_device: returns the engine's view of a device.
     """
 
     name = "nccl"
@@ -88,7 +88,7 @@ class NcclEngine:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The ranks of the default group."""
+        """The ranks of the default group and their processes."""
         return self._context.members
 
     def open_group(
@@ -99,10 +99,10 @@ class NcclEngine:
         algorithm: str | None = None,
         device: torch.device | None = None,
     ) -> NcclGroup:
-        """See `engine.Engine`; waits for nobody, which the group's first call does.
+        """Opens a group without waiting for the other ranks, which its first call does; see `engine.api.Engine`.
 
         Raises:
-            ValueError: `algorithm` is given; NCCL has its own.
+            ValueError: `algorithm` is given, although NCCL chooses its own.
         """
         if algorithm is not None:
             raise ValueError(
@@ -129,7 +129,7 @@ class NcclEngine:
         return group
 
     def close(self) -> None:
-        """Ends every group; idempotent."""
+        """Closes every group and ends the watch; idempotent."""
         self._closed = True
         for group in self._groups:
             group.leave()

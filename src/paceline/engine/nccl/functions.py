@@ -1,6 +1,6 @@
-"""NCCL's C functions as ctypes calls them: prototypes, structures, codes.
+"""Declares NCCL's C functions for ctypes: prototypes, structures and result codes.
 
-The numbers are those of `nccl.h`, which only ever adds to them. Calls release the interpreter lock.
+The numbers are those of `nccl.h`, which never changes existing ones. Calls release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from enum import IntEnum
 UNIQUE_ID_BYTES = 128
 _UNDEFINED = -(1 << 31)
 _CONFIG_MAGIC = 0xCAFEBEEF
-# Of the structure below, not of the library: newer ones take what they know beyond it from their own defaults.
+# The version of the structure below, not of the library: newer libraries take further fields from their own defaults.
 _CONFIG_VERSION = 21400
 
 
 class Result(IntEnum):
-    """How a function ended."""
+    """The result of an NCCL function (`ncclResult_t`)."""
 
     SUCCESS = 0
     UNHANDLED_CUDA_ERROR = 1
@@ -31,17 +31,17 @@ class Result(IntEnum):
 
 
 class NcclError(Exception):
-    """NCCL refused a call, or failed in one; the message has its words."""
+    """NCCL refused a call or failed in it; the message contains NCCL's description of the error."""
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of a communicator have in common; passed by value."""
+    """The id that the ranks of a communicator share (`ncclUniqueId`); NCCL takes it by value."""
 
     _fields_ = [("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES)]
 
 
 class Config(ctypes.Structure):
-    """The part of `ncclConfig_t` that every version has had since 2.14, and what fills its last eight bytes."""
+    """The part of `ncclConfig_t` that every version since 2.14 has, with the field that fills its last eight bytes."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -53,7 +53,7 @@ class Config(ctypes.Structure):
 
 
 def without_blocking() -> Config:
-    """The configuration of a communicator whose calls return at once."""
+    """Returns the configuration of a communicator whose calls return at once."""
     return Config(ctypes.sizeof(Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED)
 
 
@@ -101,13 +101,13 @@ Function = Callable[..., int]
 
 
 class Functions:
-    """The functions of one library, by name without "nccl": `functions.all_reduce(...)` returns a `Result` as int."""
+    """The functions of one library, named without "nccl": `functions.all_reduce(...)` returns a `Result` as an int."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Looks all of them up.
+        """Looks up all functions in `library`.
 
         Raises:
-            AttributeError: the library lacks one.
+            AttributeError: the library lacks one of the functions.
         """
         bound: dict[str, Function] = {}
         for name, arguments in _PROTOTYPES.items():
@@ -139,16 +139,16 @@ class Functions:
         self.recv = bound["ncclRecv"]
 
     def version(self) -> int:
-        """As in `nccl.h`: 22105 is 2.21.5."""
+        """Returns the library's version as `nccl.h` encodes it: 22105 is 2.21.5."""
         number = _int()
         self._get_version(ctypes.byref(number))
         return number.value
 
     def new_id(self) -> bytes:
-        """An id for a new communicator.
+        """Returns an id for a new communicator.
 
         Raises:
-            NcclError: there is no network interface that NCCL could use.
+            NcclError: NCCL cannot make one, for example because it finds no network interface to use.
         """
         made = UniqueId()
         result = self._get_unique_id(ctypes.byref(made))
@@ -157,7 +157,7 @@ class Functions:
         return bytes(made.internal)
 
     def describe(self, result: int) -> str:
-        """What the library has to say about a result that is not success."""
+        """Returns the library's description of a result other than SUCCESS."""
         said = (self._error_string(result) or b"").decode(errors="replace")
         last = (self._last_error(None) or b"").decode(errors="replace").strip()
         return f"{said}: {last}" if last else said

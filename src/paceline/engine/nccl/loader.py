@@ -1,4 +1,4 @@
-"""Finds the NCCL library at run time: torch's own, one that is installed beside it, or the system's."""
+"""Finds the NCCL library at run time: the one that torch has loaded, NVIDIA's wheel, or the system's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _INSTALL = "install torch with CUDA, which brings it, or the package nvidia-nccl
 
 
 class LibraryMissingError(Exception):
-    """There is no NCCL library that can be used; the message says what was seen and what to do."""
+    """There is no usable NCCL library; the message says what was found and what to do."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A loaded library: where it is, its version as in `nccl.h`, and its functions."""
+    """A loaded library: its path, its version as `nccl.h` encodes it, and its functions."""
 
     path: str
     version: int
@@ -34,7 +34,7 @@ class Library:
 
 
 def say_version(code: int) -> str:
-    """22105 as "2.21.5"; before 2.9 there was a digit less.
+    """Returns a version code as text: 22105 as "2.21.5". Codes before 2.9 have one digit less.
 
     >>> say_version(22105), say_version(2708)
     ('2.21.5', '2.7.8')
@@ -44,10 +44,10 @@ def say_version(code: int) -> str:
 
 
 def load(path: str) -> Library:
-    """The library at `path`.
+    """Loads the library at `path`.
 
     Raises:
-        LibraryMissingError: it cannot be loaded, is no NCCL, or is too old.
+        LibraryMissingError: the file cannot be loaded, is not NCCL, or is too old.
     """
     try:
         loaded = ctypes.CDLL(path)
@@ -67,12 +67,12 @@ def load(path: str) -> Library:
 
 @functools.cache
 def find() -> Library:
-    """The library of this process: what PACELINE_NCCL_LIBRARY names, else the first there is.
+    """Returns the library of this process: the one that PACELINE_NCCL_LIBRARY names, or else the first one found.
 
-    Looked at in this order: loaded already (by torch), the wheel of NVIDIA, the system's.
+    The search looks for a library that is loaded already (by torch), then in NVIDIA's wheel, then in the system.
 
     Raises:
-        LibraryMissingError: there is none, or it is too old.
+        LibraryMissingError: there is no library, or the first one found is too old.
     """
     named = os.environ.get(VARIABLE)
     if named:

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store before NCCL connects them: who they are, on which GPU, and NCCL's id."""
+"""Exchanges the ranks' processes, their GPUs and NCCL's id through the store, before NCCL connects the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTING_S = 2.0
 
 
 class AbsentError(Exception):
-    """Ranks did not come; `missing` has their places among those that were to meet."""
+    """Ranks did not come; `missing` holds their places among the members that were to meet."""
 
     def __init__(self, missing: Sequence[int]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class AbsentError(Exception):
 
 
 class SharedGpuError(Exception):
-    """Two ranks have one GPU; the message names them and the fix."""
+    """Two ranks use the same GPU; the message names them and the fix."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Presence:
 
     @staticmethod
     def here(gpu: str, device: str) -> Presence:
-        """This process's, on the GPU that is known everywhere as `gpu` and here as `device`."""
+        """Returns this process's presence; `gpu` identifies its GPU in all processes, `device` only in this one."""
         processes = os.stat("/proc/self/ns/pid").st_ino
         return Presence(f"{host_id()}/{processes}", os.getpid(), gpu, device)
 
 
 @dataclass(frozen=True)
 class Met:
-    """All ranks, in the order of the communicator, and the id by which NCCL connects them."""
+    """The result of a meeting: all ranks, in the order of the communicator, and the id by which NCCL connects them."""
 
     presences: tuple[Presence, ...]
     unique_id: bytes
@@ -65,16 +65,20 @@ def meet(
     deadline: float,
     stopped: Callable[[], bool],
 ) -> Met:
-    """Waits for `members`, of which this is the one in place `at`; the first makes NCCL's id.
+    """Waits for all `members` and returns what they published; the first member makes NCCL's id.
 
     Args:
-        store: for this meeting alone.
-        deadline: of `time.monotonic`.
+        store: a store for this meeting alone.
+        members: the ranks that meet, in the order of the communicator.
+        at: the place of this rank among them.
+        mine: this rank's process and GPU.
+        make_unique_id: makes NCCL's id.
+        deadline: the time of `time.monotonic` at which to give up.
         stopped: is asked while waiting whether to give up.
 
     Raises:
-        AbsentError: not all have come.
-        SharedGpuError: two of them, on all of them, unless PACELINE_NCCL_SHARED_GPU is set.
+        AbsentError: not all members came in time.
+        SharedGpuError: two members use the same GPU, and PACELINE_NCCL_SHARED_GPU is not set; all members raise it.
     """
     store.set(f"came/{at}", json.dumps(asdict(mine)))
     if at == 0:
@@ -91,7 +95,7 @@ def meet(
 
 
 def _let_all_read(store: Store, size: int) -> None:
-    """Before this rank gives up, and perhaps takes the store along: the others shall see why."""
+    """Waits until all ranks have read the answers, since a rank that gives up may take the store with it."""
     if store.add("read", 1) == size:
         store.set("all_read", b"")
     with contextlib.suppress(StoreError):
@@ -108,7 +112,7 @@ def _await(store: Store, keys: Sequence[str], deadline: float, stopped: Callable
 
 
 def _say_shared(members: Sequence[Member], presences: Sequence[Presence]) -> str | None:
-    """Who has one GPU with another, and the fix."""
+    """Returns a message that names two ranks with the same GPU, and the fix; None if no GPU is shared."""
     first: dict[str, int] = {}
     for place, presence in enumerate(presences):
         other = first.setdefault(presence.gpu, place)

@@ -1,8 +1,8 @@
-"""Sends and receives by NCCL.
+"""Sends and receives over NCCL.
 
 NCCL has no tags, and it runs the calls of a communicator one after the other, so two ranks that both send first would
-wait for each other for ever. Therefore each direction between two ranks, and each tag, has a call stream of its own. It
-opens when the first message is sent or received there, on a thread of its own, since the other rank may come later.
+wait for each other forever. Therefore each direction between two ranks, and each tag, has its own call stream. It opens
+with the first message, on its own thread, since the other rank may come later.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from paceline.engine.nccl.watch import Watch
 from paceline.engine.nccl.work import NcclMessage, NcclWork
 
 OpenCallStream = Callable[[Sequence[int], str], CallStream]
-"""Makes a call stream between two group ranks, sender first, of that name."""
+"""Creates a call stream between two group ranks, the sender first; the text names it in the store."""
 
 _Give = Callable[[], "Flight | Failure"]
 
 
 class Lane:
-    """A call stream, and the thread that gives it its messages in order."""
+    """A call stream, and the thread that enqueues messages on it in order."""
 
     def __init__(self, calls: CallStream, watch: Watch) -> None:
         self.calls = calls
@@ -34,11 +34,11 @@ class Lane:
         threading.Thread(target=self._run, name="paceline-nccl-lane", daemon=True).start()
 
     def put(self, message: NcclMessage, give: _Give) -> None:
-        """Behind those that were put here before."""
+        """Queues a message behind those queued before; the lane's thread calls `give` to enqueue it on the stream."""
         self._messages.put((message, give))
 
     def close(self) -> None:
-        """Ends the call stream and the thread; idempotent."""
+        """Closes the call stream and ends the thread; idempotent."""
         self._watch.remove(self.calls)
         self._messages.put(None)
         self.calls.close()
@@ -51,7 +51,7 @@ class Lane:
 
 
 class NcclMessages:
-    """Messages between two ranks of a group; see `engine.channel.Messages`."""
+    """The messages between two ranks of a group; see `engine.channel.Messages`."""
 
     def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: Watch) -> None:
         self._rank = rank
@@ -61,16 +61,16 @@ class NcclMessages:
         self._opening = threading.Lock()
 
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> NcclMessage:
-        """To a group rank. It always goes on by itself."""
+        """Starts a send to a group rank, which always goes on by itself, whatever `background` is."""
         return self._pass(Kind.SEND, self._rank, peer, tag, dtype, tensor, timeout_ns)
 
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool
     ) -> NcclMessage:
-        """From a group rank.
+        """Starts a receive from a group rank.
 
         Raises:
-            ValueError: `peer` is -1, for any.
+            ValueError: `peer` is -1 (any rank), which NCCL does not support.
         """
         if peer < 0:
             raise ValueError("recv from any rank: NCCL receives from one that is named; pass src=, or use CPU tensors")
@@ -96,11 +96,11 @@ class NcclMessages:
         return message
 
     def leave(self) -> None:
-        """Takes no more messages; idempotent."""
+        """Accepts no more messages; idempotent."""
         for lane in self._lanes.values():
             lane.calls.leave()
 
     def close(self) -> None:
-        """Ends all lanes; idempotent."""
+        """Closes all lanes; idempotent."""
         for lane in self._lanes.values():
             lane.close()

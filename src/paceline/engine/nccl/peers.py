@@ -1,4 +1,4 @@
-"""Whether the ranks of this machine are alive; NCCL itself waits for a dead one for ever."""
+"""Watches whether the ranks of this machine are alive, since NCCL itself waits for a dead rank forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.engine.nccl.meeting import Presence
 
 
 class Peers:
-    """Watches the processes in `presences` that run on this machine, but for this one itself."""
+    """Watches the processes in `presences` that run on this machine, except the calling one, which is in place `at`."""
 
     def __init__(self, presences: Sequence[Presence], at: int) -> None:
         self._places: dict[int, int] = {}
@@ -29,7 +29,7 @@ class Peers:
             self._poll.register(descriptor, select.POLLIN)
 
     def gone(self) -> list[int]:
-        """The places of those that have ended."""
+        """Returns the places of the watched processes that have ended."""
         ended = {descriptor for descriptor, _ in self._poll.poll(0)}
         self._gone.update(place for descriptor, place in tuple(self._places.items()) if descriptor in ended)
         return sorted(self._gone)

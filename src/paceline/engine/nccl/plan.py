@@ -1,8 +1,8 @@
-"""What a call comes to in NCCL: calls on flat buffers, and copies from and to tensors that do not lie flat.
+"""Plans a call for NCCL: calls on contiguous buffers, and copies from and to tensors that are not contiguous.
 
-Which NCCL calls are made follows from what all ranks know alike, never from where a rank's tensors happen to lie:
-reductions in place and broadcasts are one call for each piece, everything else is one for each pair of ranks or one for
-all. What is in several pieces, and does not lie one after the other, passes through a flat buffer.
+The choice of NCCL calls depends only on what all ranks know alike, never on the addresses of a rank's tensors:
+reductions in place and broadcasts take one call for each piece; everything else takes one call for each pair of ranks,
+or one in all. Pieces that do not follow each other in memory pass through a contiguous buffer.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from paceline.engine.channel import Pieces
 from paceline.engine.codes import Operation
 
 Room = Callable[[int], int]
-"""Gives the address of that many bytes of new memory on the device."""
+"""Returns the address of new memory on the device, of the given number of bytes."""
 
 _Segment = tuple[int, int]  # address, bytes
 
 
 class Kind(Enum):
-    """A function of NCCL."""
+    """The NCCL function of a call."""
 
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
@@ -35,7 +35,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class NcclCall:
-    """One call: `nbytes` as the function counts (of one rank's part), `peer` is its root or other end."""
+    """One NCCL call; `nbytes` is the size of one rank's part, and `peer` is the root or the other end."""
 
     kind: Kind
     source: int
@@ -46,7 +46,7 @@ class NcclCall:
 
 @dataclass(frozen=True)
 class Copy:
-    """Within the device."""
+    """A copy within the device."""
 
     source: int
     target: int
@@ -55,7 +55,7 @@ class Copy:
 
 @dataclass
 class Plan:
-    """Copies, the calls of one NCCL group, copies; in this order."""
+    """The steps of a call: the copies before, the calls of one NCCL group, and the copies after."""
 
     calls: list[NcclCall] = field(default_factory=list)
     before: list[Copy] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan(operation: int, rank: int, root: int, inputs: Sequence[Pieces], outputs: Sequence[Pieces], room: Room) -> Plan:
-    """The plan of a call, whose arguments are as `engine.channel.Channel` has them."""
+    """Returns the plan of a call; the arguments are as in `engine.channel.Call`, and `room` returns new memory."""
     made = Plan()
     if operation in _IN_PLACE:
         kind = _IN_PLACE[operation]
@@ -97,7 +97,7 @@ _IN_PLACE: Mapping[int, Kind] = {
 
 
 def plan_message(kind: Kind, peer: int, tensor: Pieces, room: Room) -> Plan:
-    """The plan of a send to `peer`, or a receive from it."""
+    """Returns the plan of a send to `peer`, or of a receive from it."""
     made = Plan()
     if kind is Kind.SEND:
         _add(made, kind, _source(made, [tensor], room), 0, _nbytes([tensor]), peer)
@@ -109,7 +109,7 @@ def plan_message(kind: Kind, peer: int, tensor: Pieces, room: Room) -> Plan:
 def _parts(
     operation: int, rank: int, root: int, inputs: Sequence[Pieces], outputs: Sequence[Pieces]
 ) -> tuple[dict[int, Pieces], dict[int, Pieces]]:
-    """What goes to, and comes from, which rank."""
+    """Returns the tensors to send, by receiver, and the tensors to receive, by sender."""
     if operation == Operation.GATHER:
         return {root: inputs[0]}, dict(enumerate(outputs))
     if operation == Operation.SCATTER:
@@ -123,7 +123,7 @@ def _add(made: Plan, kind: Kind, source: int, target: int, nbytes: int, peer: in
 
 
 def _source(made: Plan, lists: Sequence[Pieces], room: Room) -> int:
-    """Where what is to be read lies flat, when the copies before have been made."""
+    """Returns the address at which the input is contiguous once the copies before the calls have run."""
     segments = _segments(lists)
     if _is_flat(segments):
         return segments[0][0] if segments else 0
@@ -133,7 +133,7 @@ def _source(made: Plan, lists: Sequence[Pieces], room: Room) -> int:
 
 
 def _target(made: Plan, lists: Sequence[Pieces], room: Room) -> int:
-    """Where to write flat, for the copies after to find it."""
+    """Returns the address of a contiguous output, from which the copies after the calls fill the tensors."""
     segments = _segments(lists)
     if _is_flat(segments):
         return segments[0][0] if segments else 0
@@ -160,7 +160,7 @@ def _is_flat(segments: Sequence[_Segment]) -> bool:
 
 
 def _copies(sources: Sequence[_Segment], targets: Sequence[_Segment]) -> Iterator[Copy]:
-    """Copies of memory that is cut in one way there and in another here."""
+    """Yields the copies between two lists of segments of the same total size, whose boundaries may differ."""
     left, right = list(sources[::-1]), list(targets[::-1])
     while left and right:
         (source, has), (target, wants) = left.pop(), right.pop()

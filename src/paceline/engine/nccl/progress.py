@@ -1,4 +1,4 @@
-"""Which call each rank of a call stream came to, told through the store, so that a time-out can name who is missing."""
+"""Publishes each rank's latest call on a call stream in the store, so that a time-out can name the missing ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_CALL: HeaderFields = (0, 0, 0, 0, -1, 0)
 
 
 class RankProgress:
-    """This rank's calls, and what the others tell of theirs. What it tells of is at most half a second old."""
+    """Publishes this rank's latest call, at most twice a second, and reads the other ranks'."""
 
     def __init__(self, store: Store, at: int, size: int) -> None:
         self._store = store
@@ -26,30 +26,30 @@ class RankProgress:
         self._told_at = time.monotonic()
 
     def arrive(self, call: HeaderFields) -> None:
-        """This rank makes `call`."""
+        """Notes that this rank makes `call`; `tell` publishes it later."""
         self._latest = call
 
     @property
     def is_told(self) -> bool:
-        """Whether the others can know of this rank's latest call."""
+        """Whether this rank's latest call has been published."""
         return self._told == self._latest
 
     def tell(self, at_once: bool = False) -> None:
-        """Tells the others, if it is time to."""
+        """Publishes the latest call, unless it did so less than half a second ago and `at_once` is false."""
         now = time.monotonic()
         if not self.is_told and (at_once or now - self._told_at > _EVERY_S):
             self._told, self._told_at = self._latest, now
-            with contextlib.suppress(StoreError):  # without a store nobody is there to read it
+            with contextlib.suppress(StoreError):  # without a store, no rank is left to read it
                 self._store.set(str(self._at), json.dumps(self._told))
 
     def missing(self, call: HeaderFields) -> list[int]:
-        """The places of those that did not come to `call`; gives those that have just come the time to tell."""
+        """Returns the places of ranks that have not made `call`; first gives late ranks one second to publish it."""
         self.tell(at_once=True)
         time.sleep(2 * _EVERY_S)
         return [place for place, (sequence, *_) in enumerate(self.latest()) if sequence < call[0]]
 
     def latest(self) -> list[HeaderFields]:
-        """Everybody's latest call, as far as it was told."""
+        """Returns each rank's latest published call, by place."""
         calls = [_NO_CALL] * self._size
         with contextlib.suppress(StoreError):
             for place in range(self._size):

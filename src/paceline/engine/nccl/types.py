@@ -1,7 +1,7 @@
-"""Paceline's types and reductions as NCCL's.
+"""Maps Paceline's types and reductions to NCCL's.
 
-What only moves, moves as bytes. A reduction of a type that NCCL does not have is looked at as one that it has, where
-that means the same: booleans are bytes of 0 and 1, complex numbers are pairs of floats.
+Data that is only moved is passed as bytes. A type that NCCL lacks is reduced as another one where that gives the same
+result: booleans as bytes of 0 and 1, complex numbers as pairs of floats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FLOAT8_SINCE = 22400
 
 
 class DataType(IntEnum):
-    """`ncclDataType_t`."""
+    """The values of `ncclDataType_t`."""
 
     INT8 = 0
     UINT8 = 1
@@ -32,7 +32,7 @@ class DataType(IntEnum):
 
 
 class RedOp(IntEnum):
-    """`ncclRedOp_t`."""
+    """The values of `ncclRedOp_t`."""
 
     SUM = 0
     PROD = 1
@@ -42,7 +42,7 @@ class RedOp(IntEnum):
 
 
 class Reduction(NamedTuple):
-    """What NCCL is told: elements of `data_type`, `item_size` bytes each, reduced by `op`."""
+    """A reduction as NCCL sees it: elements of `data_type`, of `item_size` bytes each, are reduced by `op`."""
 
     data_type: DataType
     item_size: int
@@ -75,7 +75,7 @@ _OF_NUMBERS = {
     ReduceOp.PRODUCT: RedOp.PROD,
     ReduceOp.MIN: RedOp.MIN,
     ReduceOp.MAX: RedOp.MAX,
-    ReduceOp.PREMUL_SUM: RedOp.SUM,  # of what has been multiplied
+    ReduceOp.PREMUL_SUM: RedOp.SUM,  # the tensors have been multiplied already
     ReduceOp.AVG: RedOp.AVG,
 }
 _OF_PAIRS = {code: _OF_NUMBERS[code] for code in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)}
@@ -84,7 +84,7 @@ _OF_BOOLEANS |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), R
 
 
 def reduction(dtype: int, reduce_op: int, version: int) -> Reduction | None:
-    """How NCCL of that version reduces; None where it does not."""
+    """Returns how NCCL of `version` performs a reduction, or None if it cannot."""
     name, code = dtype_name(dtype), ReduceOp(reduce_op)
     if name == "bool":
         known, ops = (DataType.UINT8, 1), _OF_BOOLEANS

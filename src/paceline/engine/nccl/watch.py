@@ -1,4 +1,4 @@
-"""A thread that looks after calls which are under way, since nobody waits for them: the program's streams do."""
+"""A thread that watches calls in progress, since the program's streams wait for them but none of its threads does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _EVERY_S = 0.05
 
 
 class Watch:
-    """Looks at `streams` for as long as one of them has a call under way; ended by `close`."""
+    """Looks at call streams for as long as one of them has a call in progress, until `close` is called."""
 
     def __init__(self) -> None:
         self._streams: list[CallStream] = []
@@ -20,15 +20,15 @@ class Watch:
         self._thread.start()
 
     def add(self, calls: CallStream) -> None:
-        """Looks after `calls` from now on."""
+        """Starts watching `calls`."""
         self._streams = [*self._streams, calls]
 
     def remove(self, calls: CallStream) -> None:
-        """Leaves it alone."""
+        """Stops watching `calls`."""
         self._streams = [each for each in self._streams if each is not calls]
 
     def wake(self) -> None:
-        """There is a new call."""
+        """Tells the thread that there is a new call."""
         self._called.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls under way, as the group waits for them."""
+"""Calls and messages in progress, for the group to wait for."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 from paceline.engine.failures import Failure
 from paceline.engine.nccl.call_stream import CallStream, Flight
 
-# As long as this is no limit: the program's stream waits, and its thread goes on.
+# A time-out of this length or more is no limit: the program's stream waits for the call, and its thread goes on.
 _NO_LIMIT_NS = 1 << 61
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 class NcclWork:
-    """A call that was given to `calls`, or the reason why it was not."""
+    """A call that was enqueued on `calls`, or the reason why it was not."""
 
     def __init__(self, calls: CallStream, given: Flight | Failure) -> None:
         self._calls = calls
@@ -26,25 +26,25 @@ class NcclWork:
         if self._failure() is not None:
             return True
         assert isinstance(self._given, Flight)
-        # Looked at before the failure is: an abort ends what is in the stream, too.
+        # The mark is read before the failure is, since an abort also ends what is on the stream.
         passed = self._given.mark.done()
         self._went_well = passed and self._calls.failure is None
         return passed
 
     def wait(self, timeout_ns: int) -> bool:
-        """Has the current stream wait, or with a limit the thread; False when the time was over first."""
+        """Makes the current stream wait for the call, and with a time-out the thread; returns False if it timed out."""
         if timeout_ns < _NO_LIMIT_NS and not self.finish(timeout_ns):
             return False
         self.order()
         return True
 
     def order(self) -> None:
-        """Has the current stream wait until it is over."""
+        """Makes the current stream wait until the call is over."""
         if isinstance(self._given, Flight):
             self._given.mark.order()
 
     def finish(self, timeout_ns: int) -> bool:
-        """Has the thread wait until it is over; False when the time was over first."""
+        """Makes the thread wait until the call is over; returns False if the time was over first."""
         deadline_ns = time.monotonic_ns() + timeout_ns
         pause_s = _FIRST_PAUSE_S
         while not self.done():
@@ -65,7 +65,7 @@ class NcclWork:
 
 
 class NcclMessage:
-    """A send or a receive, which a lane's thread gives to its call stream."""
+    """A send or a receive, which a lane's thread enqueues on its call stream."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -73,7 +73,7 @@ class NcclMessage:
         self._work: NcclWork | None = None
 
     def arrive(self, work: NcclWork) -> None:
-        """Marks the message as given to its call stream."""
+        """Marks the message as enqueued on its call stream."""
         self._work = work
         self._arrived.set()
 
@@ -82,7 +82,7 @@ class NcclMessage:
         return self._work is not None and self._work.done()
 
     def wait(self, timeout_ns: int) -> bool:
-        """As a collective's; but first for the call stream to be open, which takes the other rank."""
+        """Waits until the call stream is open, for which the other rank must come, and then as `NcclWork.wait`."""
         started_ns = time.monotonic_ns()
         if not self._arrived.wait(timeout_ns / 1e9):
             return False
@@ -95,5 +95,5 @@ class NcclMessage:
         return None if self._work is None else self._work.outcome()
 
     def source(self) -> int:
-        """The sender's group rank."""
+        """Returns the sender's group rank."""
         return self._source
