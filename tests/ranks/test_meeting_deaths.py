@@ -13,7 +13,7 @@ from conftest import Ranks
 from world import free_port
 
 import paceline as dist
-from paceline.group import default
+from paceline.group import default, init
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
@@ -129,7 +129,7 @@ def _serve_or_stay_away(place: str, directory: str) -> Told:
 
 def _die_between_meeting_and_forming(kind: str, place: str) -> Told:
     if os.environ["RANK"] == str(_VICTIM):
-        default.Formation = _die
+        init.Formation = _die
     started = time.monotonic()
     with pytest.raises(dist.RendezvousError) as caught:
         _init(kind, place)
@@ -159,7 +159,7 @@ def _meet_twice_and_stay(place: str, directory: str) -> str:
         )
     _init("tcp", place)
     dist.barrier()
-    store = default._require_world().store
+    store = default.default_world().store
     verdict = store.get("verdict").decode()
     dist.barrier()
     dist.destroy_process_group()
