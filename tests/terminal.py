@@ -62,6 +62,15 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
+    def interrupt(self) -> None:
+        """Types Ctrl-C as a person would, a moment after the prompt.
+
+        Python's line editor shows its prompt just before it begins to wait, and a signal in between is kept until the
+        next key.
+        """
+        time.sleep(0.3)
+        self.type("\x03")
+
     def wait_for(self, text: str, timeout_s: float = 30) -> None:
         """Reads on until `text` appears after what was waited for before."""
         deadline = time.monotonic() + timeout_s

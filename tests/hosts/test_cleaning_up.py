@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -26,7 +27,8 @@ def held() -> Counter[str]:
     """This process's threads, descriptors and shared memory, by what they are."""
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
-        found["thread " + (task / "comm").read_text().strip()] += 1
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found["thread " + (task / "comm").read_text().strip()] += 1
     for name in os.listdir("/proc/self/fd"):
         try:
             found["descriptor " + os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1

@@ -47,7 +47,7 @@ def test_any_rank_gets_the_terminal_while_others_wait(script, rank):
         terminal.type("p here, dist.get_rank()\r")
         terminal.wait_for(f"('frame of the caller', {rank})")
         terminal.wait_for("(Pdb) ")
-        terminal.type("\x03")
+        terminal.interrupt()
         terminal.wait_for("--KeyboardInterrupt--")
         terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
         terminal.type("n\r")
@@ -64,7 +64,7 @@ def test_ctrl_c_after_continue_ends_the_job(script):
         terminal.wait_for("(Pdb) ")
         terminal.type("c\r")
         terminal.wait_for("[rank 0] sum")
-        terminal.type("\x03")
+        terminal.interrupt()
         terminal.end()
     assert terminal.exit_code == 1
 

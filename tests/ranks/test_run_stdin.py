@@ -104,7 +104,7 @@ print("x", x)
 def test_ctrl_c_at_the_prompt_of_the_debugger_ends_nothing(script):
     with Terminal("--nproc-per-node=2", script(DEBUGGED)) as terminal:
         terminal.wait_for("(Pdb) ")
-        terminal.type("\x03")
+        terminal.interrupt()
         terminal.wait_for("--KeyboardInterrupt--")
         terminal.type("x = 42\r")
         terminal.wait_for("(Pdb) ")
@@ -118,7 +118,7 @@ def test_ctrl_c_at_a_prompt_of_the_script_ends_the_job(script):
     text = "import os, time\nif os.environ['RANK'] == '0': input('name? ')\ntime.sleep(60)"
     with Terminal("--nproc-per-node=2", "--max-restarts=3", script(text)) as terminal:
         terminal.wait_for("name? ")
-        terminal.type("\x03")
+        terminal.interrupt()
         terminal.end()
     assert terminal.exit_code == 1
     assert "paceline: SIGINT: passed on to 1 workers" in terminal.shown
@@ -127,7 +127,7 @@ def test_ctrl_c_at_a_prompt_of_the_script_ends_the_job(script):
 def test_ctrl_c_elsewhere_ends_the_job(script):
     with Terminal("--nproc-per-node=2", script("import time; print('there'); time.sleep(60)")) as terminal:
         terminal.wait_for("there")
-        terminal.type("\x03")
+        terminal.interrupt()
         terminal.end()
     assert terminal.exit_code == 1
     assert "paceline: SIGINT: passed on to 2 workers" in terminal.shown
