@@ -6,6 +6,8 @@ from paceline.data.evaluation import DistributedEvalSampler as DistributedEvalSa
 from paceline.data.evaluation import mean_over_samples as mean_over_samples
 from paceline.data.loader import StatefulLoader as StatefulLoader
 from paceline.data.sampler import DistributedSampler as DistributedSampler
+from paceline.elastic.state import ElasticState as ElasticState
+from paceline.elastic.vote import DivergenceError as DivergenceError
 from paceline.engine.native.shared import empty_shared as empty_shared
 from paceline.errors import AuthenticationError as AuthenticationError
 from paceline.errors import CollectiveError as CollectiveError

@@ -1,8 +1,8 @@
 """What an elastic worker and its launcher tell each other: one JSON object in each datagram of a socket pair.
 
-A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is *forced*
-after a worker was lost, and the survivors enter it at once; or it is *planned* because workers come or leave, and
-its members enter it together at the beginning of the next batch after all of them have heard of it.
+A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is
+*forced* after a worker was lost, and the survivors enter it at once; or it is *planned* because workers come or leave,
+and its members enter it together at the beginning of the next batch after all of them have heard of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """A message."""
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The worker has built its model and asks to take part. It has no state that anybody may copy.
 
     `fingerprint` is a text that is equal in all workers whose results have the same bits.
@@ -25,14 +25,14 @@ class Ready(_Message):
     fingerprint: str
 
 
-class Installed(_Message):
+class Installed(_Message, frozen=True):
     """The worker has entered the view `generation` and holds the state that precedes the round `round`."""
 
     generation: int
     round: int
 
 
-class Broken(_Message):
+class Broken(_Message, frozen=True):
     """The connections of the view `generation` have failed; the worker waits for the next view."""
 
     generation: int
@@ -40,19 +40,19 @@ class Broken(_Message):
     reason: str
 
 
-class Leaving(_Message):
+class Leaving(_Message, frozen=True):
     """The worker was asked to end, and leaves at the end of the batch that it is in."""
 
     reason: str
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True):
     """The worker's loop is over; it needs nobody any more."""
 
     round: int
 
 
-class View(_Message):
+class View(_Message, frozen=True):
     """These workers train together from now on.
 
     Attributes:
@@ -69,13 +69,13 @@ class View(_Message):
     must_wait: bool = False
 
 
-class Wait(_Message):
+class Wait(_Message, frozen=True):
     """Nothing can be done yet; the reason is for the user."""
 
     reason: str
 
 
-class Dismissed(_Message):
+class Dismissed(_Message, frozen=True):
     """The worker takes no part any more, and ends with `code`; the reason is for the user."""
 
     reason: str
@@ -100,7 +100,8 @@ def from_worker(datagram: bytes) -> FromWorker:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: the datagram is none.
     """
-    return _from_worker.decode(datagram)
+    message: FromWorker = _from_worker.decode(datagram)
+    return message
 
 
 def to_worker(datagram: bytes) -> ToWorker:
@@ -109,4 +110,5 @@ def to_worker(datagram: bytes) -> ToWorker:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: the datagram is none.
     """
-    return _to_worker.decode(datagram)
+    message: ToWorker = _to_worker.decode(datagram)
+    return message

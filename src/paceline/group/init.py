@@ -20,6 +20,7 @@ from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.store.base import Store
+from paceline.store.hash import HashStore
 
 DEFAULT_TIMEOUT = default_pg_timeout = timedelta(minutes=30)  # the second name is torch's
 
@@ -38,6 +39,7 @@ def init_process_group(
     interface: str | None = None,
     algorithm: str | None = None,
     between_hosts: str | None = None,
+    elastic: bool = False,
 ) -> None:
     """Makes the default process group; every rank calls this once, and it returns when all ranks have.
 
@@ -63,6 +65,8 @@ def init_process_group(
             default PACELINE_ALGORITHM, or else shared memory on one host and the fastest between hosts.
         between_hosts: the engine ("gloo", "mpi") by which the hosts' first ranks reduce and broadcast what "paceline"
             has reduced within each host; "paceline" itself if None.
+        elastic: the workers come and go; the group has this one rank until `ElasticState.epochs` finds the others.
+            The job is started with `paceline run --elastic`, or is this one process.
 
     Raises:
         ValueError: the default group exists already, or an argument is wrong; the message says what to do.
@@ -72,6 +76,9 @@ def init_process_group(
     """
     if own_world() is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
+    if elastic:
+        _require_elastic(backend, init_method, store, world_size, rank)
+        backend, world_size, rank, store = "paceline", 1, 0, HashStore()
     chosen = choose(backend)
     require_no_options(pg_options, "init_process_group")
     _require_between(between_hosts, chosen, algorithm)
@@ -234,6 +241,30 @@ def _meet(
         own = rank if rank >= 0 else os.environ.get("RANK", "?")
         who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
         raise out_of_descriptors(who, "the store where the ranks meet") from error
+
+
+def _require_elastic(
+    backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
+) -> None:
+    """Refuses what an elastic job decides by itself.
+
+    Raises:
+        ValueError: such an argument is given, or the launcher was not told that the job is elastic.
+    """
+    if backend not in (None, "paceline", "cpu:paceline"):
+        raise ValueError(
+            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
+            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
+        )
+    if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
+        raise ValueError(
+            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
+        )
+    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
+            "launcher is not elastic; start it with `paceline run --elastic`"
+        )
 
 
 def _require_between(between_hosts: str | None, backend: Backend, algorithm: str | None) -> None:

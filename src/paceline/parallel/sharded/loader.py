@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
+from paceline.parallel.sharded.batches import ShardBatch, StepBatches
 from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.tree import run_of_rank
@@ -24,18 +25,6 @@ class Indexed(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """Returns a sample."""
-
-
-@dataclass(frozen=True)
-class ShardBatch:
-    """A shard's part of a step.
-
-    `key` holds the epoch, the step and the shard; `weight` is this batch's fraction of the step's samples.
-    """
-
-    key: tuple[int, int, int]
-    weight: float
-    data: Any
 
 
 class ShardLoader:
@@ -75,7 +64,10 @@ class ShardLoader:
         self.epoch = 0
         self._next_step = 0
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
-        reading: Any = _Reading(dataset, shards.seed)  # a Dataset in all but its base class
+        self._order: tuple[int, torch.Tensor] | None = None  # an epoch, and the samples in its order
+        self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
+        self._reading = _Reading(dataset, shards.seed)
+        reading: Any = self._reading  # a Dataset in all but its base class
         self._loader: DataLoader[Any] = DataLoader(
             reading,
             batch_sampler=_Batches(self),
@@ -85,18 +77,21 @@ class ShardLoader:
             persistent_workers=persistent_workers,
         )
 
-    def __iter__(self) -> Iterator[list[ShardBatch]]:
+    def __iter__(self) -> Iterator[StepBatches]:
         """Yields the remaining steps of the epoch."""
-        batches = iter(self._loader)
-        plans = [self._plan(step) for step in range(self._next_step, self._steps())]
-        for step, plan in enumerate(plans, self._next_step):
-            self._next_step = step + 1
-            yield [
-                ShardBatch((self.epoch, step, shard), len(places) / self._in_step(step), next(batches))
-                for shard, places in plan
-            ]
+        while self._next_step < self._steps():
+            yield from self._steps_as_dealt()
+        self._shards.begin_batch()
         self.epoch += 1
         self._next_step = 0
+
+    def read(self, step: int, shard: int) -> ShardBatch | None:
+        """Reads a shard's batch of a step of the current epoch in this process; None if it has no samples."""
+        places = self._places(step, shard)
+        if not places:
+            return None
+        key = (self.epoch, step, shard)
+        return self._batch(key, self._collate(self._reading.__getitems__([key, *self._indices(places)])))
 
     def __len__(self) -> int:
         """Returns the number of remaining steps of the epoch, which is the same on every rank."""
@@ -118,11 +113,38 @@ class ShardLoader:
         whole = self._shards.count * self._batch_size
         return min(whole, len(self._dataset) - step * whole)
 
-    def _plan(self, step: int) -> list[tuple[int, range]]:
-        """Returns this rank's shards that have samples in a step, and their places in the order of the epoch."""
+    def _places(self, step: int, shard: int) -> range:
+        """Returns the places of a shard's samples in the order of the epoch."""
         count, first = self._shards.count, step * self._shards.count * self._batch_size
-        runs = [(shard, run_of_rank(self._in_step(step), count, shard)) for shard in self._shards.mine]
-        return [(shard, range(first + run.start, first + run.stop)) for shard, run in runs if run]
+        run = run_of_rank(self._in_step(step), count, shard)
+        return range(first + run.start, first + run.stop)
+
+    def _steps_as_dealt(self) -> Iterator[StepBatches]:
+        """Yields the remaining steps of the epoch for as long as this rank has the shards that it has now."""
+        mine = self._shards.mine
+        batches = iter(self._loader)
+        while self._next_step < self._steps():
+            self._shards.begin_batch()
+            if self._shards.mine != mine:
+                return  # the loader has read ahead for other shards
+            step = self._next_step
+            self._next_step = step + 1
+            keys = [(self.epoch, step, shard) for shard in mine if self._places(step, shard)]
+            yield StepBatches([self._batch(key, next(batches)) for key in keys], partial(self.read, step))
+
+    def _batch(self, key: tuple[int, int, int], data: Any) -> ShardBatch:
+        return ShardBatch(key, len(self._places(key[1], key[2])) / self._in_step(key[1]), data)
+
+    def _indices(self, places: range) -> list[int]:
+        """Returns the samples at places in the order of the current epoch."""
+        if self._order is None or self._order[0] != self.epoch:
+            order = torch.arange(len(self._dataset))
+            if self._shuffle:
+                with random_stream(self._shards.seed, _ORDER, self.epoch):
+                    order = torch.randperm(len(self._dataset))
+            self._order = (self.epoch, order)
+        listed: list[int] = self._order[1][places.start : places.stop].tolist()
+        return listed
 
 
 class _Batches:
@@ -133,16 +155,13 @@ class _Batches:
 
     def __iter__(self) -> Iterator[list[Any]]:
         owner = self._owner
-        order = torch.arange(len(owner._dataset))
-        if owner._shuffle:
-            with random_stream(owner._shards.seed, _ORDER, owner.epoch):
-                order = torch.randperm(len(owner._dataset))
         # All are listed at once, since the owner has moved to a later step when the DataLoader asks for the last ones.
         return iter(
             [
-                [(owner.epoch, step, shard), *order[places.start : places.stop].tolist()]
+                [(owner.epoch, step, shard), *owner._indices(places)]
                 for step in range(owner._next_step, owner._steps())
-                for shard, places in owner._plan(step)
+                for shard in owner._shards.mine
+                if (places := owner._places(step, shard))
             ]
         )
 

@@ -14,28 +14,36 @@ from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.sharded.batches import Batch, StepBatches
 from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.sums import Values, add, add_over_ranks, pack, unpack
+from paceline.parallel.sharded.sums import Values, add, pack, sum_over_ranks, unpack
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
 from paceline.parallel.tracked_tensors import collect_tracked
 
 _TRAINING = 2  # the purpose of a random stream; `loader` has the others
 
 
-class Batch(Protocol):
-    """What `ShardLoader` yields for a shard."""
+class Sums(Protocol):
+    """Adds up the values of all shards."""
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """The epoch, the step and the shard."""
+    def total(self, value_of: Callable[[int], Values]) -> Values:
+        """Returns the sum over all shards in the tree's order; `value_of` computes the value of one of them."""
+        ...
 
-    @property
-    def weight(self) -> float:
-        """This batch's fraction of the step's samples."""
 
-    @property
-    def data(self) -> Any:
-        """The data that the loss is computed from."""
+class GroupSums:
+    """The ranks of `group` each compute a run of the `count` shards."""
+
+    def __init__(self, count: int, group: ProcessGroup) -> None:
+        self._count, self._group = count, group
+
+    def total(self, value_of: Callable[[int], Values]) -> Values:
+        """Returns the sum over all shards."""
+        size = self._group.size()
+        root = Node(0, self._count)
+        nodes = [nodes_within(run_of_rank(self._count, size, rank), root) for rank in range(size)]
+        mine = {node: add_up(node, add, value_of, {}) for node in nodes[self._group.rank()]}
+        return sum_over_ranks(mine, nodes, self._count, self._group)
 
 
 class LogicalShards:
@@ -94,12 +102,21 @@ class LogicalShards:
         self.count = count
         self.seed = seed
         self.mine = run_of_rank(count, size, rank)
-        self._module = module
-        self._whole: list[torch.Tensor] = []
+        self.module = module
+        self._sums: Sums = GroupSums(count, self._group)
+        self._on_batch: Callable[[], None] = _nothing
         options: dict[str, object] = {"count": count, "seed": seed, "threads": threads}
         require_same_module(collect_tracked(module), options, rank_facts(self._group, False), None, self._group)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
         torch.set_num_threads(threads)
+
+    def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
+        """Has `sums` add up the shards' values from now on, and calls `on_batch` before a loader begins a batch."""
+        self._sums, self._on_batch = sums, on_batch
+
+    def begin_batch(self) -> None:
+        """Is called by a loader before it moves to the next batch or ends an epoch."""
+        self._on_batch()
 
     def backward(self, loss_of: Callable[[Any], torch.Tensor], batches: Sequence[Batch]) -> torch.Tensor:
         """Computes the gradient of the mean loss over the step's samples, and adds it to the parameters' gradients.
@@ -111,24 +128,17 @@ class LogicalShards:
         Returns:
             The mean loss, which is the same on every rank, as are the gradients.
         """
-        params = [param for param in self._module.parameters() if param.requires_grad]
-        buffers = list(self._module.buffers())
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        buffers = list(self.module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
         earlier = [param.grad for param in params]
-        by_shard = {batch.key[2]: batch for batch in batches}
+        of_shard = _reader(batches)
 
         def value_of(shard: int) -> Values:
-            return self._compute(loss_of, by_shard.get(shard), params, buffers, before)
+            return self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
 
-        size = self._group.size()
-        runs = [run_of_rank(self.count, size, rank) for rank in range(size)]
-        nodes = nodes_within(self.mine, Node(0, self.count))
-        sums = {node: add_up(node, add, value_of, {}) for node in nodes}
-        total = {
-            dtype: add_over_ranks({node: sums[node][dtype] for node in nodes}, self.count, self._group, runs)
-            for dtype in sums[nodes[0]]
-        }
-        like = [torch.zeros(()), torch.zeros(len(params)), *params, *filter(torch.is_floating_point, before)]
+        total = self._sums.total(value_of)
+        like = [torch.zeros(()), torch.zeros(len(params)), *params, *map(_summable, before)]
         loss, found, *rest = unpack(total, like)
         for param, gradient, old, times in zip(params, rest, earlier, found.tolist(), strict=False):
             new = torch.empty_like(param, requires_grad=False).copy_(gradient) if times else None
@@ -140,6 +150,7 @@ class LogicalShards:
         self,
         loss_of: Callable[[Any], torch.Tensor],
         batch: Batch | None,
+        shard: int,
         params: Sequence[nn.Parameter],
         buffers: Sequence[torch.Tensor],
         before: Sequence[torch.Tensor],
@@ -158,23 +169,40 @@ class LogicalShards:
         gradients = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
         weight = 0.0 if batch is None else batch.weight
         changes = [
-            torch.where(after == value, 0, after - value).mul_(weight)
+            _change(after, value, weight) if after.is_floating_point() else _of_first_shard(after, shard)
             for after, value in zip(buffers, before, strict=True)
-            if after.is_floating_point()
         ]
-        if batch is not None and batch.key[2] == 0:
-            self._whole = [buffer.clone() for buffer in buffers if not buffer.is_floating_point()]
-        return pack([loss.detach().float(), found, *gradients, *changes], self._group.size())
+        return pack([loss.detach().float(), found, *gradients, *changes])
 
+    @staticmethod
     def _update(
-        self, buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
+        buffers: Sequence[torch.Tensor], before: Sequence[torch.Tensor], changes: Sequence[torch.Tensor]
     ) -> None:
-        """Adds the shards' mean change to floating-point buffers; takes the others from shard 0, on rank 0."""
-        floating = [(b, old) for b, old in zip(buffers, before, strict=True) if b.is_floating_point()]
-        for (buffer, old), change in zip(floating, changes, strict=True):
-            buffer.copy_(old + change)
-        whole = [buffer for buffer in buffers if not buffer.is_floating_point()]
-        for buffer, value in zip(whole, self._whole, strict=False):
-            buffer.copy_(value)
-        if whole:
-            broadcast_tensors(whole, self._group)
+        """Adds the shards' mean change to floating-point buffers; takes the others from shard 0."""
+        for buffer, old, change in zip(buffers, before, changes, strict=True):
+            buffer.copy_(old + change if buffer.is_floating_point() else change)
+
+
+def _nothing() -> None:
+    """Is called where there is nothing to do."""
+
+
+def _change(after: torch.Tensor, before: torch.Tensor, weight: float) -> torch.Tensor:
+    """Returns a shard's share in the mean change of a buffer; entries that stay infinite or NaN have not changed."""
+    return torch.where(after == before, 0, after - before).mul_(weight)
+
+
+def _of_first_shard(buffer: torch.Tensor, shard: int) -> torch.Tensor:
+    """Returns the buffer on shard 0 and zeros on the others, so that the sum over all shards is that of shard 0."""
+    summable = _summable(buffer)
+    return summable.clone() if shard == 0 else torch.zeros_like(summable)
+
+
+def _summable(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
+
+
+def _reader(batches: Sequence[Batch]) -> Callable[[int], Batch | None]:
+    """Returns a function from a shard to its batch, which is None if the shard has no samples in this step."""
+    by_shard = {batch.key[2]: batch for batch in batches}
+    return batches.of if isinstance(batches, StepBatches) else by_shard.get

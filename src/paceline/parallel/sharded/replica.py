@@ -20,7 +20,7 @@ from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
 from paceline.parallel.scatter_gather import gather, map_tensors
 from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.sums import Values, add, add_over_ranks, pack, unpack
+from paceline.parallel.sharded.sums import Values, add, pack, sum_over_ranks, unpack
 from paceline.parallel.sharded.tree import Node, add_up
 from paceline.parallel.tracked_tensors import TrackedTensors
 
@@ -180,9 +180,9 @@ class ShardedReplica:
         def value_of(leaf: int) -> Values:
             return self._values(forwards, shard_of(leaf - runs[rank].start))
 
-        node = Node(runs[rank].start, runs[rank].stop)
-        sums = add_up(node, add, value_of, {})
-        total = {dtype: add_over_ranks({node: sums[dtype]}, self._count, self._group, runs) for dtype in sums}
+        nodes = [[Node(run.start, run.stop)] for run in runs]
+        node = nodes[rank][0]
+        total = sum_over_ranks({node: add_up(node, add, value_of, {})}, nodes, self._count, self._group)
         params = list(self._tracked.trained.values())
         floating = [buffer for buffer in self._tracked.buffers.values() if buffer.is_floating_point()]
         found, *rest = unpack(total, [torch.zeros(len(params)), *params, *floating])
@@ -212,7 +212,7 @@ class ShardedReplica:
         changes = [torch.stack(each).sum(0) for each in zip(*(f.changes[shard] for f in forwards), strict=True)]
         found = torch.tensor([float(gradient is not None) for gradient in gradients])
         dense = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
-        return pack([found, *dense, *changes], self._group.size())
+        return pack([found, *dense, *changes])
 
 
 def _run(first: int, length: int) -> range:

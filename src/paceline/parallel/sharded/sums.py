@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from paceline.group.objects.collectives import broadcast_object_list
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.sharded.tree import Node, add_up, nodes_within
+from paceline.parallel.sharded.tree import Node, add_up
 
 Values = dict[torch.dtype, torch.Tensor]
 
 
-def pack(tensors: Sequence[torch.Tensor], multiple: int) -> Values:
-    """Returns the tensors of each dtype concatenated, with zeros up to a length that `multiple` divides."""
+def pack(tensors: Sequence[torch.Tensor]) -> Values:
+    """Returns the tensors of each dtype concatenated."""
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         flat.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
-    for dtype, parts in flat.items():
-        parts.append(torch.zeros(-sum(part.numel() for part in parts) % multiple, dtype=dtype))
     return {dtype: torch.cat(parts) for dtype, parts in flat.items()}
 
 
@@ -45,26 +44,56 @@ def add(left: Values, right: Values) -> Values:
     return left
 
 
-def add_over_ranks(
-    mine: Mapping[Node, torch.Tensor], shards: int, group: ProcessGroup, runs: Sequence[range]
-) -> torch.Tensor:
+def sum_over_ranks(
+    mine: Mapping[Node, Values], nodes: Sequence[Sequence[Node]], shards: int, group: ProcessGroup
+) -> Values:
     """Returns the sum over all shards, which has the same bits on every rank of any group.
 
     Args:
-        mine: the sums of `nodes_within` this rank's run, in that order; one-dimensional, of one dtype and of one
-            length, which the number of ranks divides.
+        mine: the sums of this rank's nodes, which are not changed; with the same dtypes and lengths on all
+            ranks. The result of a group of one rank may be one of them.
+        nodes: each rank's nodes of the tree, which together hold every shard once.
         shards: the number of shards.
         group: the ranks.
-        runs: each rank's shards.
     """
-    root, size = Node(0, shards), group.size()
+    own = [mine[node] for node in nodes[group.rank()]]
+    if all(nodes):
+        lengths = {dtype: flat.numel() for dtype, flat in own[0].items()}
+    else:  # a rank without shards does not know what is added
+        lengths = _announced_lengths(own, nodes, group)
+    return {
+        dtype: _sum_of_dtype([values[dtype] for values in own], nodes, shards, group, torch.empty(0, dtype=dtype), n)
+        for dtype, n in lengths.items()
+    }
+
+
+def _announced_lengths(
+    own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup
+) -> dict[torch.dtype, int]:
+    """Returns the number of elements of each dtype, on ranks without a value too."""
+    first = next(rank for rank, theirs in enumerate(nodes) if theirs)
+    said = [{str(dtype).removeprefix("torch."): flat.numel() for dtype, flat in own[0].items()} if own else {}]
+    broadcast_object_list(said, group_src=first, group=group)
+    return {getattr(torch, name): length for name, length in said[0].items()}
+
+
+def _sum_of_dtype(
+    own: Sequence[torch.Tensor],
+    nodes: Sequence[Sequence[Node]],
+    shards: int,
+    group: ProcessGroup,
+    like: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    root, size, rank = Node(0, shards), group.size(), group.rank()
     if size == 1:
-        return mine[root]
-    nodes = [nodes_within(run, root) for run in runs]
-    some = next(iter(mine.values()))
-    count = some.numel() // size
-    inputs = [[value[rank * count : (rank + 1) * count] for value in mine.values()] for rank in range(size)]
-    outputs = [[some.new_empty(count) for _ in theirs] for theirs in nodes]
+        # Out of place, since the values that were given may be needed again.
+        return add_up(root, torch.Tensor.add, _no_leaf, dict(zip(nodes[0], own, strict=True)))
+    each = -(-length // size)
+    bounds = [(min(length, r * each), min(length, (r + 1) * each)) for r in range(size)]
+    inputs = [[value[start:stop] for value in own] for start, stop in bounds]
+    width = bounds[rank][1] - bounds[rank][0]
+    outputs = [[like.new_empty(width) for _ in theirs] for theirs in nodes]
     group.all_to_all(outputs, inputs)
     known = {
         node: value
@@ -72,9 +101,11 @@ def add_over_ranks(
         for node, value in zip(theirs, values, strict=True)
     }
     total = add_up(root, torch.Tensor.add_, _no_leaf, known)
-    whole = torch.empty_like(some)
-    group.all_gather([whole[rank * count : (rank + 1) * count] for rank in range(size)], total)
-    return whole
+    if width < each:
+        total = torch.cat([total, like.new_zeros(each - width)])
+    whole = like.new_empty(each * size)
+    group.all_gather(list(whole.split(each)), total)
+    return whole[:length]
 
 
 def _no_leaf(shard: int) -> torch.Tensor:

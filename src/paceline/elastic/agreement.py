@@ -1,0 +1,120 @@
+"""What the members of a new view agree on, from what each of them says about itself; every member gets the same result.
+
+A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member that is in round n has the
+result of every round before it, and keeps that of round n - 1, because another member may have failed to get it. It
+also keeps the partial sums that it has computed for round n. So a member is at most one round behind the others, and
+only what a dead worker had computed is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.parallel.sharded.tree import Node, nodes_within, run_of_rank
+
+FRESH = -1  # the round of a worker that has no state yet
+
+Deal = list[list[Node]]  # for each rank the nodes of the tree whose sums it computes
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says about itself when it enters a view: its round, and the nodes it has the sums of."""
+
+    round: int
+    held: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What follows from the members' statuses.
+
+    Attributes:
+        round: the round that is computed next.
+        deal: the nodes of each rank in that round.
+        source: for each rank, the rank from which it gets the state or the latest result; None if it has both.
+        needs_state: the ranks that have no state.
+    """
+
+    round: int
+    deal: Deal
+    source: tuple[int | None, ...]
+    needs_state: frozenset[int]
+
+
+def agree(statuses: Sequence[Status], shards: int) -> Agreement:
+    """Returns what the members do next, given their statuses by rank.
+
+    Raises:
+        ValueError: a member is more than one round behind, which the protocol rules out.
+    """
+    latest = max(status.round for status in statuses)
+    if latest == FRESH:  # the job begins, and rank 0's state is everybody's
+        source = (None, *[0] * (len(statuses) - 1))
+        return Agreement(0, deal_evenly(shards, len(statuses)), source, frozenset(range(1, len(statuses))))
+    if late := [rank for rank, status in enumerate(statuses) if FRESH < status.round < latest - 1]:
+        raise ValueError(f"ranks {late} are more than one round behind round {latest}: {list(statuses)}")
+    donors = [rank for rank, status in enumerate(statuses) if status.round == latest]
+    receivers = [rank for rank, status in enumerate(statuses) if status.round < latest]
+    given = {rank: donors[at % len(donors)] for at, rank in enumerate(receivers)}
+    fresh = frozenset(rank for rank in receivers if statuses[rank].round == FRESH)
+    held = [status.held if status.round == latest else () for status in statuses]
+    source = tuple(given.get(rank) for rank in range(len(statuses)))
+    return Agreement(latest, complete([[Node(*each) for each in nodes] for nodes in held], shards), source, fresh)
+
+
+def deal_evenly(shards: int, ranks: int) -> Deal:
+    """Returns a deal in which each rank has a run of consecutive shards, of lengths that differ by one at most."""
+    return [nodes_within(run_of_rank(shards, ranks, rank), Node(0, shards)) for rank in range(ranks)]
+
+
+def deal_by_weight(shards: int, weights: Sequence[float]) -> Deal:
+    """Returns a deal of consecutive runs in proportion to the ranks' weights, by largest remainders.
+
+    >>> [sum(node.stop - node.first for node in nodes) for nodes in deal_by_weight(12, [1.0, 1.0, 0.5, 0.5])]
+    [4, 4, 2, 2]
+    """
+    total = sum(weights)
+    exact = [shards * weight / total for weight in weights]
+    counts = [int(each) for each in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_remainder[: shards - sum(counts)]:
+        counts[rank] += 1
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    root = Node(0, shards)
+    return [nodes_within(range(at, at + count), root) for at, count in zip(starts, counts, strict=True)]
+
+
+def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:
+    """Returns a deal in which each rank keeps the sums that it holds, and the missing shards are dealt out evenly.
+
+    >>> complete([[Node(0, 2)], [Node(2, 4)]], 8)[1]
+    [Node(first=2, stop=4), Node(first=6, stop=8)]
+    """
+    covered = [False] * shards
+    kept: Deal = []
+    for nodes in held:
+        mine = []
+        for node in nodes:
+            if not any(covered[node.first : node.stop]):
+                covered[node.first : node.stop] = [True] * (node.stop - node.first)
+                mine.append(node)
+        kept.append(mine)
+    missing = [shard for shard in range(shards) if not covered[shard]]
+    for rank, mine in enumerate(kept):
+        share = run_of_rank(len(missing), len(kept), rank)
+        mine += _nodes_of([missing[at] for at in share], shards)
+    return kept
+
+
+def _nodes_of(chosen: Sequence[int], shards: int) -> list[Node]:
+    """Returns the largest nodes of the tree that together hold the chosen shards, which are in ascending order."""
+    nodes: list[Node] = []
+    first = 0
+    for at in range(1, len(chosen) + 1):
+        if at == len(chosen) or chosen[at] != chosen[at - 1] + 1:
+            nodes += nodes_within(range(chosen[first], chosen[at - 1] + 1), Node(0, shards))
+            first = at
+    return nodes

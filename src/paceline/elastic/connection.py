@@ -1,0 +1,121 @@
+"""A worker's connection to its launcher: what it has been told so far, and what it waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from paceline.elastic import messages
+from paceline.elastic.messages import Dismissed, FromWorker, View, Wait
+from paceline.errors import PacelineError
+
+FD_VARIABLE = "PACELINE_ELASTIC_FD"
+NAME_VARIABLE = "PACELINE_WORKER"
+_SAY_AFTER_S = 1.0  # a wait that is shorter than this is nobody's concern
+
+
+class LauncherLostError(PacelineError):
+    """The launcher of an elastic worker has ended."""
+
+
+class LauncherConnection:
+    """The connection over `connection`, a socket of datagrams, of the worker `name`; a thread of its own listens."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.name = name
+        self._socket = connection
+        self._changed = threading.Condition()
+        self._views: dict[int, View] = {}
+        self._dismissed: Dismissed | None = None
+        self._reason = ""
+        self._is_lost = False
+        self._on_view: Callable[[View], None] | None = None
+        threading.Thread(target=self._listen, name="paceline-elastic", daemon=True).start()
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> LauncherConnection | None:
+        """Returns the connection that the launcher has left in the environment; None without an elastic launcher."""
+        fd = environment.get(FD_VARIABLE)
+        return None if fd is None else cls(socket.socket(fileno=int(fd)), environment[NAME_VARIABLE])
+
+    @property
+    def heard(self) -> int:
+        """The largest generation that this worker has heard of; 0 at the beginning."""
+        return max(self._views, default=0)
+
+    def view(self, generation: int) -> View:
+        """Returns a view of which the worker has heard."""
+        return self._views[generation]
+
+    def when_told(self, on_view: Callable[[View], None] | None) -> None:
+        """Calls `on_view` from the listening thread with each view that comes from now on."""
+        with self._changed:
+            self._on_view = on_view
+
+    def send(self, message: FromWorker) -> None:
+        """Tells the launcher something; a launcher that has ended is noticed by the next wait."""
+        with contextlib.suppress(OSError):
+            self._socket.send(messages.encode(message))
+
+    def await_view(self, after: int, needs_me: bool = False) -> View | Dismissed:
+        """Waits for a view later than the generation `after`, with this worker if `needs_me`, or for the order to end.
+
+        The launcher says why it takes long, which is shown once for each reason; it has the deadlines.
+
+        Raises:
+            LauncherLostError: the launcher has ended.
+        """
+        told, began_s = "", time.monotonic()
+        with self._changed:
+            while True:
+                if self._dismissed is not None:
+                    return self._dismissed
+                latest = self._views.get(self.heard)
+                if latest is not None and latest.generation > after and (self.name in latest.members or not needs_me):
+                    return latest
+                if self._is_lost:
+                    raise LauncherLostError(f"worker {self.name} (pid {os.getpid()}): its launcher has ended")
+                waited_s = time.monotonic() - began_s
+                if self._reason != told and waited_s >= _SAY_AFTER_S:
+                    told = self._reason
+                    sys.stderr.write(f"paceline: worker {self.name} waits: {told}\n")
+                self._changed.wait(_SAY_AFTER_S)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                datagram = self._socket.recv(messages.LARGEST)
+            except OSError:
+                datagram = b""
+            with self._changed:
+                if not datagram:
+                    self._is_lost = True
+                    self._changed.notify_all()
+                    return
+                self._take(messages.to_worker(datagram))
+                self._changed.notify_all()
+
+    def _take(self, message: messages.ToWorker) -> None:
+        match message:
+            case View():
+                self._views[message.generation] = message
+                for old in sorted(self._views)[:-4]:
+                    del self._views[old]
+                if self._on_view is not None:
+                    self._on_view(message)
+            case Wait(reason):
+                self._reason = reason
+            case Dismissed():
+                self._dismissed = message
+
+
+def same_bits_as(*facts: object) -> str:
+    """Returns the fingerprint of a worker; equal texts mean that their results have the same bits."""
+    return msgspec.json.encode([str(fact) for fact in facts]).decode()

@@ -1,0 +1,93 @@
+"""Named points at which a test can end, stop or delay a chosen worker: `reach` does nothing anywhere else.
+
+`PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker of that name
+reaches the point for the COUNT-th time, it does ACTION: "kill", "stop", "exit", "raise" or "delay".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+
+VARIABLE = "PACELINE_FAILPOINTS"
+POINTS = (
+    "join.ready",
+    "view.entering",
+    "view.formed",
+    "view.agreed",
+    "state.before_sending",
+    "state.sent",
+    "state.loaded",
+    "result.before_sending",
+    "result.received",
+    "round.begun",
+    "round.computed",
+    "round.summed",
+    "round.voted",
+    "round.committed",
+    "batch.begun",
+    "loop.over",
+)
+_DELAY_S = 0.3
+
+_reached: Counter[str] = Counter()
+_orders: dict[tuple[str, int], str] = {}
+
+
+def arm(worker: str, orders: str) -> None:
+    """Takes the orders that are for `worker`.
+
+    Raises:
+        ValueError: an order cannot be read, or names a point that does not exist.
+    """
+    _orders.clear()
+    for order in filter(None, orders.split(",")):
+        try:
+            where, action = order.split("=")
+            name, point = where.split(":")
+            point, count = point.split("@")
+            number = int(count)
+        except ValueError:
+            raise ValueError(f"{VARIABLE} has {order!r}; it must be WORKER:POINT@COUNT=ACTION") from None
+        if point not in POINTS or action not in _ACTIONS:
+            raise ValueError(f"{VARIABLE} has {order!r}; points are {POINTS}, and actions {tuple(_ACTIONS)}")
+        if name == worker:
+            _orders[point, number] = action
+
+
+def arm_by_environment(worker: str) -> None:
+    """Takes the orders that the environment has for `worker`; see `arm`."""
+    arm(worker, os.environ.get(VARIABLE, ""))
+
+
+def reach(point: str) -> None:
+    """Does what was ordered for this worker at this point, if anything was."""
+    if _orders:
+        _reached[point] += 1
+        if action := _orders.get((point, _reached[point])):
+            _ACTIONS[action]()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _raise() -> None:
+    raise RuntimeError("a failpoint raised this error")
+
+
+def _delay() -> None:
+    time.sleep(_DELAY_S)
+
+
+_ACTIONS = {"kill": _kill, "stop": _stop, "exit": _exit, "raise": _raise, "delay": _delay}

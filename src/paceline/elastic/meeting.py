@@ -1,0 +1,81 @@
+"""Where the members of a view meet: the process group of a view is made, and the one before it ends."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import msgspec
+
+from paceline.elastic.agreement import Status
+from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.messages import View
+from paceline.errors import CollectiveTimeoutError, PeerLostError, RendezvousError, StoreError
+from paceline.group.default import default_group, leave
+from paceline.group.init import init_process_group
+from paceline.group.process_group import ProcessGroup
+from paceline.rendezvous.environment import open_store
+from paceline.store.base import Store
+from paceline.store.prefix import PrefixStore
+
+# What a member sees when another one is lost, or has left for a later view.
+LOST = (PeerLostError, CollectiveTimeoutError, RendezvousError, StoreError)
+_FORMING_S = 60.0
+_CALL_S = 3600.0
+
+
+class Meeting:
+    """Holds the default process group of the current view."""
+
+    def __init__(self, connection: LauncherConnection) -> None:
+        self._connection = connection
+        self._store: Store | None = None
+
+    def enter(self, view: View) -> ProcessGroup:
+        """Makes the process group of `view` the default group; ends the one before.
+
+        Raises:
+            PeerLostError, RendezvousError, StoreError: a member was lost, or the launcher announced a later view.
+        """
+        self.leave()
+        rank = view.members.index(self._connection.name)
+        store = open_store(rank, len(view.members), timedelta(seconds=_FORMING_S))
+
+        def superseded(later: View) -> None:
+            if not later.is_planned:
+                store.close()  # which ends every wait for a member that does not come
+
+        self._store = store
+        self._connection.when_told(superseded)
+        try:
+            if self._connection.heard > view.generation:
+                superseded(self._connection.view(self._connection.heard))
+            init_process_group(
+                "paceline",
+                store=PrefixStore(f"view/{view.generation}", store),
+                rank=rank,
+                world_size=len(view.members),
+                timeout=_FORMING_S,
+            )
+        finally:
+            self._connection.when_told(None)
+        group = default_group()
+        group.set_timeout(timedelta(seconds=_CALL_S))
+        return group
+
+    def leave(self) -> None:
+        """Ends the default process group; idempotent."""
+        leave()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def exchange_statuses(group: ProcessGroup, mine: Status) -> list[Status]:
+    """Returns the statuses of all members, by rank."""
+    return [msgspec.json.decode(each, type=Status) for each in group.all_gather_bytes(msgspec.json.encode(mine))]
+
+
+def describe_self(name: str) -> str:
+    """Returns how messages name this worker."""
+    return f"worker {name} (pid {os.getpid()})"

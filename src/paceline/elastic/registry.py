@@ -1,0 +1,145 @@
+"""The state of a training run: everything that a worker that joins must be given, and that must be equal everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import xxhash
+from torch import nn
+
+from paceline.group.exchange import as_memory
+
+_WINDOWS = 16  # the rolling digest goes through the whole state once in so many rounds
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state can be taken and put back: an optimizer, a scheduler, a loader, a module."""
+
+    def state_dict(self) -> Any:
+        """Returns the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Puts the state back."""
+
+
+class Registry:
+    """The module's parameters and buffers, and the state of `others`.
+
+    Args:
+        module: the model, of which gradients that have been kept for the next step belong to the state too.
+        others: the optimizer and everything else that has a state, by name.
+
+    Raises:
+        TypeError: one of the others has no state_dict and load_state_dict.
+    """
+
+    def __init__(self, module: nn.Module, others: Mapping[str, Stateful]) -> None:
+        for name, each in others.items():
+            if not isinstance(each, Stateful):
+                raise TypeError(
+                    f"ElasticState got {name}={type(each).__name__}; it must have state_dict() and load_state_dict(), "
+                    "so that a worker that joins can be given its state"
+                )
+        self._module = module
+        self._others = dict(others)
+
+    def capture(self) -> dict[str, Any]:
+        """Returns the state; its tensors are those that the training goes on to change."""
+        return {
+            "parameters": [param.detach() for param in self._module.parameters()],
+            "gradients": [None if param.grad is None else param.grad for param in self._module.parameters()],
+            "buffers": [buffer.detach() for buffer in self._module.buffers()],
+            "others": {name: each.state_dict() for name, each in self._others.items()},
+            "random": [torch.get_rng_state(), random.getstate()],
+        }
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Puts a state that `capture` returned, here or in another process, in the place of this one."""
+        _copy_all([*self._module.parameters()], state["parameters"])
+        _copy_all([*self._module.buffers()], state["buffers"])
+        for param, gradient in zip(self._module.parameters(), state["gradients"], strict=True):
+            param.grad = None if gradient is None else gradient.clone()
+        for name, each in self._others.items():
+            each.load_state_dict(state["others"][name])
+        torch_state, python_state = state["random"]
+        torch.set_rng_state(torch_state)
+        version, numbers, gauss = python_state
+        random.setstate((version, tuple(numbers), gauss))
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of parameters, buffers and the state of all others, as 64 hexadecimal digits."""
+        total = hashlib.sha256()
+        state = self.capture()
+        for leaf in _leaves([state["parameters"], state["buffers"], state["others"]]):
+            total.update(_memory(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+        return total.hexdigest()
+
+    def rolling_digest(self, round_number: int) -> int:
+        """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, the next one in each round."""
+        tensors = [leaf for leaf in _leaves([self._tensors()]) if isinstance(leaf, torch.Tensor)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        window = -(-sum(sizes) // _WINDOWS)
+        start = (round_number % _WINDOWS) * window
+        stop = start + window
+        total = xxhash.xxh3_64(seed=0)
+        at = 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            first, last = max(start - at, 0), min(stop - at, size)
+            if first < last:
+                total.update(_memory(tensor)[first:last])
+            at += size
+        return total.intdigest() >> 1
+
+    def _tensors(self) -> list[Any]:
+        states = [each.state for each in self._others.values() if isinstance(each, torch.optim.Optimizer)]
+        return [
+            [param.detach() for param in self._module.parameters()],
+            [buffer for buffer in self._module.buffers() if not buffer.is_floating_point()],
+            [[state.get(param, {}) for group in _groups(state, self._others) for param in group] for state in states],
+        ]
+
+
+def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterator[Sequence[Any]]:
+    """Yields the parameters of the optimizer that `state` belongs to, in the order of its groups."""
+    for each in others.values():
+        if isinstance(each, torch.optim.Optimizer) and each.state is state:
+            yield from (group["params"] for group in each.param_groups)
+
+
+def digest_of(values: Mapping[torch.dtype, torch.Tensor]) -> int:
+    """Returns a digest (XXH3, 63 bits) of flat tensors."""
+    total = xxhash.xxh3_64(seed=0)
+    for flat in values.values():
+        total.update(_memory(flat))
+    return total.intdigest() >> 1
+
+
+def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(mine, given, strict=True):
+        tensor.copy_(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yields the tensors and plain values of a nested state, in an order that is the same in every process."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor, or of a contiguous copy of it, without another copy."""
+    flat = tensor.detach().contiguous()
+    kept = as_memory(flat)
+    return kept if flat.data_ptr() == tensor.data_ptr() else memoryview(bytes(kept))

@@ -1,0 +1,222 @@
+"""The rounds of an elastic training run: each is a sum over all shards, to which every member of the view agrees.
+
+The life of a round. A member computes the sums of its nodes and *keeps* them. The members add them up into a result
+in memory of its own, and compare digests of it and of a part of their state; if all are equal, the round is
+*committed*. The result is kept until the next round is committed, because another member may not have got it. If the
+view breaks at any point, each survivor enters the next view with what it has; `agreement.py` says what follows from
+that. What a member does again is a pure function of the shard, so doing it again gives the same bits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.elastic.agreement import FRESH, Agreement, Deal, Status, agree, deal_evenly
+from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.failpoints import reach
+from paceline.elastic.meeting import LOST, Meeting, describe_self, exchange_statuses
+from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Ready, View
+from paceline.elastic.registry import Registry, digest_of
+from paceline.elastic.vote import Ballot, OutvotedError, vote
+from paceline.group.objects.messages import recv_object_list, send_object_list
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
+from paceline.parallel.sharded.tree import Node, add_up, run_of_rank
+
+_LEFT_OUT, _OUTVOTED = 75, 76  # exit codes of workers that the launcher replaces
+
+
+class Rounds:
+    """Runs the rounds of one worker, through all the views that it is in.
+
+    Args:
+        shards: the number of shards of a step.
+        connection: the worker's connection to its launcher.
+        registry: the state, which a worker that joins is given.
+        on_deal: is called with this worker's shards whenever they change.
+    """
+
+    def __init__(
+        self,
+        shards: int,
+        connection: LauncherConnection,
+        registry: Registry,
+        on_deal: Callable[[range], None],
+    ) -> None:
+        self._shards = shards
+        self._connection = connection
+        self._registry = registry
+        self._on_deal = on_deal
+        self._meeting = Meeting(connection)
+        self._view = View(0, (), is_planned=False)
+        self._group: ProcessGroup | None = None
+        self.number = FRESH  # the round that comes next
+        self._deal: Deal = []
+        self._held: dict[Node, Values] = {}
+        self._result: Values = {}  # of the round before
+        self._given: Values | None = None  # the result of this round, from a member that had it already
+        self.is_leaving = False  # this worker was asked to end
+        self._agreed = 0  # the generation of a view that all members have heard of
+
+    def join(self, fingerprint: str) -> None:
+        """Asks to take part, and returns when this worker is in a view and has the state.
+
+        Raises:
+            SystemExit: the launcher says that the worker takes no part.
+        """
+        reach("join.ready")
+        self._connection.send(Ready(fingerprint))
+        self._until_it_holds(self._enter_next)
+        self._tell_deal()
+
+    def total(self, value_of: Callable[[int], Values]) -> Values:
+        """Runs a round; returns the sum over all shards, of which `value_of` computes any one.
+
+        Raises:
+            DivergenceError: the members' results or states differ.
+            SystemExit: this worker is not in the next view.
+        """
+
+        def attempt() -> Values:
+            if self._group is None:
+                self._enter_next()
+            if self._given is not None:
+                return self._given
+            return self._sum(self._group_now(), value_of)
+
+        reach("round.begun")
+        result: Values = self._until_it_holds(attempt)
+        self._commit(result)
+        return result
+
+    def begin_batch(self) -> None:
+        """Enters the next view if all members have heard of it; the state belongs to no batch here.
+
+        Raises:
+            SystemExit: this worker is not in that view.
+        """
+        reach("batch.begun")
+
+        def attempt() -> None:
+            if self._agreed > self._view.generation:
+                self._enter(self._connection.view(self._agreed))
+            while self._group is None or self._view.must_wait:
+                self._enter_next()
+
+        before = self._view
+        self._until_it_holds(attempt)
+        if self._view is not before:
+            self._tell_deal()
+
+    def finish(self) -> None:
+        """Returns when every member has finished all rounds, so that none needs another any more."""
+        self.total(lambda _: {torch.uint8: torch.zeros(1, dtype=torch.uint8)})
+        reach("loop.over")
+        self._connection.send(Finished(self.number))
+
+    def _until_it_holds(self, attempt: Callable[[], Any]) -> Any:
+        """Returns the result of `attempt` in the first view that lasts as long as it takes."""
+        while True:
+            try:
+                return attempt()
+            except LOST as error:
+                if self._group is not None or self._view.generation:
+                    self._connection.send(Broken(self._view.generation, self.number, str(error)))
+                self._group = None
+
+    def _enter_next(self) -> None:
+        answer = self._connection.await_view(self._view.generation, needs_me=self.number == FRESH)
+        if isinstance(answer, Dismissed):
+            self._end(answer.reason, answer.code)
+        else:
+            self._enter(answer)
+
+    def _enter(self, view: View) -> None:
+        before, self._view, self._group = self._view, view, None
+        if self._connection.name not in view.members:
+            code = 0 if self.is_leaving else _LEFT_OUT
+            self._end(f"it is not in view {view.generation}, which follows view {before.generation}", code)
+        reach("view.entering")
+        group = self._meeting.enter(view)
+        reach("view.formed")
+        statuses = exchange_statuses(group, Status(self.number, tuple((node.first, node.stop) for node in self._held)))
+        agreed = agree(statuses, self._shards)
+        self._share(group, agreed, statuses)
+        reach("view.agreed")
+        self._deal = agreed.deal
+        self._group = group
+        self._connection.send(Installed(view.generation, self.number))
+
+    def _share(self, group: ProcessGroup, agreed: Agreement, statuses: list[Status]) -> None:
+        """Gives the state or the latest result to those that lack it."""
+        rank = group.rank()
+        for receiver, source in enumerate(agreed.source):
+            needs_state = receiver in agreed.needs_state
+            if source == rank:
+                reach("state.before_sending" if needs_state else "result.before_sending")
+                given = self._registry.capture() if needs_state else _named(self._result)
+                send_object_list([given], group_dst=receiver, group=group)
+                reach("state.sent")
+        source = agreed.source[rank]
+        if source is None:
+            self.number = agreed.round
+            return
+        box: list[Any] = [None]
+        recv_object_list(box, group_src=source, group=group)
+        if rank in agreed.needs_state:
+            self._registry.restore(box[0])
+            self.number = agreed.round
+            reach("state.loaded")
+        else:
+            self._given = _unnamed(box[0])
+            self._held = {}
+            reach("result.received")
+
+    def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values]) -> Values:
+        for node in self._deal[group.rank()]:
+            if node not in self._held:
+                self._held[node] = add_up(node, add, value_of, {})
+        reach("round.computed")
+        result = sum_over_ranks(self._held, self._deal, self._shards, group)
+        reach("round.summed")
+        ballot = Ballot(digest_of(result), self._registry.rolling_digest(self.number), self._connection.heard)
+        try:
+            self._agreed = vote(group, ballot, self.number, self._view.members)
+        except OutvotedError as error:
+            self._end(str(error), _OUTVOTED)
+        reach("round.voted")
+        return result
+
+    def _commit(self, result: Values) -> None:
+        is_given = self._given is not None
+        self._result, self._given, self._held = result, None, {}
+        self.number += 1
+        if not is_given:  # otherwise the members agreed on the deal of the round that comes now
+            self._deal = deal_evenly(self._shards, len(self._view.members))
+        reach("round.committed")
+
+    def _tell_deal(self) -> None:
+        """Announces the shards of this worker in rounds to come; those that it owes in this round may be others."""
+        members = self._view.members
+        self._on_deal(run_of_rank(self._shards, len(members), members.index(self._connection.name)))
+
+    def _group_now(self) -> ProcessGroup:
+        assert self._group is not None
+        return self._group
+
+    def _end(self, reason: str, code: int) -> NoReturn:
+        self._meeting.leave()
+        sys.stderr.write(f"paceline: {describe_self(self._connection.name)} ends: {reason}\n")
+        raise SystemExit(code)
+
+
+def _named(values: Values) -> dict[str, torch.Tensor]:
+    return {str(dtype).removeprefix("torch."): flat for dtype, flat in values.items()}
+
+
+def _unnamed(values: dict[str, torch.Tensor]) -> Values:
+    return {flat.dtype: flat for flat in values.values()}
