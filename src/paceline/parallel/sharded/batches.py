@@ -45,8 +45,12 @@ class StepBatches(list[ShardBatch]):
 
     def __init__(self, batches: Iterable[ShardBatch], read: Callable[[int], ShardBatch | None]) -> None:
         super().__init__(batches)
-        self._here = {batch.key[2]: batch for batch in self}
+        self._here: dict[int, ShardBatch] = {batch.key[2]: batch for batch in self}
         self._read = read
+
+    def without_data(self) -> StepBatches:
+        """Returns the same step with nothing read yet."""
+        return StepBatches([], self._read)
 
     def of(self, shard: int) -> ShardBatch | None:
         """Returns the batch of a shard, which is read now if it is another rank's; None if it has no samples."""

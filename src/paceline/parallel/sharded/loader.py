@@ -85,13 +85,25 @@ class ShardLoader:
         self.epoch += 1
         self._next_step = 0
 
-    def read(self, step: int, shard: int) -> ShardBatch | None:
-        """Reads a shard's batch of a step of the current epoch in this process; None if it has no samples."""
-        places = self._places(step, shard)
-        if not places:
-            return None
-        key = (self.epoch, step, shard)
-        return self._batch(key, self._collate(self._reading.__getitems__([key, *self._indices(places)])))
+    def whole_epoch(self) -> Iterator[StepBatches]:
+        """Yields all steps of epoch 0, for an evaluation, which leaves the position as it is.
+
+        Raises:
+            ValueError: an epoch has begun and not ended, or there are fewer samples than shards.
+        """
+        if self._next_step:
+            raise ValueError(
+                f"the loader is in step {self._next_step} of epoch {self.epoch}; evaluate with a loader of its own"
+            )
+        if len(self._dataset) < self._shards.count:
+            raise ValueError(
+                f"{len(self._dataset)} samples cannot be evaluated in {self._shards.count} shards; each needs one"
+            )
+        epoch, self.epoch = self.epoch, 0
+        try:
+            yield from self._remaining(self._shards.mine)
+        finally:
+            self.epoch, self._next_step = epoch, 0
 
     def __len__(self) -> int:
         """Returns the number of remaining steps of the epoch, which is the same on every rank."""
@@ -122,27 +134,42 @@ class ShardLoader:
     def _steps_as_dealt(self) -> Iterator[StepBatches]:
         """Yields the remaining steps of the epoch for as long as this rank has the shards that it has now."""
         mine = self._shards.mine
-        batches = iter(self._loader)
+        remaining = self._remaining(mine)
         while self._next_step < self._steps():
             self._shards.begin_batch()
             if self._shards.mine != mine:
                 return  # the loader has read ahead for other shards
+            yield next(remaining)
+
+    def _remaining(self, mine: range) -> Iterator[StepBatches]:
+        batches = iter(self._loader)
+        while self._next_step < self._steps():
             step = self._next_step
             self._next_step = step + 1
             keys = [(self.epoch, step, shard) for shard in mine if self._places(step, shard)]
-            yield StepBatches([self._batch(key, next(batches)) for key in keys], partial(self.read, step))
+            yield StepBatches(
+                [self._batch(key, next(batches)) for key in keys], partial(self._read_in, self.epoch, step)
+            )
+
+    def _read_in(self, epoch: int, step: int, shard: int) -> ShardBatch | None:
+        """Reads a shard's batch of a step in this process; None if it has no samples."""
+        places = self._places(step, shard)
+        if not places:
+            return None
+        key = (epoch, step, shard)
+        return self._batch(key, self._collate(self._reading.__getitems__([key, *self._indices(places, epoch)])))
 
     def _batch(self, key: tuple[int, int, int], data: Any) -> ShardBatch:
         return ShardBatch(key, len(self._places(key[1], key[2])) / self._in_step(key[1]), data)
 
-    def _indices(self, places: range) -> list[int]:
-        """Returns the samples at places in the order of the current epoch."""
-        if self._order is None or self._order[0] != self.epoch:
+    def _indices(self, places: range, epoch: int) -> list[int]:
+        """Returns the samples at places in the order of an epoch."""
+        if self._order is None or self._order[0] != epoch:
             order = torch.arange(len(self._dataset))
             if self._shuffle:
-                with random_stream(self._shards.seed, _ORDER, self.epoch):
+                with random_stream(self._shards.seed, _ORDER, epoch):
                     order = torch.randperm(len(self._dataset))
-            self._order = (self.epoch, order)
+            self._order = (epoch, order)
         listed: list[int] = self._order[1][places.start : places.stop].tolist()
         return listed
 
@@ -158,7 +185,7 @@ class _Batches:
         # All are listed at once, since the owner has moved to a later step when the DataLoader asks for the last ones.
         return iter(
             [
-                [(owner.epoch, step, shard), *owner._indices(places)]
+                [(owner.epoch, step, shard), *owner._indices(places, owner.epoch)]
                 for step in range(owner._next_step, owner._steps())
                 for shard in owner._shards.mine
                 if (places := owner._places(step, shard))

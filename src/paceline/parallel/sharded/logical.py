@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +15,21 @@ from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.sharded.batches import Batch, StepBatches
+from paceline.parallel.sharded.evaluating import Measure, ShardSums, evaluating
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.sums import Values, add, pack, sum_over_ranks, unpack
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
 from paceline.parallel.tracked_tensors import collect_tracked
 
 _TRAINING = 2  # the purpose of a random stream; `loader` has the others
+
+
+class Evaluated(Protocol):
+    """What `ShardLoader` offers for an evaluation."""
+
+    def whole_epoch(self) -> Iterator[StepBatches]:
+        """Yields all steps of an epoch, always the same."""
+        ...
 
 
 class Sums(Protocol):
@@ -145,6 +154,29 @@ class LogicalShards:
             param.grad = old if new is None else new if old is None else old.add_(new)
         self._update(buffers, before, rest[len(params) :])
         return loss.clone()
+
+    def evaluate(self, measure: Measure, loader: Evaluated) -> torch.Tensor:
+        """Returns the sum of `measure` over all batches of `loader`, in evaluation mode and without gradients.
+
+        Each sample counts once, and the result has the same bits on every rank and for every number of ranks.
+
+        Args:
+            measure: returns a CPU tensor, of the same shape and dtype for each batch, given a batch's data; a sum over
+                its samples, such as the number of correct answers.
+            loader: a `ShardLoader` of these shards, of its own and with shuffle=False.
+
+        Raises:
+            ValueError: the loader is in the middle of an epoch, or has fewer samples than there are shards.
+
+        Example::
+
+            test = paceline.ShardLoader(test_set, batch_size=64, shards=shards, shuffle=False)
+            correct = shards.evaluate(lambda xy: (model(xy[0]).argmax(1) == xy[1]).sum(), test)
+        """
+        sums = ShardSums(measure, self.seed)
+        with evaluating(self.module):
+            sums.add_up(loader.whole_epoch())
+            return sums.shaped(self._sums.total(sums.value_of))
 
     def _compute(
         self,
