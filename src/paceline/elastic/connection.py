@@ -64,8 +64,8 @@ class LauncherConnection:
         with contextlib.suppress(OSError):
             self._socket.send(messages.encode(message))
 
-    def await_view(self, after: int, needs_me: bool = False) -> View | Dismissed:
-        """Waits for a view later than the generation `after`, with this worker if `needs_me`, or for the order to end.
+    def await_view(self, after: int, accepts: Callable[[View], bool]) -> View | Dismissed:
+        """Waits for a view later than the generation `after` that the worker accepts, or for the order to end.
 
         The launcher says why it takes long, which is shown once for each reason; it has the deadlines.
 
@@ -77,9 +77,8 @@ class LauncherConnection:
             while True:
                 if self._dismissed is not None:
                     return self._dismissed
-                latest = self._views.get(self.heard)
-                if latest is not None and latest.generation > after and (self.name in latest.members or not needs_me):
-                    return latest
+                if found := [view for view in self._views.values() if view.generation > after and accepts(view)]:
+                    return max(found, key=lambda view: view.generation)
                 if self._is_lost:
                     raise LauncherLostError(f"worker {self.name} (pid {os.getpid()}): its launcher has ended")
                 waited_s = time.monotonic() - began_s

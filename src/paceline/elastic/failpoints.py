@@ -1,7 +1,8 @@
 """Named points at which a test can end, stop or delay a chosen worker: `reach` does nothing anywhere else.
 
 `PACELINE_FAILPOINTS` holds orders separated by commas, each `WORKER:POINT@COUNT=ACTION`: when the worker of that name
-reaches the point for the COUNT-th time, it does ACTION: "kill", "stop", "exit", "raise" or "delay".
+reaches the point for the COUNT-th time, it does ACTION: "kill", "stop", "exit", "raise",
+"delay", or "lose", which is to find the connections to the other workers broken.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import signal
 import time
 from collections import Counter
+
+from paceline.errors import StoreConnectionError
 
 VARIABLE = "PACELINE_FAILPOINTS"
 POINTS = (
@@ -86,8 +89,12 @@ def _raise() -> None:
     raise RuntimeError("a failpoint raised this error")
 
 
+def _lose() -> None:
+    raise StoreConnectionError("a failpoint broke the connections")
+
+
 def _delay() -> None:
     time.sleep(_DELAY_S)
 
 
-_ACTIONS = {"kill": _kill, "stop": _stop, "exit": _exit, "raise": _raise, "delay": _delay}
+_ACTIONS = {"kill": _kill, "stop": _stop, "exit": _exit, "raise": _raise, "delay": _delay, "lose": _lose}

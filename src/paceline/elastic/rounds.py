@@ -129,11 +129,22 @@ class Rounds:
                 self._group = None
 
     def _enter_next(self) -> None:
-        answer = self._connection.await_view(self._view.generation, needs_me=self.number == FRESH)
+        answer = self._connection.await_view(self._view.generation, self._may_enter)
         if isinstance(answer, Dismissed):
             self._end(answer.reason, answer.code)
         else:
             self._enter(answer)
+
+    def _may_enter(self, view: View) -> bool:
+        """Whether this worker may enter a view that it has heard of, since it has lost the one before or is new.
+
+        A planned view is for members that have all arrived at the beginning of a batch: those that wait there for more
+        workers, and newcomers. A worker that has lost its view does not know where the others are, and waits for a
+        forced one.
+        """
+        if self.number == FRESH:
+            return self._connection.name in view.members
+        return not view.is_planned or (self._group is not None and self._view.must_wait)
 
     def _enter(self, view: View) -> None:
         before, self._view, self._group = self._view, view, None
@@ -145,13 +156,15 @@ class Rounds:
         reach("view.formed")
         statuses = exchange_statuses(group, Status(self.number, tuple((node.first, node.stop) for node in self._held)))
         agreed = agree(statuses, self._shards)
-        self._share(group, agreed, statuses)
+        self._share(group, agreed)
+        # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
+        group.barrier()
         reach("view.agreed")
         self._deal = agreed.deal
         self._group = group
         self._connection.send(Installed(view.generation, self.number))
 
-    def _share(self, group: ProcessGroup, agreed: Agreement, statuses: list[Status]) -> None:
+    def _share(self, group: ProcessGroup, agreed: Agreement) -> None:
         """Gives the state or the latest result to those that lack it."""
         rank = group.rank()
         for receiver, source in enumerate(agreed.source):

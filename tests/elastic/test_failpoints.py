@@ -1,0 +1,84 @@
+"""Every failpoint of an elastic worker, on every worker: the survivors finish with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import elastic_job
+import elastic_programs
+import pytest
+from elastic_job import Outcome
+
+from paceline.elastic.failpoints import POINTS
+
+WORKERS = ("0.0.0", "0.1.0", "0.2.0")
+EPOCHS = 3
+COUNTS = (1, 2)  # a point is reached for the first time, and again after that
+# Points that are only reached when a member lacks something that another has, or after a view has ended.
+RARE = {"result.before_sending", "result.received"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The digest of one worker alone."""
+    outcome = elastic_job.run(elastic_programs.train, EPOCHS, workers=1)
+    (digest,) = outcome.results.values()
+    assert isinstance(digest, str)
+    return digest
+
+
+def run(failpoints: str) -> Outcome:
+    return elastic_job.run(
+        elastic_programs.train,
+        EPOCHS,
+        elastic_programs.SHARDS,
+        0.005,
+        failpoints=failpoints,
+        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+    )
+
+
+def require_undisturbed(outcome: Outcome, expected: str) -> None:
+    assert outcome.code == 0, outcome
+    assert outcome.errors == {}
+    assert {*outcome.results.values()} == {expected}, outcome
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point not in RARE])
+def test_a_worker_may_be_killed_at_any_point(point: str, undisturbed: str) -> None:
+    fired = []
+    for worker in WORKERS:
+        for count in COUNTS:
+            outcome = run(f"{worker}:{point}@{count}=kill")
+            require_undisturbed(outcome, undisturbed)
+            fired += [worker] * (outcome.ended[worker] == -9)
+    assert fired, f"{point} was never reached"
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point not in RARE])
+def test_a_second_worker_may_be_killed_meanwhile(point: str, undisturbed: str) -> None:
+    fired = []
+    for worker in ("0.0.0", "0.2.0"):
+        outcome = run(f"0.1.0:round.computed@2=kill,{worker}:{point}@2=kill")
+        require_undisturbed(outcome, undisturbed)
+        assert outcome.ended["0.1.0"] == -9
+        fired += [worker] * (outcome.ended[worker] == -9)
+    assert fired or point in ("loop.over", "join.ready", "state.loaded"), f"{point} was never reached twice"
+
+
+@pytest.mark.parametrize("point", ["round.begun", "round.computed", "round.summed", "round.voted", "batch.begun"])
+def test_lost_connections_alone_cost_nothing(point: str, undisturbed: str) -> None:
+    for worker in WORKERS:
+        outcome = run(f"{worker}:{point}@3=lose")
+        require_undisturbed(outcome, undisturbed)
+        assert set(outcome.ended) == set(WORKERS)
+
+
+@pytest.mark.parametrize("point", sorted(RARE))
+def test_a_kept_result_outlives_its_keepers(point: str, undisturbed: str) -> None:
+    fired = []
+    for late in WORKERS:
+        for worker in WORKERS:
+            # The late worker has lost its connections before it knew that the round was committed.
+            outcome = run(f"{late}:round.voted@3=lose,{worker}:{point}@1=kill")
+            require_undisturbed(outcome, undisturbed)
+            fired += [worker] * (outcome.ended[worker] == -9)
+    assert fired, f"{point} was never reached"

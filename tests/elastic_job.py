@@ -1,0 +1,239 @@
+"""A launcher of elastic jobs for tests: its workers are forks of a process that has imported torch, so they start soon.
+
+It has the real coordinator, and replaces each worker that dies, but has no signals, output or machines besides its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from paceline.elastic.coordinator import Coordinator
+from paceline.elastic.orders import Begin, End, Order, Say, Tell
+from paceline.elastic.policy import Policy
+
+import paceline as dist
+from paceline.elastic import messages
+from paceline.store.server import StoreServer
+
+MACHINE = "0"
+_PRELOADED = ["elastic_programs", "paceline.elastic.state", "torch._dynamo"]  # the last one by the first optimizer
+_MOST_ATTEMPTS = 5
+
+
+@dataclass
+class Worker:
+    """A worker, its socket and where its result comes from."""
+
+    uid: str
+    slot: int
+    process: BaseProcess
+    socket: socket.socket
+    result: Connection
+
+
+@dataclass
+class Outcome:
+    """What became of a job: its exit code, each worker's result or error and exit code, and what was said and heard."""
+
+    code: int
+    results: dict[str, object]
+    errors: dict[str, str]
+    said: list[str]
+    ended: dict[str, int]
+    heard: list[tuple[float, str, object]] = field(default_factory=list)
+
+
+def run(
+    program: Callable[..., object],
+    *arguments: object,
+    workers: int = 3,
+    failpoints: str = "",
+    policy: Mapping[str, object] = {},
+    replaces: bool = True,
+    timeout_s: float = 60.0,
+    meddle: Callable[[Job], None] | None = None,
+) -> Outcome:
+    """Runs `program(*arguments)` on workers of an elastic job until the job is over.
+
+    Args:
+        program: a function of a module.
+        arguments: its arguments.
+        workers: how many workers there are.
+        failpoints: see `paceline.elastic.failpoints`.
+        policy: settings of the coordinator.
+        replaces: whether workers that die are replaced.
+        timeout_s: after this time the job is ended and the test fails.
+        meddle: is called about every 10 ms, to kill and stop workers.
+    """
+    with_job = Job(program, arguments, workers, failpoints, policy, replaces)
+    try:
+        return with_job.run(timeout_s, meddle)
+    finally:
+        with_job.close()
+
+
+class Job:
+    """A running job; see `run`."""
+
+    def __init__(
+        self,
+        program: Callable[..., object],
+        arguments: tuple[object, ...],
+        workers: int,
+        failpoints: str,
+        policy: Mapping[str, object],
+        replaces: bool,
+    ) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._program, self._arguments = program, arguments
+        self._slots, self._replaces = workers, replaces
+        self._directory = tempfile.mkdtemp(prefix="paceline-")
+        self._secret = secrets.token_hex(32)
+        self._store = StoreServer.on_unix_path(f"{self._directory}/store", self._secret.encode())
+        self._environment = {
+            "PACELINE_STORE": f"unix:{self._directory}/store",
+            "PACELINE_SECRET": self._secret,
+            "PACELINE_FAILPOINTS": failpoints,
+            "WORLD_SIZE": str(workers),
+        }
+        self._coordinator = Coordinator(Policy(**policy), time.monotonic())
+        self._selector = selectors.DefaultSelector()
+        self._attempts = [0] * workers
+        self._end: End | None = None
+        self.workers: dict[str, Worker] = {}
+        self.outcome = Outcome(0, {}, {}, [], {})
+
+    def run(self, timeout_s: float, meddle: Callable[[Job], None] | None) -> Outcome:
+        """Runs the job; returns what became of it."""
+        deadline_s = time.monotonic() + timeout_s
+        self._follow(self._coordinator.machine_joined(MACHINE, "here", self._slots, time.monotonic()))
+        self._follow(self._coordinator.machine_listed(MACHINE, time.monotonic()))
+        while self._end is None or self.workers:
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"the job did not end within {timeout_s:.0f} s: {self.outcome}")
+            for key, _ in self._selector.select(0.01):
+                worker, happens = key.data
+                if worker.uid in self.workers:
+                    happens(worker)
+            if meddle is not None:
+                meddle(self)
+            self._follow(self._coordinator.tick(time.monotonic()))
+        self.outcome.code = self._end.code
+        return self.outcome
+
+    def kill(self, uid: str, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a worker."""
+        os.kill(self.workers[uid].process.pid or 0, number)
+
+    def close(self) -> None:
+        """Ends what still runs; idempotent."""
+        for worker in list(self.workers.values()):
+            worker.process.kill()
+            worker.process.join()
+            worker.socket.close()
+        self.workers.clear()
+        self._selector.close()
+        self._store.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, slot: int) -> None:
+        uid = f"{MACHINE}.{slot}.{self._attempts[slot]}"
+        self._attempts[slot] += 1
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        receiving, sending = self._context.Pipe(duplex=False)
+        environment = {**self._environment, "PACELINE_WORKER": uid, "RANK": str(slot), "LOCAL_RANK": str(slot)}
+        process = self._context.Process(
+            target=_work, args=(self._program, self._arguments, environment, theirs, sending), daemon=True
+        )
+        process.start()
+        theirs.close()
+        sending.close()
+        ours.setblocking(False)
+        worker = self.workers[uid] = Worker(uid, slot, process, ours, receiving)
+        self._selector.register(ours, selectors.EVENT_READ, (worker, self._hear))
+        self._selector.register(process.sentinel, selectors.EVENT_READ, (worker, self._bury))
+        self._follow(self._coordinator.worker_started(uid, MACHINE, time.monotonic()))
+
+    def _hear(self, worker: Worker) -> None:
+        while True:
+            try:
+                datagram = worker.socket.recv(messages.LARGEST)
+            except OSError:
+                return
+            if not datagram:
+                return
+            message = messages.from_worker(datagram)
+            self.outcome.heard.append((time.monotonic(), worker.uid, message))
+            self._follow(self._coordinator.worker_said(worker.uid, message, time.monotonic()))
+
+    def _bury(self, worker: Worker) -> None:
+        self._hear(worker)
+        self._selector.unregister(worker.socket)
+        self._selector.unregister(worker.process.sentinel)
+        del self.workers[worker.uid]
+        worker.process.join()
+        code = worker.process.exitcode or 0
+        if worker.result.poll():
+            try:
+                is_error, value = worker.result.recv()
+                (self.outcome.errors if is_error else self.outcome.results)[worker.uid] = value
+            except EOFError:
+                pass
+        worker.socket.close()
+        self.outcome.ended[worker.uid] = code
+        self._follow(self._coordinator.worker_ended(worker.uid, f"exit code {code}", code, time.monotonic()))
+        if self._end is None and self._replaces and code != 0 and self._attempts[worker.slot] < _MOST_ATTEMPTS:
+            self._start(worker.slot)
+
+    def _follow(self, orders: list[Order]) -> None:
+        for order in orders:
+            match order:
+                case Tell(_, uid, message):
+                    if uid in self.workers:
+                        with contextlib.suppress(OSError):  # its end is reported soon
+                            self.workers[uid].socket.send(messages.encode(message))
+                case Begin():
+                    for slot in range(self._slots):
+                        self._start(slot)
+                case End():
+                    self._end = order
+                    self.outcome.said.append(order.reason)
+                    if order.code:
+                        for worker in self.workers.values():
+                            worker.process.kill()
+                case Say(text):
+                    self.outcome.said.append(text)
+
+
+def _work(
+    program: Callable[..., object],
+    arguments: tuple[object, ...],
+    environment: dict[str, str],
+    connection: socket.socket,
+    result: Connection,
+) -> None:
+    os.environ.update(environment)
+    os.environ["PACELINE_ELASTIC_FD"] = str(connection.detach())
+    try:
+        value = program(*arguments)
+    except Exception as error:
+        result.send((True, f"{type(error).__name__}: {error}"))
+        raise
+    result.send((False, value))
+    result.close()
+    dist.destroy_process_group()
+    os._exit(0)  # the rest of an interpreter's end takes longer than the job

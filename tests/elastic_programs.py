@@ -1,0 +1,56 @@
+"""Training programs for tests of elastic jobs; each takes the number of epochs and returns the digest of its state."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+import paceline as dist
+
+SHARDS = 4
+
+
+def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0) -> str:
+    """Trains a network with batch normalisation and dropout, evaluates it after each epoch."""
+    dist.init_process_group(elastic=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randn(47, 8, generator=drawn)
+    dataset = torch.utils.data.TensorDataset(inputs, torch.randint(0, 3, (47,), generator=drawn))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+    logical = dist.LogicalShards(model, shards)
+    loader = dist.ShardLoader(dataset, 3, logical)
+    test = dist.ShardLoader(dataset, 5, logical, shuffle=False)
+    seen = Seen()
+    state = dist.ElasticState(logical, optimizer=optimizer, scheduler=scheduler, loader=loader, seen=seen)
+    for _ in state.epochs(epochs):
+        for batches in loader:
+            optimizer.zero_grad()
+            loss = logical.backward(lambda xy: nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
+            optimizer.step()
+            scheduler.step()
+            seen.losses.append(loss.item())
+            time.sleep(step_s)
+        correct = logical.evaluate(lambda xy: (model(xy[0]).argmax(1) == xy[1]).sum(), test)
+        seen.losses.append(correct.item())
+    assert len(seen.losses) == epochs * 5
+    return state.digest()
+
+
+class Seen:
+    """The losses and counts that a worker has seen, which belong to the state."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Returns them."""
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Continues after those that another worker has seen."""
+        self.losses = list(state["losses"])
