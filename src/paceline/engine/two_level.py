@@ -18,8 +18,9 @@ from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.engine.api import Engine, OpenGroup
 from paceline.engine.channel import Call, Channel, Messages, Outcome, Pieces
-from paceline.engine.codes import NO_REDUCTION, Operation, ReduceOp
+from paceline.engine.codes import NO_REDUCTION, ReduceOp
 from paceline.engine.failures import Code, Failure
+from paceline.schedule.steps import Operation
 from paceline.store.base import Store
 
 _WITHIN = 1 << 61  # distinguishes the identity of a group's part on one host from the group's own
