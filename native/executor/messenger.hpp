@@ -14,7 +14,7 @@
 //   window. A message that finds the window full is offered instead, so a send never waits for credits.
 // - A longer message is an *offer*: the frame travels alone, and the receiver answers with *accept* once a receive
 // matches.
-//   Then the bytes follow as *data* frames of at most 1 MiB, straight from tensor to tensor; other frames may come
+//   Then the bytes follow as *data* frames of at most kPartBytes, straight from tensor to tensor; other frames may come
 //   between them. An offer costs the receiver a frame, so kMostOffers of them to one rank are the most that may wait; a
 //   further send fails as `too_many_offers`.
 // - A receive of another size or dtype than its message fails as a mismatch. An offer is then answered with *refuse*,
@@ -54,6 +54,7 @@ namespace paceline::executor {
 constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
+constexpr std::size_t kPartBytes = 1 << 20;      // the longest data frame, for which other frames may have to wait
 constexpr std::size_t kMostOffers = 1 << 16;     // offers to one rank that wait for its receives
 
 // What an eager message takes of the window. The receiver keeps a frame even for an empty message, so none is free.
@@ -186,7 +187,7 @@ class Messenger {
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
     void expire(bool look_for_silence);
-    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                      const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);

@@ -174,8 +174,8 @@ class TwoLevelChannel(SerialChannel):
         deadline_ns: int,
     ) -> None:
         if len(part.ranks) > 1:
-            left_ns = max(1, deadline_ns - time.monotonic_ns())
-            own = Call(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
+            remaining_ns = max(1, deadline_ns - time.monotonic_ns())
+            own = Call(operation, call.dtype, reduce_op, root, call.count, remaining_ns, [], tensor)
             self._check(part.opened.channel.run(own), part.ranks)
 
     def _divide(self, call: Call, tensor: Sequence[Pieces]) -> None:
