@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "executor/stripes.hpp"
 #include "ranks.hpp"
 
 namespace {
