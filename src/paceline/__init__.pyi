@@ -6,18 +6,18 @@ from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
 from torch._C._distributed_c10d import BarrierOptions as BarrierOptions
 from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+from torch._C._distributed_c10d import DebugLevel as DebugLevel
 from torch._C._distributed_c10d import GatherOptions as GatherOptions
 from torch._C._distributed_c10d import ReduceOptions as ReduceOptions
 from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch._C._distributed_c10d import ScatterOptions as ScatterOptions
-from torch.distributed import DebugLevel as DebugLevel
+from torch._C._distributed_c10d import get_debug_level as get_debug_level
+from torch._C._distributed_c10d import set_debug_level as set_debug_level
+from torch._C._distributed_c10d import set_debug_level_from_env as set_debug_level_from_env
 from torch.distributed import DistBackendError as DistBackendError
 from torch.distributed import DistError as DistError
 from torch.distributed import DistNetworkError as DistNetworkError
 from torch.distributed import DistStoreError as DistStoreError
-from torch.distributed import get_debug_level as get_debug_level
-from torch.distributed import set_debug_level as set_debug_level
-from torch.distributed import set_debug_level_from_env as set_debug_level_from_env
 
 from paceline import functional as functional
 from paceline import group as group
