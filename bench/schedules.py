@@ -11,6 +11,7 @@ import time
 from report import parser, show
 
 from paceline.schedule.registry import ALGORITHMS, build
+from paceline.schedule.steps import Operation
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
             times = []
             for _ in range(options.rounds):
                 started = time.perf_counter()
-                schedule = build(algorithm, "all_reduce", rank, n, hosts=hosts)
+                schedule = build(algorithm, Operation.ALL_REDUCE, rank, n, hosts=hosts)
                 times.append(time.perf_counter() - started)
             rows.append(
                 {

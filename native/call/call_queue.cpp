@@ -3,22 +3,23 @@
 #include <pthread.h>
 
 #include "call/completion_counter.hpp"
+#include "call/turns.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::int64_t kInterruptCheckNs = 100'000'000;
+constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kTurnsPerInterruptCheck * kTurn).count();
 
 }  // namespace
 
 bool Work::wait(std::int64_t timeout_ns) const {
     const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
     while (!done()) {
-        const std::int64_t left = std::chrono::nanoseconds(deadline - Clock::now()).count();
-        if (left <= 0) return done();
-        shm::futex_wait(done_, 0, left);
+        const std::int64_t remaining_ns = std::chrono::nanoseconds(deadline - Clock::now()).count();
+        if (remaining_ns <= 0) return done();
+        shm::futex_wait(done_, 0, remaining_ns);
     }
     return true;
 }

@@ -31,8 +31,8 @@ class Stream {
         std::size_t done = 0;
         while (done < count) {
             const Piece& piece = pieces_[index_];
-            const std::size_t left = piece.nbytes - within_;
-            const std::size_t n = left < count - done ? left : count - done;
+            const std::size_t rest = piece.nbytes - within_;
+            const std::size_t n = rest < count - done ? rest : count - done;
             if (n != 0) visit(piece.data + within_, n, done);
             done += n;
             within_ += n;

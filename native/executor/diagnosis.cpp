@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "call/turns.hpp"
 #include "executor/executor.hpp"
 
 namespace paceline::executor {
@@ -9,10 +10,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of the slices in which a rank waits (executor.cpp).
-constexpr int kSlicesPerInterruptCheck = 5;
-constexpr int kSlicesPerSilenceCheck = 25;
-constexpr int kAnnounceAtSlice = 1;
+constexpr int kAnnounceInTurn = 1;
 constexpr auto kReasonComes = std::chrono::milliseconds(200);
 
 }  // namespace
@@ -53,11 +51,11 @@ std::vector<int> Executor::missing(const std::vector<CallHeader>& announced) con
     return ranks.empty() ? here : ranks;
 }
 
-// Looks, once in every slice of waiting, for a reason to fail the call; false when it found one.
-bool Executor::look_around(int slice, const Interrupted& interrupted) {
+// Looks, once in every turn of waiting, for a reason to fail the call; false when it found one.
+bool Executor::look_around(int turn, const Interrupted& interrupted) {
     hear();
     if (broken_at_) return true;
-    if (slice == kAnnounceAtSlice) messenger_.announce(header_);
+    if (turn == kAnnounceInTurn) messenger_.announce(header_);
     const std::vector<CallHeader> announced = messenger_.announced();
     Outcome outcome;
     for (std::size_t r = 0; r < announced.size(); ++r) {
@@ -67,13 +65,12 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
         outcome.calls[static_cast<std::size_t>(lanes_.rank())] = header_;
     }
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started_).count();
-    const std::vector<int> left = messenger_.left();
     for (const int peer : awaited()) {
         if (outcome.code != Code::ok) break;
-        bool gone = slice % kSlicesPerSilenceCheck == 0 && lanes_.peer(peer).control->silent();
+        bool silent = turn % kTurnsPerSilenceCheck == 0 && lanes_.peer(peer).control->silent();
         for (const auto& lane : lanes_.peer(peer).bulk)
-            gone = gone || (slice % kSlicesPerSilenceCheck == 0 && lane->silent());
-        if (!gone) continue;
+            silent = silent || (turn % kTurnsPerSilenceCheck == 0 && lane->silent());
+        if (!silent) continue;
         outcome.code = Code::peer_lost;
         outcome.missing = outcome.gone = {peer};
     }
@@ -82,7 +79,7 @@ bool Executor::look_around(int slice, const Interrupted& interrupted) {
         outcome.missing = missing(announced);
         outcome.calls = messenger_.latest();
     }
-    if (outcome.code == Code::ok && slice % kSlicesPerInterruptCheck == 0 && interrupted && interrupted()) {
+    if (outcome.code == Code::ok && turn % kTurnsPerInterruptCheck == 0 && interrupted && interrupted()) {
         outcome.code = Code::interrupted;
         outcome.missing = awaited();
     }

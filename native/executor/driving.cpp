@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <set>
 
+#include "call/turns.hpp"
 #include "executor/messenger.hpp"
 
 namespace paceline::executor {
@@ -13,9 +14,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin = std::chrono::microseconds(50);
-constexpr int kSliceMs = 20;
-constexpr int kSlicesPerInterruptCheck = 5;
-constexpr int kSlicesPerSilenceCheck = 25;
 
 }  // namespace
 
@@ -58,12 +56,12 @@ void Messenger::expire(bool look_for_silence) {
     }
 }
 
-// Looks for expired deadlines, silent peers and interrupts, once in a slice even when there is always something to
+// Looks for expired deadlines, silent peers and interrupts, once in a turn even when there is always something to
 // move.
-void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+void Messenger::look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                             const Interrupted& interrupted) {
-    expire(slice % kSlicesPerSilenceCheck == 0);
-    if (slice % kSlicesPerInterruptCheck != 0 || !interrupted) return;
+    expire(turn % kTurnsPerSilenceCheck == 0);
+    if (turn % kTurnsPerInterruptCheck != 0 || !interrupted) return;
     hold.unlock();
     const bool stop = interrupted();
     hold.lock();
@@ -81,15 +79,15 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
     driving_ = true;
     auto idle_since = Clock::now();
     auto looked = idle_since;
-    int slice = 0;
+    int turn = 0;
     for (;;) {
         const bool moved = progress();
         if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
         const auto now = Clock::now();
         if (now > deadline) break;
-        if (now - looked >= std::chrono::milliseconds(kSliceMs)) {
+        if (now - looked >= kTurn) {
             looked = now;
-            look_around(hold, until, ++slice, interrupted);
+            look_around(hold, until, ++turn, interrupted);
             continue;
         }
         if (moved) {
@@ -108,7 +106,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
                 more |= lanes_.peer(peer).control->arm();
         if (more) continue;
         hold.unlock();
-        waiter_.sleep(kSliceMs);
+        waiter_.sleep(kTurn);
         hold.lock();
     }
     driving_ = false;
@@ -123,15 +121,15 @@ bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeo
     std::unique_lock hold(mutex_);
     ++urgent_;
     if (driving_) waiter_.wake();
-    for (int slice = 0; !request->done() && Clock::now() <= deadline;) {
+    for (int turn = 0; !request->done() && Clock::now() <= deadline;) {
         if (!driving_) {
             drive(hold, request, deadline, interrupted);
             continue;
         }
-        changed_.wait_for(hold, std::chrono::milliseconds(kSliceMs));
-        if (Clock::now() - looked < std::chrono::milliseconds(kSliceMs)) continue;
+        changed_.wait_for(hold, kTurn);
+        if (Clock::now() - looked < kTurn) continue;
         looked = Clock::now();
-        look_around(hold, request, ++slice, interrupted);
+        look_around(hold, request, ++turn, interrupted);
     }
     --urgent_;
     changed_.notify_all();

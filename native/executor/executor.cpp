@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "call/turns.hpp"
+
 namespace paceline::executor {
 namespace {
 
@@ -11,7 +13,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
-constexpr int kSliceMs = 20;
 // A rank that has left or broken the group may have sent all of its part in this call before; what is under way may
 // complete it.
 constexpr auto kLastMoves = std::chrono::milliseconds(10);
@@ -142,7 +143,7 @@ void Executor::hear() {
 Outcome Executor::run(Call& call, const Interrupted& interrupted, bool background) {
     started_ = Clock::now();
     // A rank that only sends never waits, so this is where it learns of failures.
-    if (started_ - polled_ > std::chrono::milliseconds(kSliceMs)) poll();
+    if (started_ - polled_ > kTurn) poll();
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
     failed_ = false;
@@ -163,15 +164,15 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     const auto spin = background ? kBackgroundSpin : kSpin;
     auto idle_since = started_;
     auto looked = started_;
-    int slice = 0;
+    int turn = 0;
     while (!over()) {
         const bool moved = progress();
         if (failed_) return outcome_;
         const auto now = Clock::now();
         if (broken_at_ && now - *broken_at_ > kLastMoves) return *messenger_.failure();
-        if (now - looked > std::chrono::milliseconds(kSliceMs)) {
+        if (now - looked > kTurn) {
             looked = now;
-            if (!look_around(++slice, interrupted)) return outcome_;
+            if (!look_around(++turn, interrupted)) return outcome_;
         }
         if (moved) {
             idle_since = now;
@@ -185,8 +186,8 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         for (const FlowState& state : flows_)
             for (const auto& lane : *state.lanes) more |= lane->arm();
         if (more && progress()) continue;
-        const bool news = waiter_.sleep(broken_at_ ? static_cast<int>(kLastMoves.count()) : kSliceMs);
-        if (news || lanes_.news() != heard_) hear();
+        const bool alerted = waiter_.sleep(broken_at_ ? kLastMoves : kTurn);
+        if (alerted || lanes_.news() != heard_) hear();
     }
     if (needs_all(call.operation)) messenger_.saw_all(header_);
     return outcome_;

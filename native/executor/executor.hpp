@@ -6,7 +6,7 @@
 // peers do not wait for each other.
 //
 // A message is a header, which describes the call and the message's length, and its bytes; a long one is striped over
-// the peer's lanes (transfer.cpp). The receiver compares the header with its own call, so the rank that waits for a
+// the peer's lanes (stripes.hpp). The receiver compares the header with its own call, so the rank that waits for a
 // message detects a mismatch, and reports it to all ranks (messenger.hpp). Any failure breaks the group.
 #pragma once
 
@@ -48,6 +48,8 @@ class Executor final : public Collectives {
         std::uint32_t step;  // of the sender, for messages of errors
         std::uint64_t nbytes;
         CallHeader call;
+
+        static constexpr std::uint32_t kMagic = 0x504c4332;
     };
     static_assert(sizeof(Header) == 64);
     // The progress of one lane with its stripes of the current message.
@@ -77,6 +79,7 @@ class Executor final : public Collectives {
     std::optional<std::size_t> limit(std::uint32_t step) const;
     bool all_received_before(std::uint32_t step) const;
     void finish(StepState& step_state);
+    void finish_message(FlowState& state, FlowDirection& direction, StepState& step_state);
     bool over() const;
     bool progress();
     bool send(FlowState& state);
@@ -85,12 +88,11 @@ class Executor final : public Collectives {
     bool receive_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset, std::size_t count);
     bool reduce_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset, std::size_t count);
     void reduce_bytes(std::uint32_t step, std::size_t offset, const std::uint8_t* received, std::size_t nbytes);
-    std::size_t lanes_for(const FlowState& state, std::size_t nbytes) const;
     bool check_header(FlowState& state, std::uint32_t step);
     void lost(int peer);
     void poll();
     void hear();
-    bool look_around(int slice, const Interrupted& interrupted);
+    bool look_around(int turn, const Interrupted& interrupted);
     std::vector<int> awaited() const;
     std::vector<int> missing(const std::vector<CallHeader>& announced) const;
 

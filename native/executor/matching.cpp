@@ -1,16 +1,12 @@
-// Reading and writing frames, and matching messages with receives (see the note in messenger.hpp).
+// What the messenger does with a frame that has come: it matches messages with receives, and keeps the protocol (see
+// the note in messenger.hpp).
 #include <algorithm>
-#include <array>
+#include <cstring>
 
 #include "call/completion_counter.hpp"
 #include "executor/messenger.hpp"
 
 namespace paceline::executor {
-namespace {
-
-constexpr std::size_t kPartBytes = 1 << 20;  // the longest data frame, which other frames may have to wait for
-
-}  // namespace
 
 // Gives `request` a message that came before the receive was made.
 void Messenger::take(Arrival& arrival, const std::shared_ptr<Request>& request) {
@@ -79,12 +75,6 @@ void Messenger::credit(int peer, std::size_t nbytes) {
     flush(peer);
 }
 
-void Messenger::push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request) {
-    PeerState& to = state(peer);
-    if (to.lost || to.left) return;
-    to.outgoing.push_back({frame, std::move(own), std::move(request), 0});
-}
-
 void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome) {
     if (request->done()) return;
     open_.erase(request->place_);
@@ -92,104 +82,6 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
     request->done_.store(true, std::memory_order_release);
     changed_.notify_all();
     CompletionCounter::of_process().announce();
-}
-
-// Writes the frames that wait for `peer`; true when anything moved.
-bool Messenger::flush(int peer) {
-    PeerState& to = state(peer);
-    bool moved = false;
-    while (!to.outgoing.empty() && !to.deaf) {
-        Outgoing& next = to.outgoing.front();
-        const bool in_parts = next.frame.kind == FrameKind::data;
-        const std::size_t body = in_parts ? next.frame.part : next.request ? next.frame.nbytes : next.own.size();
-        std::array<Piece, link::kMostPieces> pieces;
-        std::size_t used = 0;
-        const std::size_t head = sizeof(Frame);
-        if (next.sent < head)
-            pieces[used++] = {reinterpret_cast<std::uint8_t*>(&next.frame) + next.sent, head - next.sent};
-        const std::size_t at = next.sent < head ? 0 : next.sent - head;
-        if (at < body) {
-            if (next.request)
-                used += next.request->memory_.slice(next.frame.offset + at, body - at, pieces.data() + used,
-                                                    pieces.size() - used);
-            else
-                pieces[used++] = {next.own.data() + at, body - at};
-        }
-        const std::ptrdiff_t n = lanes_.peer(peer).control->write({pieces.data(), used});
-        if (n == link::kClosed) {
-            // The frames that it sent before it went are still to be read, and may say why it went.
-            to.deaf = true;
-            return true;
-        }
-        if (n == 0) return moved;
-        moved = true;
-        next.sent += static_cast<std::size_t>(n);
-        if (next.sent < head + body) continue;
-        Outgoing over = std::move(next);
-        to.outgoing.pop_front();
-        if (!over.request) continue;
-        const std::size_t sent = over.frame.offset + over.frame.part;
-        if (in_parts && sent < over.frame.nbytes) {
-            over.frame.offset = sent;
-            over.frame.part = static_cast<std::uint32_t>(std::min(kPartBytes, over.frame.nbytes - sent));
-            over.sent = 0;
-            to.outgoing.push_back(std::move(over));  // behind the frames that wait, which so get through
-        } else {
-            finish(over.request, {});
-        }
-    }
-    return moved;
-}
-
-// Reads the frames that came from `peer`; true when anything moved.
-bool Messenger::receive_from(int peer) {
-    PeerState& from = state(peer);
-    link::Lane& lane = *lanes_.peer(peer).control;
-    bool moved = false;
-    for (;;) {
-        // After a failure the tensors belong to the program again and must not be written.
-        if (from.left || from.lost || failure_) return moved;
-        std::array<Piece, link::kMostPieces> pieces;
-        std::size_t used = 0;
-        const std::size_t body = from.frame_read < sizeof(Frame)      ? 0
-                                 : from.frame.kind == FrameKind::data ? from.frame.part
-                                 : from.frame.kind == FrameKind::eager || from.frame.kind == FrameKind::waiting ||
-                                         from.frame.kind == FrameKind::verdict
-                                     ? from.frame.nbytes
-                                     : 0;
-        if (from.frame_read < sizeof(Frame)) {
-            pieces[used++] = {reinterpret_cast<std::uint8_t*>(&from.frame) + from.frame_read,
-                              sizeof(Frame) - from.frame_read};
-        } else if (from.body_read < body) {
-            if (from.body_for)
-                used = from.body_for->memory_.slice(from.frame.offset + from.body_read, body - from.body_read,
-                                                    pieces.data(), pieces.size());
-            else
-                pieces[used++] = {from.body.data() + from.body_read, body - from.body_read};
-        } else {
-            end_body(peer);
-            from.frame_read = from.body_read = 0;
-            from.body_for = nullptr;
-            from.body.clear();
-            continue;
-        }
-        const std::ptrdiff_t n = lane.read({pieces.data(), used});
-        if (n == link::kClosed) {
-            closed(peer);
-            return true;
-        }
-        if (n == 0) return moved;
-        moved = true;
-        if (from.frame_read < sizeof(Frame)) {
-            from.frame_read += static_cast<std::size_t>(n);
-            if (from.frame_read == sizeof(Frame) && !begin_body(peer)) {
-                closed(peer);
-                return true;
-            }
-        } else {
-            from.body_read += static_cast<std::size_t>(n);
-        }
-    }
 }
 
 // Decides where the body of the frame that has come is read to; false when the frame breaks the protocol.
@@ -337,20 +229,6 @@ void Messenger::end_body(int peer) {
             closed(peer);
             return;
     }
-}
-
-// Copies the body of a frame, so that it no longer depends on the tensor of its request.
-void Messenger::copy_body(Outgoing& outgoing) {
-    if (!outgoing.request) return;
-    const bool in_parts = outgoing.frame.kind == FrameKind::data;
-    const std::size_t from = in_parts ? outgoing.frame.offset : 0;
-    outgoing.own.resize(in_parts ? outgoing.frame.part : outgoing.frame.nbytes);
-    for (std::size_t at = 0; at < outgoing.own.size();) {
-        const Piece piece = outgoing.request->memory_.run(from + at, outgoing.own.size() - at);
-        std::memcpy(outgoing.own.data() + at, piece.data, piece.nbytes);
-        at += piece.nbytes;
-    }
-    outgoing.request = nullptr;
 }
 
 }  // namespace paceline::executor

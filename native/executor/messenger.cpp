@@ -42,7 +42,7 @@ void Messenger::close() {
                            [](const PeerState& s) { return !s.outgoing.empty() && !s.deaf; });
     };
     while (pending() && Clock::now() < until) {
-        if (!progress()) waiter_.sleep(1);
+        if (!progress()) waiter_.sleep(std::chrono::milliseconds(1));
     }
     for (int peer = 0; peer < lanes_.size(); ++peer) {
         if (lanes_.peer(peer).control) lanes_.peer(peer).control->finish();

@@ -3,35 +3,34 @@
 // Note: the protocol. Every pair of ranks has one control lane, on which each side writes a sequence of frames
 // (frame.hpp).
 //
-// - A *request* is a send or a receive of the program. It is *open* until it is done, and a receive without a message
-// is
-//   *posted*. A message without a receive is an *arrival*. A message matches the first receive, and a receive the first
-//   message, with the same sender (or kAnySource) and tag; so messages with one tag keep their order.
-// - A message of up to kEagerBytes is *eager*: its bytes follow its frame at once, and the receiver keeps them until
-// there
-//   is a receive. The *window* bounds that memory: a sender has at most kEagerWindow of eager messages for which the
-//   receiver has not returned a *credit*. The receiver credits what its receives have taken, in batches of half a
-//   window. A message that finds the window full is offered instead, so a send never waits for credits.
+// - A *request* is a send or a receive of the program. It is *open* until it is done, and a receive without a
+//   message is *posted*. A message without a receive is an *arrival*. A message matches the first receive, and a
+//   receive the first message, with the same sender (or kAnySource) and tag; so messages with one tag keep their
+//   order.
+// - A message of up to kEagerBytes is *eager*: its bytes follow its frame at once, and the receiver keeps them
+//   until there is a receive. The *window* bounds that memory: a sender has at most kEagerWindow of eager messages
+//   for which the receiver has not returned a *credit*. The receiver credits what its receives have taken, in
+//   batches of half a window. A message that finds the window full is offered instead, so a send never waits for
+//   credits.
 // - A longer message is an *offer*: the frame travels alone, and the receiver answers with *accept* once a receive
-// matches.
-//   Then the bytes follow as *data* frames of at most 1 MiB, straight from tensor to tensor; other frames may come
-//   between them. An offer costs the receiver a frame, so kMostOffers of them to one rank are the most that may wait; a
-//   further send fails as `too_many_offers`.
-// - A receive of another size or dtype than its message fails as a mismatch. An offer is then answered with *refuse*,
-// and
-//   its send fails too; an eager message is dropped, its send being done long ago. The group remains usable.
+//   matches. Then the bytes follow as *data* frames of at most kPartBytes, straight from tensor to tensor; other
+//   frames may come between them. An offer costs the receiver a frame, so kMostOffers of them to one rank are the
+//   most that may wait; a further send fails as `too_many_offers`.
+// - A receive of another size or dtype than its message fails as a mismatch. An offer is then answered with
+//   *refuse*, and its send fails too; an eager message is dropped, its send being done long ago. The group remains
+//   usable.
 // - *waiting* carries the call in which the sender waits, for the reports of time-outs and mismatches.
-// - A *verdict* says why the sender broke the group. A rank that receives its first verdict adopts it, fails all of its
-//   requests with it, and passes it on, so that no rank sees another one leave before it knows why. A rank keeps its
-//   first reason: whatever arrives later is ignored.
-// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail what they have open with that rank
-// and
-//   continue with the others. A lane that ends without a goodbye means that the rank died, which breaks the group.
+// - A *verdict* says why the sender broke the group. A rank that receives its first verdict adopts it, fails all of
+//   its requests with it, and passes it on, so that no rank sees another one leave before it knows why. A rank
+//   keeps its first reason: whatever arrives later is ignored.
+// - *goodbye* is the last frame of a rank that destroys its group. Its peers fail what they have open with that
+//   rank and continue with the others. A lane that ends without a goodbye means that the rank died, which breaks
+//   the group.
 //
 // A rank trusts its peers with the data only: a frame that breaks these rules counts as the peer's death.
 //
-// The thread that waits for a request *drives* all lanes, one thread at a time; the messenger's own thread does so
-// while asynchronous requests are open and nobody waits.
+// The thread that waits for a request *drives* all control lanes, one thread at a time; the messenger's own thread does
+// so while asynchronous requests are open and nobody waits.
 #pragma once
 
 #include <atomic>
@@ -54,6 +53,7 @@ namespace paceline::executor {
 constexpr int kAnySource = -1;
 constexpr std::size_t kEagerBytes = 16 << 10;    // longer messages are offered
 constexpr std::size_t kEagerWindow = 512 << 10;  // eager bytes to one rank without a credit
+constexpr std::size_t kPartBytes = 1 << 20;      // the longest data frame, for which other frames may have to wait
 constexpr std::size_t kMostOffers = 1 << 16;     // offers to one rank that wait for its receives
 
 // What an eager message takes of the window. The receiver keeps a frame even for an empty message, so none is free.
@@ -186,7 +186,7 @@ class Messenger {
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
     void expire(bool look_for_silence);
-    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int slice,
+    void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                      const Interrupted& interrupted);
     void drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until,
                std::chrono::steady_clock::time_point deadline, const Interrupted& interrupted);

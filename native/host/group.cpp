@@ -2,11 +2,11 @@
 
 #include <sched.h>
 
-#include <bit>
 #include <cerrno>
 #include <new>
 #include <system_error>
 
+#include "call/turns.hpp"
 #include "process/cores.hpp"
 #include "shm/futex.hpp"
 
@@ -23,19 +23,7 @@ constexpr int kYields = 20;
 // A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
 // slices, whereas the scheduler soon runs a thread that is woken from its sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
-constexpr std::int64_t kSliceNs =
-    20'000'000;  // between two looks at the others' verdicts; news of a death ends a slice early
-constexpr int kSlicesPerInterruptCheck = 5;
-
-std::uint64_t bit(int rank) {
-    return std::uint64_t{1} << rank;
-}
-
-std::vector<int> ranks_of(std::uint64_t mask) {
-    std::vector<int> ranks;
-    for (; mask != 0; mask &= mask - 1) ranks.push_back(std::countr_zero(mask));
-    return ranks;
-}
+constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // news of a death ends a turn early
 
 }  // namespace
 
@@ -106,10 +94,7 @@ bool Group::await(std::uint32_t round) {
     return true;
 }
 
-// Waits for `peer` to publish `round`: spins or yields, then sleeps on the cell's futex in slices. After each slice it
-// looks, in this order, for the verdict of another rank, for ranks that have gone, for the deadline and for an
-// interrupt. The order matters: a verdict names the first cause, and a rank that gave up because of a dead one also
-// leaves.
+// Waits for `peer` to publish `round`: spins or yields, then sleeps on the cell's futex in turns.
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
     if (crowded_) {
@@ -133,115 +118,18 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         clock_started_ = true;
     }
     std::atomic<std::uint32_t>& sleepers = control(peer).sleepers;
-    for (int slice = 1;; ++slice) {
+    const auto missing = [&] {
+        const std::uint64_t ranks = missing_in(round);
+        return (ranks & bit(peer)) != 0 ? ranks : 0;
+    };
+    for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
-        if (seen != round) sleeper_.sleep(word, seen, kSliceNs);
+        if (seen != round) sleeper_.sleep(word, seen, kTurnNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
-
-        for (int other = 0; other < size_; ++other)
-            if (other != rank_ && adopt_verdict(other)) return false;
-        const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
-        const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
-        const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started_).count();
-        // Read after the masks of the lost and the left, whose acquire makes visible whatever a peer published before
-        // it went. Otherwise a peer that completed the round and then left would be reported as missing.
-        const std::uint64_t missing = missing_in(round);
-        if ((missing & bit(peer)) == 0) return true;
-        if ((missing & (lost | left)) != 0) return give_up_without(missing, missing & lost, missing & left, waited_ns);
-        if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, missing, 0, 0, waited_ns);
-        if (slice % kSlicesPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())
-            return give_up(GaveUp::interrupted, missing, 0, 0, waited_ns);
+        if (!look_around(turn, started_, missing)) return false;
     }
-}
-
-std::uint64_t Group::members_of(std::uint64_t mesh_mask) const {
-    std::uint64_t mask = 0;
-    for (int r = 0; r < size_; ++r)
-        if (mesh_mask & bit(members_[static_cast<std::size_t>(r)])) mask |= bit(r);
-    return mask;
-}
-
-std::uint64_t Group::missing_in(std::uint32_t round) const {
-    std::uint64_t mask = 0;
-    for (int r = 0; r < size_; ++r)
-        if (r != rank_ && cell(r, round).round.load(std::memory_order_acquire) != round) mask |= bit(r);
-    return mask;
-}
-
-// The members that destroyed this group.
-std::uint64_t Group::left_group() const {
-    std::uint64_t mask = 0;
-    for (int r = 0; r < size_; ++r)
-        if (r != rank_ && control(r).gave_up.load(std::memory_order_acquire) == GaveUp::left) mask |= bit(r);
-    return mask;
-}
-
-// Why `rank` left, if it said so in this group or to the mesh.
-Cause Group::cause_of(int rank) const {
-    const Control& theirs = control(rank);
-    if (theirs.gave_up.load(std::memory_order_acquire) == GaveUp::left && theirs.cause != 0)
-        return Cause::unpack(theirs.cause);
-    return mesh_.blamed_by(members_[static_cast<std::size_t>(rank)]);
-}
-
-// Blames the ranks that went first: dead ranks before those that left, and those without a cause of their own before
-// those that gave up because of another rank.
-bool Group::give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns) {
-    const std::uint64_t gone = lost != 0 ? lost : left;
-    std::uint64_t first = 0;
-    for (const int r : ranks_of(gone))
-        if (!cause_of(r).known()) first |= bit(r);
-    const std::uint64_t named = first != 0 ? first : gone;
-    const Cause cause = first != 0 ? Cause{} : cause_of(std::countr_zero(gone));
-    return give_up(GaveUp::peer_lost, missing, named, lost != 0 ? 0 : named, waited_ns, cause);
-}
-
-bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left,
-                    std::int64_t waited_ns, Cause cause) {
-    outcome_.code = reason == GaveUp::timed_out   ? Code::timed_out
-                    : reason == GaveUp::peer_lost ? Code::peer_lost
-                    : reason == GaveUp::starved   ? Code::starved
-                                                  : Code::interrupted;
-    outcome_.missing = ranks_of(missing);
-    outcome_.gone = ranks_of(gone);
-    outcome_.left = ranks_of(left);
-    outcome_.cause = cause;
-    outcome_.waited_ns = waited_ns;
-    // The latest call of a missing rank shows what it did instead.
-    outcome_.calls.resize(static_cast<std::size_t>(size_));
-    for (int r = 0; r < size_; ++r) {
-        CallHeader& latest = outcome_.calls[static_cast<std::size_t>(r)];
-        for (std::uint32_t at = 0; at < kSlots; ++at) {
-            const CallHeader& header = control(r).cells[at].header;
-            if (header.sequence > latest.sequence) latest = header;
-        }
-    }
-    broken_ = true;
-    Control& mine = control(rank_);
-    mine.missing = missing;
-    mine.gone = gone;
-    mine.left = left;
-    mine.waited_ns = waited_ns;
-    mine.cause = cause.pack();
-    mine.gave_up.store(reason, std::memory_order_release);
-    for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
-    if (reason == GaveUp::peer_lost && gone != 0) {
-        const int first = std::countr_zero(gone);
-        mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[static_cast<std::size_t>(first)]), left != 0});
-    }
-    return false;
-}
-
-// Adopts the verdict of `peer`, if it gave up.
-bool Group::adopt_verdict(int peer) {
-    const Control& theirs = control(peer);
-    const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);
-    if (reason == GaveUp::no || reason == GaveUp::left) return false;
-    outcome_.reporter = peer;
-    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns, Cause::unpack(theirs.cause));
-    return true;
 }
 
 // The first round of a call: publishes its header and `payload`, waits for the peers' headers and compares them.
@@ -266,13 +154,6 @@ bool Group::begin(const Call& call, const void* payload, std::size_t payload_byt
     for (int r = 0; r < size_; ++r)
         if (!cell(r, round).header.fits(header_)) return mismatch(round);
     return true;
-}
-
-bool Group::mismatch(std::uint32_t round) {
-    outcome_.code = Code::mismatch;
-    outcome_.calls.resize(static_cast<std::size_t>(size_));
-    for (int r = 0; r < size_; ++r) outcome_.calls[static_cast<std::size_t>(r)] = cell(r, round).header;
-    return false;
 }
 
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {

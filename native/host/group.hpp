@@ -5,6 +5,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -12,6 +13,8 @@
 #include "shm/mesh.hpp"
 
 namespace paceline::host {
+
+using shm::bit;
 
 class Group final : public Collectives {
   public:
@@ -41,6 +44,8 @@ class Group final : public Collectives {
     void publish(std::uint32_t round);
     bool await(std::uint32_t round);
     bool await_slowly(int peer, std::uint32_t round);
+    bool look_around(int turn, std::chrono::steady_clock::time_point since,
+                     const std::function<std::uint64_t()>& missing);
     bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left, std::int64_t waited_ns,
                  Cause cause = {});
     bool give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns);

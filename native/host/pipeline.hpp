@@ -31,8 +31,8 @@ struct Parts {
 
     std::size_t count() const { return (nbytes + part_bytes - 1) / part_bytes; }
     std::size_t size(std::size_t part) const {
-        const std::size_t left = nbytes - part * part_bytes;
-        return left < part_bytes ? left : part_bytes;
+        const std::size_t rest = nbytes - part * part_bytes;
+        return rest < part_bytes ? rest : part_bytes;
     }
 };
 

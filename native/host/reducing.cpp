@@ -3,12 +3,12 @@
 // Small tensors travel in the cells. Otherwise every rank stages as much as fits in a slot at a time. With two ranks,
 // both reduce all of it ("flat"); with more, each rank reduces one slice and collects the other slices one round later
 // ("in slices").
+#include "call/turns.hpp"
 #include "host/pipeline.hpp"
 
 namespace paceline::host {
 namespace {
 
-constexpr auto kRegionLook = std::chrono::milliseconds(20);
 constexpr std::size_t kSliceAlignment = 64;
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round over everything is cheaper than two
 constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are kept in the cache at a time
@@ -140,29 +140,14 @@ bool Group::reduce_in_slices(Call& call, bool receives_result) {
 std::shared_ptr<shm::Segment> Group::region_of(int rank, shm::RegionId id) {
     using Clock = std::chrono::steady_clock;
     const int member = members_[static_cast<std::size_t>(rank)];
-    const std::uint64_t there = std::uint64_t{1} << rank;
     const auto started = Clock::now();
-    for (;;) {
-        if (auto region = mesh_.region(member, id, Clock::now() + kRegionLook)) return region;
-        const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - started).count();
+    for (int turn = 1;; ++turn) {
+        if (auto region = mesh_.region(member, id, Clock::now() + kTurn)) return region;
         if (mesh_.shortage(member, id) != 0) {
-            give_up(GaveUp::starved, std::uint64_t{1} << rank_, 0, 0, waited_ns);
+            give_up(GaveUp::starved, bit(rank_), 0, 0, std::chrono::nanoseconds(Clock::now() - started).count());
             return nullptr;
         }
-        for (int other = 0; other < size_; ++other)
-            if (other != rank_ && adopt_verdict(other)) return nullptr;
-        const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire)) & there;
-        const std::uint64_t left =
-            (members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group()) & there;
-        if ((lost | left) != 0)
-            give_up_without(there, lost, left, waited_ns);
-        else if (waited_ns > timeout_ns_)
-            give_up(GaveUp::timed_out, there, 0, 0, waited_ns);
-        else if (*interrupted_ && (*interrupted_)())
-            give_up(GaveUp::interrupted, there, 0, 0, waited_ns);
-        else
-            continue;
-        return nullptr;
+        if (!look_around(turn, started, [rank] { return bit(rank); })) return nullptr;
     }
 }
 
@@ -183,7 +168,7 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
         regions[at] = region_of(r, header.region);
         if (!regions[at]) return false;
         if (header.offset > regions[at]->size() || nbytes > regions[at]->size() - header.offset)
-            return give_up(GaveUp::peer_lost, std::uint64_t{1} << r, std::uint64_t{1} << r, 0, 0);
+            return give_up(GaveUp::peer_lost, bit(r), bit(r), 0, 0);
         tensors[at] = regions[at]->data() + header.offset;
     }
 

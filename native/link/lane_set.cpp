@@ -58,7 +58,7 @@ bool LaneSet::share_rings(const std::vector<int>& mesh_ranks, std::chrono::stead
     for (std::size_t i = 0; i < rings; ++i) new (mine->data() + i * sizeof(Ring)) Ring;
     segments_.push_back(mine);
     for (const int r : locals)
-        if (r != rank_) local_peers_ |= std::uint64_t{1} << mesh_ranks[static_cast<std::size_t>(r)];
+        if (r != rank_) local_peers_ |= shm::bit(mesh_ranks[static_cast<std::size_t>(r)]);
     mesh_->offer(id_, *mine, local_peers_);
     for (std::size_t place = 0; place < locals.size(); ++place) {
         const int r = locals[place];
@@ -71,15 +71,15 @@ bool LaneSet::share_rings(const std::vector<int>& mesh_ranks, std::chrono::stead
         if (!theirs || theirs->size() < rings * sizeof(Ring)) return false;
         segments_.push_back(theirs);
         for (int lane = 0; lane < kLanesOfAPair; ++lane) {
-            const std::uint64_t bit = std::uint64_t{1} << peer.mesh_rank;
+            const std::uint64_t mask = shm::bit(peer.mesh_rank);
             auto rings_of_pair = std::make_unique<RingLane>(
                 ring_at(*mine, static_cast<int>(place), lane), ring_at(*theirs, my_place, lane),
-                [mesh = mesh_.get(), to = peer.mesh_rank] { mesh->ring(to); },
-                [mesh = mesh_.get(), bit] {
+                [mesh = mesh_.get(), to = peer.mesh_rank] { mesh->wake_peer(to); },
+                [mesh = mesh_.get(), mask] {
                     const auto& liveness = mesh->liveness();
                     return ((liveness.lost.load(std::memory_order_acquire) |
                              liveness.left.load(std::memory_order_acquire)) &
-                            bit) != 0;
+                            mask) != 0;
                 });
             if (lane == 0)
                 peer.control = std::move(rings_of_pair);
@@ -115,7 +115,7 @@ void LaneSet::watch_bulk(Waiter& waiter) const {
         for (const auto& lane : peer.bulk)
             if (lane->descriptor() >= 0) waiter.watch(lane->descriptor());
     for (const Peer& peer : peers_)
-        if (peer.control && peer.control->descriptor() >= 0) waiter.watch_for_news(peer.control->descriptor());
+        if (peer.control && peer.control->descriptor() >= 0) waiter.watch_for_alerts(peer.control->descriptor());
     if (local_peers_ != 0) waiter.watch(mesh_->doorbell());
 }
 

@@ -47,7 +47,7 @@ class LaneSet {
     int name(int rank) const;
 
     void watch_control(Waiter& waiter) const;
-    // Also watches the control lanes, but only for news.
+    // Input on the control lanes only alerts the sleeper (`Waiter::watch_for_alerts`).
     void watch_bulk(Waiter& waiter) const;
     // How many times a death or departure of one of this host's ranks has been reported.
     std::uint32_t news() const { return mesh_->news().count(); }

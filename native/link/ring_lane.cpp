@@ -34,7 +34,7 @@ std::ptrdiff_t RingLane::write(std::span<const Piece> pieces) {
         out_.head.store(head, std::memory_order_seq_cst);
         if (out_.reader_waits.load(std::memory_order_seq_cst) != 0 &&
             out_.reader_waits.exchange(0, std::memory_order_relaxed) != 0)
-            ring_bell_();
+            wake_peer_();
         return static_cast<std::ptrdiff_t>(written);
     }
     // A peer that has finished writing does not read any more either.
@@ -80,7 +80,7 @@ void RingLane::consume(std::size_t nbytes) {
     in_.tail.store(tail, std::memory_order_seq_cst);
     if (in_.writer_waits.load(std::memory_order_seq_cst) != 0 &&
         in_.writer_waits.exchange(0, std::memory_order_relaxed) != 0)
-        ring_bell_();
+        wake_peer_();
 }
 
 bool RingLane::arm() {
@@ -94,7 +94,7 @@ bool RingLane::arm() {
 
 void RingLane::finish() {
     out_.finished.store(1, std::memory_order_release);
-    ring_bell_();
+    wake_peer_();
 }
 
 }  // namespace paceline::link

@@ -2,8 +2,8 @@
 //
 // `head` and `tail` count bytes and never wrap to the start of the ring. The writer fills the bytes before it releases
 // `head`; the reader has read them before it releases `tail`. A side that is about to sleep sets `reader_waits` or
-// `writer_waits` and checks once more; the other side checks that flag after every store and rings the sleeper's
-// doorbell.
+// `writer_waits` and checks once more; the other side checks that flag after every store and wakes the
+// sleeper through its doorbell.
 #pragma once
 
 #include <atomic>
@@ -27,9 +27,9 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 class RingLane final : public Lane {
   public:
-    // `ring_bell` wakes the peer; `gone` returns whether it died or left.
-    RingLane(Ring& outgoing, Ring& incoming, std::function<void()> ring_bell, std::function<bool()> gone)
-        : out_(outgoing), in_(incoming), ring_bell_(std::move(ring_bell)), gone_(std::move(gone)) {}
+    // `wake_peer` ends its sleep; `gone` returns whether it died or left.
+    RingLane(Ring& outgoing, Ring& incoming, std::function<void()> wake_peer, std::function<bool()> gone)
+        : out_(outgoing), in_(incoming), wake_peer_(std::move(wake_peer)), gone_(std::move(gone)) {}
 
     std::ptrdiff_t write(std::span<const Piece> pieces) override;
     std::ptrdiff_t read(std::span<const Piece> pieces) override;
@@ -44,7 +44,7 @@ class RingLane final : public Lane {
 
     Ring& out_;
     Ring& in_;
-    std::function<void()> ring_bell_;
+    std::function<void()> wake_peer_;
     std::function<bool()> gone_;
     bool full_ = false;  // the last write found no room
 };

@@ -12,7 +12,7 @@
 namespace paceline::link {
 namespace {
 
-enum class Sign : std::uint32_t { data, news };
+enum class Sign : std::uint32_t { data, alert };
 
 void add(int epoll, int descriptor, std::uint32_t events, Sign sign) {
     epoll_event event{};
@@ -32,7 +32,7 @@ Waiter::Waiter() : epoll_(epoll_create1(EPOLL_CLOEXEC)) {
         ::close(epoll_);
         throw std::system_error(why, std::generic_category(), "eventfd");
     }
-    watch_for_news(wake_);
+    watch_for_alerts(wake_);
 }
 
 Waiter::~Waiter() {
@@ -44,15 +44,15 @@ void Waiter::watch(int descriptor) {
     add(epoll_, descriptor, EPOLLIN | EPOLLOUT, Sign::data);
 }
 
-void Waiter::watch_for_news(int descriptor) {
-    add(epoll_, descriptor, EPOLLIN, Sign::news);
+void Waiter::watch_for_alerts(int descriptor) {
+    add(epoll_, descriptor, EPOLLIN, Sign::alert);
 }
 
-bool Waiter::sleep(int timeout_ms) {
+bool Waiter::sleep(std::chrono::milliseconds timeout) {
     std::array<epoll_event, 16> events;
-    const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), timeout_ms);
+    const int n = epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), static_cast<int>(timeout.count()));
     return std::any_of(events.data(), events.data() + std::max(n, 0), [](const epoll_event& event) {
-        return event.data.u32 == static_cast<std::uint32_t>(Sign::news);
+        return event.data.u32 == static_cast<std::uint32_t>(Sign::alert);
     });
 }
 

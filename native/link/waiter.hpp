@@ -1,7 +1,8 @@
-// Sleeps until one of the watched descriptors has news. It is edge-triggered: before a thread sleeps, it must have
+// Sleeps until one of the watched descriptors is ready. It is edge-triggered: before a thread sleeps, it must have
 // tried every descriptor since it last woke.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 namespace paceline::link {
@@ -15,10 +16,10 @@ class Waiter {
     ~Waiter();
 
     void watch(int descriptor);
-    // Input on `descriptor` wakes the sleeper as news, but the sleeper does not read it.
-    void watch_for_news(int descriptor);
-    // Returns after `timeout_ms` at the latest; true when a descriptor watched for news had some or `wake` was called.
-    bool sleep(int timeout_ms);
+    // Input on `descriptor` alerts the sleeper, which does not read it.
+    void watch_for_alerts(int descriptor);
+    // Returns after `timeout` at the latest; true when a descriptor alerted the sleeper, or `wake` did.
+    bool sleep(std::chrono::milliseconds timeout);
     // Wakes the sleeper, or the next thread to sleep if there is none. May be called from any thread.
     void wake();
 

@@ -19,10 +19,6 @@ enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorb
 // How long to wait before waking a thread again that had not fallen asleep yet.
 constexpr int kRepeatMs = 1;
 
-std::uint64_t bit(int rank) {
-    return std::uint64_t{1} << rank;
-}
-
 }  // namespace
 
 struct Mesh::Message {
@@ -67,10 +63,10 @@ Mesh::~Mesh() {
         if (const int fd = each.load(std::memory_order_relaxed); fd >= 0) ::close(fd);
 }
 
-void Mesh::ring(int peer) {
+void Mesh::wake_peer(int peer) {
     const int fd = doorbells_[static_cast<std::size_t>(peer)].load(std::memory_order_acquire);
     const std::uint64_t one = 1;
-    // Until its descriptor has arrived, the peer wakes when its current slice of sleep ends. If the write fails because
+    // Until its descriptor has arrived, the peer wakes when its current turn of sleep ends. If the write fails because
     // the counter is full, the peer has already been woken.
     if (fd >= 0) static_cast<void>(!write(fd, &one, sizeof one));
 }
@@ -132,7 +128,7 @@ void Mesh::offer(RegionId id, const Segment& segment, std::uint64_t peers) {
 
 void Mesh::blame(const Cause& cause) {
     if (blamed_.exchange(cause.pack(), std::memory_order_acq_rel) == cause.pack()) return;
-    if (Pulse* const pulse = shown_.load(std::memory_order_acquire)) pulse->leave(cause.pack());
+    if (Pulse* const pulse = shown_.load(std::memory_order_acquire)) pulse->set_note(cause.pack());
     for (int peer = 0; peer < size(); ++peer) send(peer, {Kind::blame, 0, cause.pack(), 0}, -1);
 }
 

@@ -31,6 +31,10 @@ namespace paceline::shm {
 
 constexpr int kMaxRanks = 64;  // a rank is one bit of a 64-bit mask
 
+constexpr std::uint64_t bit(int rank) {
+    return std::uint64_t{1} << rank;
+}
+
 // The ranks of the mesh that are gone.
 struct Liveness {
     std::atomic<std::uint64_t> lost{0};  // ranks that died: their socket closed without a goodbye
@@ -80,7 +84,7 @@ class Mesh {
     // An eventfd that peers write to when this process should check their shared memory. It is watched edge-triggered
     // and never read.
     int doorbell() const { return doorbell_; }
-    void ring(int peer);
+    void wake_peer(int peer);
 
     // Says goodbye to every peer and closes the sockets. Idempotent.
     void close();

@@ -63,7 +63,7 @@ bool Pulse::hold() {
     return syscall(SYS_set_robust_list, &head_, sizeof head_) == 0;
 }
 
-void Pulse::leave(std::uint32_t note) {
+void Pulse::set_note(std::uint32_t note) {
     for (std::size_t r = 0; r < entries_.size(); ++r)
         words_of(*segment_)[r].note.store(note, std::memory_order_release);
 }

@@ -39,8 +39,8 @@ class Pulse {
     // Makes the calling thread the holder. It must live as long as the process, and hold no robust mutexes: this
     // replaces its list of them. False where the kernel does not support that.
     bool hold();
-    // Leaves `note` for all peers; from any thread.
-    void leave(std::uint32_t note);
+    // Writes `note` for all peers to read when the pulse ends; from any thread.
+    void set_note(std::uint32_t note);
     // Called by the same thread, which may end after that without being reported.
     void release();
 
@@ -62,7 +62,7 @@ class Pulse {
 // Waits for the end of the peers' pulses, on a thread of its own.
 class Watch {
   public:
-    // `ended` is called on that thread, once a peer, with the note it left.
+    // `ended` is called on that thread, once a peer, with its note.
     explicit Watch(std::function<void(int peer, std::uint32_t note)> ended) : ended_(std::move(ended)) {}
     Watch(const Watch&) = delete;
     Watch& operator=(const Watch&) = delete;

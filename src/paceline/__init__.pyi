@@ -1,5 +1,24 @@
 """The public face, spelt out for type checkers; see `__init__.py`."""
 
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
+from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
+from torch._C._distributed_c10d import BarrierOptions as BarrierOptions
+from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+from torch._C._distributed_c10d import DebugLevel as DebugLevel
+from torch._C._distributed_c10d import GatherOptions as GatherOptions
+from torch._C._distributed_c10d import ReduceOptions as ReduceOptions
+from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
+from torch._C._distributed_c10d import ScatterOptions as ScatterOptions
+from torch._C._distributed_c10d import get_debug_level as get_debug_level
+from torch._C._distributed_c10d import set_debug_level as set_debug_level
+from torch._C._distributed_c10d import set_debug_level_from_env as set_debug_level_from_env
+from torch.distributed import DistBackendError as DistBackendError
+from torch.distributed import DistError as DistError
+from torch.distributed import DistNetworkError as DistNetworkError
+from torch.distributed import DistStoreError as DistStoreError
+
 from paceline import functional as functional
 from paceline import group as group
 from paceline.data.evaluation import DistributedEvalSampler as DistributedEvalSampler
@@ -97,24 +116,6 @@ from paceline.group.reduce_op import reduce_op as reduce_op
 from paceline.group.subgroups import new_subgroups as new_subgroups
 from paceline.group.subgroups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
 from paceline.group.subgroups import split_group as split_group
-from paceline.group.torch_names import AllgatherOptions as AllgatherOptions
-from paceline.group.torch_names import AllreduceCoalescedOptions as AllreduceCoalescedOptions
-from paceline.group.torch_names import AllreduceOptions as AllreduceOptions
-from paceline.group.torch_names import AllToAllOptions as AllToAllOptions
-from paceline.group.torch_names import BarrierOptions as BarrierOptions
-from paceline.group.torch_names import BroadcastOptions as BroadcastOptions
-from paceline.group.torch_names import DebugLevel as DebugLevel
-from paceline.group.torch_names import DistBackendError as DistBackendError
-from paceline.group.torch_names import DistError as DistError
-from paceline.group.torch_names import DistNetworkError as DistNetworkError
-from paceline.group.torch_names import DistStoreError as DistStoreError
-from paceline.group.torch_names import GatherOptions as GatherOptions
-from paceline.group.torch_names import ReduceOptions as ReduceOptions
-from paceline.group.torch_names import ReduceScatterOptions as ReduceScatterOptions
-from paceline.group.torch_names import ScatterOptions as ScatterOptions
-from paceline.group.torch_names import get_debug_level as get_debug_level
-from paceline.group.torch_names import set_debug_level as set_debug_level
-from paceline.group.torch_names import set_debug_level_from_env as set_debug_level_from_env
 from paceline.group.work import Work as Work
 from paceline.launch.spawn import notebook_launch as notebook_launch
 from paceline.launch.spawn import spawn as spawn

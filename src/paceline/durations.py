@@ -43,6 +43,11 @@ def to_nanoseconds(timeout: Timeout) -> int:
     return int(to_seconds(timeout) * 1e9)
 
 
+def for_event(left_ns: int) -> float:
+    """Returns the seconds that a `threading.Event` is to wait when `left_ns` nanoseconds are left, even 0 or less."""
+    return min(max(0.0, left_ns / 1e9), LONGEST_S)
+
+
 def for_socket(left_s: float) -> float:
     """Returns the time-out to set on a socket when `left_s` seconds are left, even if that is 0 or less."""
     return min(max(0.1, left_s), _LONGEST_OF_SOCKET_S)

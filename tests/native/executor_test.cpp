@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "executor/stripes.hpp"
 #include "ranks.hpp"
 
 namespace {
@@ -86,7 +87,7 @@ Outcome sum(Rank& at, std::size_t count, std::int64_t timeout_ns = 20 * kSecond)
 }
 
 void sums_are_right_for_every_size_and_number_of_streams() {
-    constexpr std::size_t kStripe = (256 << 10) / sizeof(float);
+    constexpr std::size_t kStripe = executor::kStripe / sizeof(float);
     for (const int streams : {1, 2, 4})
         for (const int n : {2, 3})
             with_ranks(n, streams, Over::sockets, [n](Rank at) {

@@ -270,7 +270,7 @@ void an_armed_sleeper_is_woken() {
             const Piece out = piece(bytes, 0, n);
             const std::ptrdiff_t took = pair->a->write({&out, 1});
             written += static_cast<std::size_t>(took);
-            if (static_cast<std::size_t>(took) < n && !pair->a->arm()) pair->of_a.sleep(5000);
+            if (static_cast<std::size_t>(took) < n && !pair->a->arm()) pair->of_a.sleep(std::chrono::seconds(5));
         }
     });
     Bytes bytes(kRingBytes);
@@ -279,7 +279,7 @@ void an_armed_sleeper_is_woken() {
         const std::ptrdiff_t n = pair->b->read({&in, 1});
         CHECK(n >= 0);
         read += static_cast<std::size_t>(n);
-        if (n == 0 && !pair->b->arm()) pair->of_b.sleep(5000);
+        if (n == 0 && !pair->b->arm()) pair->of_b.sleep(std::chrono::seconds(5));
     }
     writer.join();
     CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(4));

@@ -56,7 +56,7 @@ void the_end_of_a_holder_is_reported_without_a_socket() {
     CHECK(pulse != nullptr);
     // A thread stands in for the process, since the kernel does the same for both.
     std::thread([&] { CHECK(pulse->hold()); }).join();
-    pulse->leave(5);
+    pulse->set_note(5);
     watch.add(7, Segment::adopt(dup(pulse->segment().fd()), pulse->segment().size()), 2);
     CHECK((told.get_future().get() == Report{7, 5}));
 }

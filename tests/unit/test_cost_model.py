@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.schedule.cost import CostModel, LinkCost, choose, explain_text, predict
 from paceline.schedule.registry import ALGORITHMS, COSTS, build
-from paceline.schedule.steps import OPERATIONS, ROOTED
+from paceline.schedule.steps import ROOTED, Operation
 from paceline.schedule.verify.simulate import simulate
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ def test_every_offered_operation_has_a_closed_form():
     }
 
 
-@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != "barrier"])
+@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != Operation.BARRIER])
 def test_prediction_and_simulation_differ_at_most_by_factor_2(algorithm, operation):
     for n_hosts, ranks_a_host in [(1, 2), (1, 8), (1, 13), (4, 1), (3, 4), (4, 4), (8, 4)]:
         hosts, world_size = hosts_of(n_hosts, ranks_a_host), n_hosts * ranks_a_host
@@ -39,29 +39,33 @@ def test_prediction_and_simulation_differ_at_most_by_factor_2(algorithm, operati
 
 
 def test_hierarchical_wins_for_long_tensors_on_several_hosts():
-    assert choose(CLUSTER, "all_reduce", 16 * MIB, 64, hosts_of(8, 8)).algorithm == "hierarchical"
+    assert choose(CLUSTER, Operation.ALL_REDUCE, 16 * MIB, 64, hosts_of(8, 8)).algorithm == "hierarchical"
 
 
 def test_the_ring_is_close_to_hierarchical_for_long_tensors():
     """It too leaves each host once; only its number of messages is larger."""
-    best, second, *_ = choose(CLUSTER, "all_reduce", 1024 * MIB, 64, hosts_of(8, 8)).candidates
+    best, second, *_ = choose(CLUSTER, Operation.ALL_REDUCE, 1024 * MIB, 64, hosts_of(8, 8)).candidates
     assert {best.algorithm, second.algorithm} == {"ring", "hierarchical"}
     assert second.seconds < 1.2 * best.seconds
 
 
 def test_the_ring_wins_where_a_fold_would_double_the_bytes():
-    assert choose(CLUSTER, "all_reduce", 256 * MIB, 13).algorithm in ("ring", "hierarchical")
-    ring, folded = (predict(CLUSTER, name, "all_reduce", 256 * MIB, 13) for name in ("ring", "halving_doubling"))
+    assert choose(CLUSTER, Operation.ALL_REDUCE, 256 * MIB, 13).algorithm in ("ring", "hierarchical")
+    ring, folded = (
+        predict(CLUSTER, name, Operation.ALL_REDUCE, 256 * MIB, 13) for name in ("ring", "halving_doubling")
+    )
     assert ring < folded
 
 
 @pytest.mark.parametrize("world_size", [4, 8, 16, 64])
 def test_few_rounds_win_where_messages_are_dear(world_size):
     dear = CostModel(LinkCost(1e-3, 1 / 20e9), LinkCost(1e-3, 1 / 3e9), 1 / 10e9)
-    assert choose(dear, "all_reduce", 1024, world_size).algorithm in ("tree", "halving_doubling")
+    assert choose(dear, Operation.ALL_REDUCE, 1024, world_size).algorithm in ("tree", "halving_doubling")
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in ("barrier", "gather", "scatter")])
+@pytest.mark.parametrize(
+    "operation", [name for name in Operation if name not in (Operation.BARRIER, Operation.GATHER, Operation.SCATTER)]
+)
 @pytest.mark.parametrize("n_hosts", [1, 4])
 def test_the_star_never_wins_a_long_tensor_on_many_ranks(operation, n_hosts):
     """In a gather and a scatter all bytes cross the root's link in any case."""
@@ -84,32 +88,32 @@ def test_a_rank_alone_needs_no_time(pair, nbytes):
 
 
 def test_the_candidates_are_sorted_and_the_first_is_chosen():
-    choice = choose(CLUSTER, "all_reduce", MIB, 16, hosts_of(2, 8))
+    choice = choose(CLUSTER, Operation.ALL_REDUCE, MIB, 16, hosts_of(2, 8))
     times = [candidate.seconds for candidate in choice.candidates]
     assert times == sorted(times) and choice.algorithm == choice.candidates[0].algorithm
     assert len(choice.candidates) == len(ALGORITHMS)
 
 
 def test_a_forced_algorithm_is_taken_and_the_better_one_named():
-    choice = choose(CLUSTER, "all_reduce", 64 * MIB, 16, hosts_of(2, 8), forced="star")
+    choice = choose(CLUSTER, Operation.ALL_REDUCE, 64 * MIB, 16, hosts_of(2, 8), forced="star")
     assert choice.algorithm == "star"
     assert "star is forced" in choice.reason and "hierarchical" in choice.reason
 
 
 def test_an_algorithm_that_cannot_be_forced_names_those_that_can():
     with pytest.raises(ValueError, match="tree has no all_to_all; these have: ring"):
-        choose(CLUSTER, "all_to_all", MIB, 16, forced="tree")
+        choose(CLUSTER, Operation.ALL_TO_ALL, MIB, 16, forced="tree")
     with pytest.raises(ValueError, match="no algorithm 'rign'; there are ring"):
-        choose(CLUSTER, "all_reduce", MIB, 16, forced="rign")
+        choose(CLUSTER, Operation.ALL_REDUCE, MIB, 16, forced="rign")
 
 
 def test_hosts_that_are_not_the_world_are_refused():
     with pytest.raises(ValueError, match=r"hosts of \(4, 4\) ranks are not a world of 9"):
-        predict(CLUSTER, "ring", "all_reduce", MIB, 9, hosts_of(2, 4))
+        predict(CLUSTER, "ring", Operation.ALL_REDUCE, MIB, 9, hosts_of(2, 4))
 
 
 def test_the_explanation_shows_every_candidate():
-    text = explain_text(choose(CLUSTER, "all_reduce", 64 * MIB, 128, hosts_of(16, 8)))
+    text = explain_text(choose(CLUSTER, Operation.ALL_REDUCE, 64 * MIB, 128, hosts_of(16, 8)))
     assert text.startswith("all_reduce of 67,108,864 bytes on 128 ranks, 16 hosts")
     assert "-> hierarchical" in text and all(name in text for name in ALGORITHMS)
     assert "hierarchical is predicted to be the fastest" in text

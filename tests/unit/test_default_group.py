@@ -32,3 +32,13 @@ def test_one_process_is_a_group_of_one_again_and_again():
         with pytest.raises(ValueError, match="exists already"):
             dist.init_process_group()
         dist.destroy_process_group()
+
+
+def test_explain_takes_names_and_lists_them_for_an_unknown_one():
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.explain("all_reduce", 1024).startswith("all_reduce of 1,024 bytes on 1 ranks, 1 host")
+        with pytest.raises(ValueError, match=r"explain: there is no operation 'all_reduc'; there are all_reduce, br"):
+            dist.explain("all_reduc", 1024)
+    finally:
+        dist.destroy_process_group()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline as dist
-from paceline.engine.codes import DTYPE_CODES, Operation, ReduceOp
+from paceline.engine.codes import DTYPE_CODES, ReduceOp
 from paceline.engine.failures import Member
 from paceline.engine.nccl import loader
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
@@ -23,6 +23,7 @@ from paceline.engine.nccl.loader import LibraryMissingError
 from paceline.engine.nccl.meeting import AbsentError, Presence, SharedGpuError, meet
 from paceline.engine.nccl.plan import Kind, NcclCall, plan
 from paceline.engine.nccl.types import DataType, RedOp, Reduction, reduction
+from paceline.schedule.steps import Operation
 
 MEMBERS = (Member(0, "alpha", 11), Member(1, "beta", 12))
 

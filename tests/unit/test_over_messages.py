@@ -15,8 +15,9 @@ from values import expected, make
 from paceline.engine.adapters.executor import PythonExecutor
 from paceline.engine.adapters.serial_channel import CallTimeout
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, Operation, ReduceOp
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
 from paceline.schedule.registry import ALGORITHMS, offers
+from paceline.schedule.steps import Operation
 
 _COUNT = 5
 _HOSTS = {2: [[0], [1]], 3: [[0, 1], [2]], 4: [[0, 2], [1, 3]]}
@@ -146,7 +147,7 @@ _OPERATIONS = [operation for operation in Operation if operation is not Operatio
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_schedule_runs_in_the_order_of_its_steps(algorithm, size):
     for operation in _OPERATIONS:
-        if algorithm not in offers(operation.name.lower()):
+        if algorithm not in offers(operation):
             continue
         for op in (ReduceOp.SUM, ReduceOp.AVG) if operation in _REDUCING else (NO_REDUCTION,):
             root = size - 1 if operation in _ROOTED else -1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.schedule.registry import ALGORITHMS, build, offers
-from paceline.schedule.steps import OPERATIONS, ROOTED
+from paceline.schedule.steps import ROOTED, Operation
 from paceline.schedule.verify.symbolic import verify
 
 FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
@@ -69,17 +71,17 @@ def test_every_world_up_to_40_with_a_smaller_last_host_is_right(operation):
 @pytest.mark.parametrize("algorithm", FLAT)
 def test_all_reduce_ends_right_in_every_world_up_to_130(algorithm):
     for world_size in LARGE:
-        verify(world(algorithm, "all_reduce", world_size))
+        verify(world(algorithm, Operation.ALL_REDUCE, world_size))
 
 
 def test_hierarchical_all_reduce_ends_right_up_to_130_ranks():
     for world_size in LARGE:
         even = [divisor for divisor in divisors(world_size) if 1 < divisor <= 12]
         hosts = equal_hosts(world_size, even[-1] if even else 8)
-        verify(world("hierarchical", "all_reduce", world_size, hosts=hosts))
+        verify(world("hierarchical", Operation.ALL_REDUCE, world_size, hosts=hosts))
 
 
-@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != "all_reduce"])
+@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != Operation.ALL_REDUCE])
 def test_larger_worlds_end_right(algorithm, operation):
     root = 41 if operation in ROOTED else -1
     verify(world(algorithm, operation, 107, root, equal_hosts(107, 8)))
@@ -118,7 +120,11 @@ def test_rails_of_shuffled_ranks_end_right(n_hosts, ranks_a_host, random, operat
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(131, 600), st.sampled_from(["tree", "star"]), st.integers(0, 1000), st.data())
 def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
-    operations = [name for name in ALGORITHMS[algorithm] if name in ("all_reduce", "broadcast", "reduce", "barrier")]
+    operations = [
+        name
+        for name in ALGORITHMS[algorithm]
+        if name in (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE, Operation.BARRIER)
+    ]
     operation = data.draw(st.sampled_from(operations))
     verify(world(algorithm, operation, world_size, root % world_size if operation in ROOTED else -1))
 
@@ -126,42 +132,48 @@ def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(131, 300), st.sampled_from(["halving_doubling", "hierarchical"]), st.integers(2, 16))
 def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_a_host):
-    verify(world(algorithm, "all_reduce", world_size, hosts=equal_hosts(world_size, ranks_a_host)))
+    verify(world(algorithm, Operation.ALL_REDUCE, world_size, hosts=equal_hosts(world_size, ranks_a_host)))
 
 
 def test_one_rank_of_ten_thousand_gets_its_schedule():
     """Building took 47 ms for the ring's 39,996 steps, 6 ms for hierarchical; `bench/schedules.py` measures it."""
     hosts = equal_hosts(10_000, 8)
-    counts = {name: len(build(name, "all_reduce", 7_777, 10_000, hosts=hosts).steps) for name in ALGORITHMS}
+    counts = {name: len(build(name, Operation.ALL_REDUCE, 7_777, 10_000, hosts=hosts).steps) for name in ALGORITHMS}
     assert counts["ring"] == 4 * 9_999
     assert counts["hierarchical"] == 4 * (1_249 + 7)
     assert max(counts["halving_doubling"], counts["tree"], counts["star"]) < 100
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_have_the_names_and_numbers_of_the_core():
+    header = Path(__file__).parents[2] / "native" / "call" / "call.hpp"
+    words = re.search(r"enum class Operation : std::uint8_t \{(.*?)\}", header.read_text(), re.DOTALL)
+    assert words and [word.strip() for word in words[1].split(",")][:-1] == ["none", *map(str, Operation)]
+    assert list(Operation) == list(range(1, len(Operation) + 1))
+
+
+@pytest.mark.parametrize("operation", Operation)
 def test_the_ring_has_every_operation(operation):
     assert "ring" in offers(operation)
 
 
 def test_an_algorithm_without_the_operation_names_the_others():
     with pytest.raises(ValueError, match=r"star has no all_to_all; these have: ring"):
-        build("star", "all_to_all", 0, 4)
+        build("star", Operation.ALL_TO_ALL, 0, 4)
 
 
 def test_an_unknown_algorithm_is_answered_with_the_known():
     with pytest.raises(ValueError, match=r"no algorithm 'rign'; there are ring, halving_doubling, tree"):
-        build("rign", "all_reduce", 0, 4)
+        build("rign", Operation.ALL_REDUCE, 0, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("ring", "all_reduc", 0, 4), "no operation 'all_reduc'"),
-        (("ring", "all_reduce", 4, 4), "rank 4 is not in a world of 4"),
-        (("ring", "broadcast", 0, 4), "broadcast needs a root of 0 to 3"),
-        (("ring", "all_reduce", 0, 4, 1), "all_reduce has no root"),
-        (("hierarchical", "all_reduce", 0, 4), "needs hosts"),
-        (("hierarchical", "all_reduce", 0, 4, -1, [[0, 1], [1, 2, 3]]), "each of the 4 ranks once"),
+        (("ring", Operation.ALL_REDUCE, 4, 4), "rank 4 is not in a world of 4"),
+        (("ring", Operation.BROADCAST, 0, 4), "broadcast needs a root of 0 to 3"),
+        (("ring", Operation.ALL_REDUCE, 0, 4, 1), "all_reduce has no root"),
+        (("hierarchical", Operation.ALL_REDUCE, 0, 4), "needs hosts"),
+        (("hierarchical", Operation.ALL_REDUCE, 0, 4, -1, [[0, 1], [1, 2, 3]]), "each of the 4 ranks once"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(arguments, said):

@@ -13,6 +13,7 @@ from paceline.schedule.steps import (
     OWN_OUTPUT,
     Buffer,
     Kind,
+    Operation,
     Schedule,
     Slice,
     combine,
@@ -44,17 +45,17 @@ ANY = st.sampled_from(
     [
         world(algorithm, operation, size, root)
         for algorithm, operation, root in [
-            ("ring", "all_reduce", -1),
-            ("ring", "all_gather", -1),
-            ("ring", "all_to_all", -1),
-            ("halving_doubling", "all_reduce", -1),
-            ("halving_doubling", "reduce_scatter", -1),
-            ("halving_doubling", "barrier", -1),
-            ("tree", "reduce", 1),
-            ("tree", "gather", 2),
-            ("star", "scatter", 0),
-            ("star", "barrier", -1),
-            ("hierarchical", "all_reduce", -1),
+            ("ring", Operation.ALL_REDUCE, -1),
+            ("ring", Operation.ALL_GATHER, -1),
+            ("ring", Operation.ALL_TO_ALL, -1),
+            ("halving_doubling", Operation.ALL_REDUCE, -1),
+            ("halving_doubling", Operation.REDUCE_SCATTER, -1),
+            ("halving_doubling", Operation.BARRIER, -1),
+            ("tree", Operation.REDUCE, 1),
+            ("tree", Operation.GATHER, 2),
+            ("star", Operation.SCATTER, 0),
+            ("star", Operation.BARRIER, -1),
+            ("hierarchical", Operation.ALL_REDUCE, -1),
         ]
         for size in (4, 6)
     ]
@@ -100,7 +101,7 @@ def test_a_reduction_with_final_turned_round_is_found(schedules, data):
 
 def test_a_contribution_counted_twice_is_found():
     schedules = by_hand(
-        "all_reduce",
+        Operation.ALL_REDUCE,
         [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True), combine(1, OWN_OUTPUT, OWN_OUTPUT), send(1, OWN_OUTPUT)],
         [send(0, OWN_OUTPUT), send(0, OWN_OUTPUT), receive(0, OWN_OUTPUT)],
     )
@@ -111,7 +112,7 @@ def test_a_contribution_counted_twice_is_found():
 def test_a_cycle_of_waits_is_found():
     relay = [receive(1, OWN_OUTPUT), send(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT), send(0, OWN_OUTPUT)]
     with pytest.raises(ScheduleError, match=r"rank 0, step 1 \(SEND OUTPUT\[0\] to 1\): waits for ever"):
-        verify(by_hand("broadcast", *relay, root=0))
+        verify(by_hand(Operation.BROADCAST, *relay, root=0))
 
 
 def test_a_cycle_that_only_a_buffering_link_would_break_is_found():
@@ -120,18 +121,20 @@ def test_a_cycle_that_only_a_buffering_link_would_break_is_found():
         [send(0, OWN_OUTPUT), combine(0, OWN_OUTPUT, OWN_OUTPUT, final=True)],
     ]
     with pytest.raises(ScheduleError, match="waits for ever"):
-        verify(by_hand("all_reduce", *exchange))
+        verify(by_hand(Operation.ALL_REDUCE, *exchange))
 
 
 def test_a_cycle_of_waits_in_a_barrier_is_found():
     with pytest.raises(ScheduleError, match="waits for ever"):
-        verify(by_hand("barrier", [receive(1, NOTHING), send(1, NOTHING)], [receive(0, NOTHING), send(0, NOTHING)]))
+        verify(
+            by_hand(Operation.BARRIER, [receive(1, NOTHING), send(1, NOTHING)], [receive(0, NOTHING), send(0, NOTHING)])
+        )
 
 
 def test_a_barrier_that_lets_a_rank_leave_early_is_found():
     steps = [send(1, NOTHING)], [receive(0, NOTHING), send(2, NOTHING)], [receive(1, NOTHING)]
     with pytest.raises(ScheduleError, match="rank 0 may leave before rank 2 has come"):
-        verify(by_hand("barrier", *steps))
+        verify(by_hand(Operation.BARRIER, *steps))
 
 
 def test_a_barrier_does_not_pass_for_news_that_come_by_chance():
@@ -142,7 +145,7 @@ def test_a_barrier_does_not_pass_for_news_that_come_by_chance():
         [send(0, NOTHING), receive(0, NOTHING)],
     )
     with pytest.raises(ScheduleError, match="rank 1 may leave before rank 2 has come"):
-        verify(by_hand("barrier", *steps))
+        verify(by_hand(Operation.BARRIER, *steps))
 
 
 def test_a_write_to_the_input_is_found():
@@ -150,31 +153,31 @@ def test_a_write_to_the_input_is_found():
     with pytest.raises(
         ScheduleError, match=r"rank 1, step 0 \(COPY INPUT\[0\] = SCRATCH\[0\]\): INPUT is never written"
     ):
-        verify(by_hand("reduce", *reduce, root=0))
+        verify(by_hand(Operation.REDUCE, *reduce, root=0))
 
 
 def test_a_read_of_what_was_never_written_is_found():
     reduce = [combine(1, OWN_OUTPUT, OWN_OUTPUT, final=True)], [send(0, Slice(Buffer.SCRATCH, 0))]
     with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*SCRATCH\[0\] is undefined"):
-        verify(by_hand("reduce", *reduce, root=0))
+        verify(by_hand(Operation.REDUCE, *reduce, root=0))
 
 
 def test_a_message_nobody_takes_is_found():
     broadcast = [send(1, OWN_OUTPUT), send(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT)]
     with pytest.raises(ScheduleError, match=r"rank 0, step 1 .*rank 1 never receives it"):
-        verify(by_hand("broadcast", *broadcast, root=0))
+        verify(by_hand(Operation.BROADCAST, *broadcast, root=0))
 
 
 def test_different_numbers_of_blocks_are_found():
     broadcast = [send(1, Slice(Buffer.OUTPUT, 0, 2))], [receive(0, Slice(Buffer.OUTPUT, 0, 1))]
     with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*rank 0 sends 2 blocks for it"):
-        verify(by_hand("broadcast", *broadcast, root=0, blocks=2))
+        verify(by_hand(Operation.BROADCAST, *broadcast, root=0, blocks=2))
 
 
 def test_blocks_in_exchanged_places_are_found():
     broadcast = [send(1, Slice(Buffer.OUTPUT, 0))], [receive(0, Slice(Buffer.OUTPUT, 1))]
     with pytest.raises(ScheduleError, match=r"block 0 is kept in OUTPUT\[1\]"):
-        verify(by_hand("broadcast", *broadcast, root=0, blocks=2))
+        verify(by_hand(Operation.BROADCAST, *broadcast, root=0, blocks=2))
 
 
 def test_a_relay_in_all_to_all_is_found():
@@ -184,33 +187,33 @@ def test_a_relay_in_all_to_all_is_found():
         [receive(0, Slice(Buffer.OUTPUT, 1)), send(0, Slice(Buffer.OUTPUT, 1))],
     )
     with pytest.raises(ScheduleError, match="another size"):
-        verify(by_hand("all_to_all", *exchange, blocks=2))
+        verify(by_hand(Operation.ALL_TO_ALL, *exchange, blocks=2))
 
 
 def test_an_end_without_its_result_is_found():
     with pytest.raises(
         ScheduleError, match=r"rank 1, at the end: OUTPUT\[0\] holds nothing instead of block 0 of ranks 0"
     ):
-        verify(by_hand("broadcast", [], [], root=0))
+        verify(by_hand(Operation.BROADCAST, [], [], root=0))
 
 
 def test_a_slice_beyond_its_buffer_is_found():
     with pytest.raises(ScheduleError, match=r"rank 0, step 0 .*OUTPUT has 1 blocks"):
-        verify(by_hand("broadcast", [send(1, Slice(Buffer.OUTPUT, 0, 2))], [], root=0))
+        verify(by_hand(Operation.BROADCAST, [send(1, Slice(Buffer.OUTPUT, 0, 2))], [], root=0))
 
 
 def test_a_final_step_that_reduces_nothing_is_found():
     broadcast = [send(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT)._replace(final=True)]
     with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*only a REDUCE is final"):
-        verify(by_hand("broadcast", *broadcast, root=0))
+        verify(by_hand(Operation.BROADCAST, *broadcast, root=0))
 
 
 def test_a_copy_onto_itself_is_found():
     with pytest.raises(ScheduleError, match=r"rank 0, step 0 .*src and dst overlap"):
-        verify(by_hand("broadcast", [copy(OWN_OUTPUT, OWN_OUTPUT)], root=0))
+        verify(by_hand(Operation.BROADCAST, [copy(OWN_OUTPUT, OWN_OUTPUT)], root=0))
 
 
 def test_schedules_of_different_calls_are_found():
-    tree, ring = world("tree", "all_reduce", 4), world("ring", "all_reduce", 4)
+    tree, ring = world("tree", Operation.ALL_REDUCE, 4), world("ring", Operation.ALL_REDUCE, 4)
     with pytest.raises(ScheduleError, match="rank 1 and rank 0 differ"):
         verify([tree[0], *ring[1:]])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, Operation, ReduceOp
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
 from paceline.engine.failures import Code, Member, to_error
+from paceline.schedule.steps import Operation
 
 SEND, RECEIVE, REDUCE, COPY = range(4)
 INPUT, OUTPUT, SCRATCH = range(3)

@@ -1,18 +1,18 @@
-"""What all engines that run schedules share: the algorithms' names, and what messages cost where nobody measured."""
+"""What all engines that run schedules share: the algorithms' names, and by which size and costs one is chosen."""
 
 from __future__ import annotations
 
-from paceline.engine.codes import Operation
 from paceline.schedule.cost import CostModel, LinkCost
 from paceline.schedule.registry import ALGORITHMS
-from paceline.schedule.steps import OPERATIONS
-from paceline.schedule.steps import Operation as OperationName
 
 ALGORITHM_NAMES = tuple(ALGORITHMS)
 ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 
-OPERATION_NAMES: dict[int, OperationName] = {Operation[name.upper()]: name for name in OPERATIONS}
-"""What schedules call the operations of `codes.py`."""
+ALL_TO_ALL_NBYTES = 1 << 20
+"""The size that is assumed for every all_to_all.
+
+A rank does not know the sizes of the others' parts, and all must choose the same algorithm.
+"""
 
 # Shared memory within a host, and fast Ethernet between hosts.
 UNMEASURED = CostModel(LinkCost(2e-6, 1e-10), LinkCost(3e-5, 5e-10), 1e-10)

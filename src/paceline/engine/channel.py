@@ -1,7 +1,7 @@
 """What an engine gives a group: a channel that runs its collectives, and messages between two of its ranks.
 
-Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device that the group was opened for; types,
-operations and reductions are passed as the numbers of `codes.py`. A call returns how it ended and never raises, since
+Tensors are passed as addresses and numbers of bytes (`Pieces`) on the device that the group was opened for; types and
+reductions are passed as the numbers of `codes.py`. A call returns how it ended and never raises, since
 a call on another thread has nobody to raise to; `failures.to_error` turns the outcome into an exception.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.codes import ITEM_SIZES
+from paceline.schedule.steps import Operation
 
 # A tensor in one or more pieces: address, number of bytes, address, number of bytes, ...
 Pieces = Sequence[int]
@@ -125,7 +126,7 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     factors already, so that an engine only sums them.
     """
 
-    operation: int
+    operation: Operation
     dtype: int
     reduce_op: int
     root: int

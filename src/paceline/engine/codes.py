@@ -1,6 +1,6 @@
-"""The numbers by which the core knows operations, types and reductions.
+"""The numbers by which the core knows types and reductions; those of the operations are in `schedule/steps.py`.
 
-The other halves are native/call/call.hpp and native/reduce/reduce.hpp.
+The other half is native/reduce/reduce.hpp.
 """
 
 from __future__ import annotations
@@ -8,20 +8,6 @@ from __future__ import annotations
 from enum import IntEnum
 
 import torch
-
-
-class Operation(IntEnum):
-    """A collective."""
-
-    ALL_REDUCE = 1
-    BROADCAST = 2
-    REDUCE = 3
-    ALL_GATHER = 4
-    REDUCE_SCATTER = 5
-    GATHER = 6
-    SCATTER = 7
-    ALL_TO_ALL = 8
-    BARRIER = 9
 
 
 class ReduceOp(IntEnum):

@@ -8,10 +8,11 @@ from enum import IntEnum
 
 from paceline.descriptors import out_of_descriptors
 from paceline.engine.channel import HeaderFields, Outcome
-from paceline.engine.codes import NO_REDUCTION, Operation, ReduceOp, dtype_name
+from paceline.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
 from paceline.engine.processes import Process
 from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from paceline.schedule.registry import ALGORITHMS
+from paceline.schedule.steps import Operation
 from paceline.wording import and_more
 
 
@@ -95,7 +96,7 @@ def describe_call(header: HeaderFields) -> str:
         parts.append(ReduceOp(reduce_op).name)
     if root >= 0:
         parts.append(f"root {root}")
-    return f"{Operation(operation).name.lower()}({', '.join(parts)}) as call {sequence}"
+    return f"{Operation(operation)}({', '.join(parts)}) as call {sequence}"
 
 
 def to_error(

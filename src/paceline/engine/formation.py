@@ -70,12 +70,12 @@ class Formation:
         """
         look_s = _FIRST_LOOK_S
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
+            remaining_s = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(StoreTimeoutError):
-                self.store.wait(keys, timedelta(seconds=min(look_s, left_s)))
+                self.store.wait(keys, timedelta(seconds=min(look_s, remaining_s)))
                 return []
             self.look()
-            if left_s <= look_s:
+            if remaining_s <= look_s:
                 return [key for key in keys if not self.store.check([key])]
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 

@@ -18,8 +18,9 @@ from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import CallEnded, SerialChannel
 from paceline.engine.api import Engine, OpenGroup
 from paceline.engine.channel import Call, Channel, Messages, Outcome, Pieces
-from paceline.engine.codes import NO_REDUCTION, Operation, ReduceOp
+from paceline.engine.codes import NO_REDUCTION, ReduceOp
 from paceline.engine.failures import Code, Failure
+from paceline.schedule.steps import Operation
 from paceline.store.base import Store
 
 _WITHIN = 1 << 61  # distinguishes the identity of a group's part on one host from the group's own
@@ -173,8 +174,8 @@ class TwoLevelChannel(SerialChannel):
         deadline_ns: int,
     ) -> None:
         if len(part.ranks) > 1:
-            left_ns = max(1, deadline_ns - time.monotonic_ns())
-            own = Call(operation, call.dtype, reduce_op, root, call.count, left_ns, [], tensor)
+            remaining_ns = max(1, deadline_ns - time.monotonic_ns())
+            own = Call(operation, call.dtype, reduce_op, root, call.count, remaining_ns, [], tensor)
             self._check(part.opened.channel.run(own), part.ranks)
 
     def _divide(self, call: Call, tensor: Sequence[Pieces]) -> None:

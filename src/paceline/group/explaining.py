@@ -9,8 +9,16 @@ from paceline.schedule.cost import explain_text
 from paceline.schedule.steps import Operation
 
 
-def explain_choice(channel: Channel, backend: str, size: int, operation: Operation, nbytes: int) -> str:
-    """Returns which algorithm a group of `size` ranks on `channel` uses for a call of `nbytes`, and why."""
+def explain_choice(channel: Channel, backend: str, size: int, name: str, nbytes: int) -> str:
+    """Returns which algorithm a group of `size` ranks on `channel` uses for a call of `nbytes`, and why.
+
+    Raises:
+        ValueError: there is no operation of that name.
+    """
+    try:
+        operation = Operation.named(name)
+    except ValueError as error:
+        raise ValueError(f"explain: {error}") from None
     if isinstance(channel, ScheduledChannel):
         return explain_text(channel.choose(operation, nbytes))
     call = f"{operation} of {nbytes:,} bytes on {size} ranks"

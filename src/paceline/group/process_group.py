@@ -8,7 +8,7 @@ import torch
 from torch.autograd import profiler
 
 from paceline.durations import Timeout
-from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, Operation
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION
 from paceline.group.arguments import lists_by_rank, require_counts
 from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code, is_plain_strided
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
@@ -20,7 +20,7 @@ from paceline.group.reductions import checked_reduction, is_unscaled, reduces
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
 from paceline.group.work import Work
-from paceline.schedule.steps import Operation as OperationName
+from paceline.schedule.steps import Operation
 
 
 class ProcessGroup(MessagingGroup, TorchMethods):
@@ -257,7 +257,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         all_gather_pieces(self, [as_tensor(data)], rooms, None)
         return [bytes(as_memory(room)) for (room,) in rooms]
 
-    def explain(self, operation: OperationName, nbytes: int) -> str:
+    def explain(self, operation: str, nbytes: int) -> str:
         """Returns which algorithm the group uses for a call of that size, and why."""
         return explain_choice(self._channel, self.backend, self.size(), operation, nbytes)
 
@@ -270,7 +270,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         async_op: bool | None,
         timeout: Timeout | None,
     ) -> Work | None:
-        name = operation.name.lower()
+        name = str(operation)
         here = operation is Operation.ALL_GATHER or self._rank == root
         read = as_list(tensors, name)
         written = lists_by_rank(outputs, self, name, "the list of outputs") if here else []

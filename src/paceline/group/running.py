@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
 from paceline.engine.channel import Call, HeaderFields, Outcome
-from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.codes import ITEM_SIZES
 from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.base import BaseGroup
@@ -19,6 +19,7 @@ from paceline.group.buffers import Buffers
 from paceline.group.devices import Devices, Opener
 from paceline.group.profiling import Recording
 from paceline.group.work import Work
+from paceline.schedule.steps import Operation
 
 
 class RunningGroup(BaseGroup):
@@ -116,7 +117,8 @@ class RunningGroup(BaseGroup):
         """Makes a collective call of the engine on the device of `buffers`.
 
         Args:
-            operation, dtype, reduce_op: which call, by the codes of `engine/codes.py`.
+            operation: which call.
+            dtype, reduce_op: by the codes of `engine/codes.py`.
             root: a group rank, or -1 where a call has no root.
             count: the number of elements that the ranks compare.
             inputs, outputs: the addresses and sizes of the buffers that the call reads and writes.
@@ -131,7 +133,7 @@ class RunningGroup(BaseGroup):
         if operation is Operation.ALL_TO_ALL:  # the ranks' numbers of elements differ
             described = sum(sum(pieces[1::2]) for pieces in inputs) // ITEM_SIZES[dtype]
         header = (0, operation, dtype, reduce_op, root, described)
-        name = operation.name.lower()
+        name = str(operation)
         recording = Recording(name, _shown(buffers, inputs)) if profiler._is_profiler_enabled else None
         channel = self._devices.of(buffers.kept, name).channel
         call = Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)

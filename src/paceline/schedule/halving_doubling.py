@@ -184,12 +184,12 @@ def barrier(at: Place) -> Plan:
 
 
 OFFERS: dict[Operation, Builder] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "barrier": barrier,
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+    Operation.BROADCAST: broadcast,
+    Operation.REDUCE: reduce,
+    Operation.BARRIER: barrier,
 }
 
 
@@ -214,16 +214,16 @@ def _fold_s(case: Case, nbytes: float, gamma: float = 0) -> float:
 
 
 COSTS: dict[Operation, Cost] = {
-    "all_reduce": lambda case: (
+    Operation.ALL_REDUCE: lambda case: (
         _halves(case, case.gamma) + _halves(case) + _fold_s(case, case.nbytes, case.gamma) + _fold_s(case, case.nbytes)
     ),
-    "reduce_scatter": lambda case: (
+    Operation.REDUCE_SCATTER: lambda case: (
         _halves(case, case.gamma) + _fold_s(case, case.nbytes, case.gamma) + _fold_s(case, case.block)
     ),
-    "all_gather": lambda case: _halves(case) + _fold_s(case, case.block) + _fold_s(case, case.nbytes),
-    "reduce": lambda case: (
+    Operation.ALL_GATHER: lambda case: _halves(case) + _fold_s(case, case.block) + _fold_s(case, case.nbytes),
+    Operation.REDUCE: lambda case: (
         _halves(case, case.gamma) + _halves(case, alone=True) + _fold_s(case, case.nbytes, case.gamma)
     ),
-    "broadcast": lambda case: _halves(case, alone=True) + _halves(case) + _fold_s(case, case.nbytes),
-    "barrier": lambda case: rounds(case.n) * case.slowest.alpha_s,
+    Operation.BROADCAST: lambda case: _halves(case, alone=True) + _halves(case) + _fold_s(case, case.nbytes),
+    Operation.BARRIER: lambda case: rounds(case.n) * case.slowest.alpha_s,
 }

@@ -182,14 +182,14 @@ def barrier(at: Place) -> Plan:
 
 
 OFFERS: dict[Operation, Builder] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "barrier": barrier,
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+    Operation.BROADCAST: broadcast,
+    Operation.REDUCE: reduce,
+    Operation.GATHER: gather,
+    Operation.SCATTER: scatter,
+    Operation.BARRIER: barrier,
 }
 
 
@@ -264,12 +264,12 @@ def _hierarchical_gather(case: Case) -> float:
 
 
 COSTS: dict[Operation, Cost] = {
-    "all_reduce": _hierarchical_all_reduce,
-    "reduce_scatter": _hierarchical_reduce_scatter,
-    "all_gather": _hierarchical_all_gather,
-    "broadcast": _through_leaders,
-    "reduce": lambda case: _through_leaders(case, case.gamma),
-    "gather": _hierarchical_gather,
-    "scatter": _hierarchical_gather,
-    "barrier": lambda case: _within(case, 2 * rounds(case.local), 0) + _between(case, rounds(case.n_hosts), 0),
+    Operation.ALL_REDUCE: _hierarchical_all_reduce,
+    Operation.REDUCE_SCATTER: _hierarchical_reduce_scatter,
+    Operation.ALL_GATHER: _hierarchical_all_gather,
+    Operation.BROADCAST: _through_leaders,
+    Operation.REDUCE: lambda case: _through_leaders(case, case.gamma),
+    Operation.GATHER: _hierarchical_gather,
+    Operation.SCATTER: _hierarchical_gather,
+    Operation.BARRIER: lambda case: _within(case, 2 * rounds(case.local), 0) + _between(case, rounds(case.n_hosts), 0),
 }

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from paceline.schedule import halving_doubling, hierarchical, ring, star, tree
 from paceline.schedule.cost_model import Cost
-from paceline.schedule.steps import OPERATIONS, ROOTED, Builder, Operation, Place, Schedule
+from paceline.schedule.steps import ROOTED, Builder, Operation, Place, Schedule
 
 _Entry: TypeAlias = tuple[Mapping[Operation, Builder], Mapping[Operation, Cost]]
 
@@ -67,8 +67,6 @@ def build(
 
 
 def _builder(algorithm: str, operation: Operation) -> Builder:
-    if operation not in OPERATIONS:
-        raise ValueError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
     if operation not in ALGORITHMS[algorithm]:

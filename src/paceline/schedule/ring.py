@@ -164,15 +164,15 @@ def barrier(at: Place) -> Plan:
 
 
 OFFERS: dict[Operation, Builder] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
-    "barrier": barrier,
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+    Operation.BROADCAST: broadcast,
+    Operation.REDUCE: reduce,
+    Operation.GATHER: gather,
+    Operation.SCATTER: scatter,
+    Operation.ALL_TO_ALL: all_to_all,
+    Operation.BARRIER: barrier,
 }
 
 
@@ -200,15 +200,15 @@ def _pairwise(case: Case) -> float:
 
 
 COSTS: dict[Operation, Cost] = {
-    "all_reduce": lambda case: (
+    Operation.ALL_REDUCE: lambda case: (
         _ring_turns(case.slowest, case.n, case.nbytes, case.gamma) + _ring_turns(case.slowest, case.n, case.nbytes)
     ),
-    "reduce_scatter": lambda case: _ring_turns(case.slowest, case.n, case.nbytes, case.gamma),
-    "all_gather": lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
-    "gather": lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
-    "scatter": lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
-    "broadcast": _chain,
-    "reduce": lambda case: _chain(case, case.gamma),
-    "all_to_all": _pairwise,
-    "barrier": lambda case: (2 * case.n - 1) * case.slowest.alpha_s if case.n > 1 else 0,
+    Operation.REDUCE_SCATTER: lambda case: _ring_turns(case.slowest, case.n, case.nbytes, case.gamma),
+    Operation.ALL_GATHER: lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
+    Operation.GATHER: lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
+    Operation.SCATTER: lambda case: _ring_turns(case.slowest, case.n, case.nbytes),
+    Operation.BROADCAST: _chain,
+    Operation.REDUCE: lambda case: _chain(case, case.gamma),
+    Operation.ALL_TO_ALL: _pairwise,
+    Operation.BARRIER: lambda case: (2 * case.n - 1) * case.slowest.alpha_s if case.n > 1 else 0,
 }

@@ -106,14 +106,14 @@ def barrier(at: Place) -> Plan:
 
 
 OFFERS: dict[Operation, Builder] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "barrier": barrier,
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+    Operation.BROADCAST: broadcast,
+    Operation.REDUCE: reduce,
+    Operation.GATHER: gather,
+    Operation.SCATTER: scatter,
+    Operation.BARRIER: barrier,
 }
 
 
@@ -126,12 +126,12 @@ def _serve(case: Case, nbytes: float, gamma: float = 0) -> float:
 
 
 COSTS: dict[Operation, Cost] = {
-    "all_reduce": lambda case: _serve(case, case.nbytes, case.gamma) + _serve(case, case.nbytes),
-    "reduce": lambda case: _serve(case, case.nbytes, case.gamma),
-    "broadcast": lambda case: _serve(case, case.nbytes),
-    "gather": lambda case: _serve(case, case.block),
-    "scatter": lambda case: _serve(case, case.block),
-    "all_gather": lambda case: _serve(case, case.block) + _serve(case, case.nbytes),
-    "reduce_scatter": lambda case: _serve(case, case.nbytes, case.gamma) + _serve(case, case.block),
-    "barrier": lambda case: 2 * _serve(case, 0),
+    Operation.ALL_REDUCE: lambda case: _serve(case, case.nbytes, case.gamma) + _serve(case, case.nbytes),
+    Operation.REDUCE: lambda case: _serve(case, case.nbytes, case.gamma),
+    Operation.BROADCAST: lambda case: _serve(case, case.nbytes),
+    Operation.GATHER: lambda case: _serve(case, case.block),
+    Operation.SCATTER: lambda case: _serve(case, case.block),
+    Operation.ALL_GATHER: lambda case: _serve(case, case.block) + _serve(case, case.nbytes),
+    Operation.REDUCE_SCATTER: lambda case: _serve(case, case.nbytes, case.gamma) + _serve(case, case.block),
+    Operation.BARRIER: lambda case: 2 * _serve(case, 0),
 }

@@ -30,21 +30,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias
 
-Operation: TypeAlias = Literal[
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-ROOTED: frozenset[Operation] = frozenset(("broadcast", "reduce", "gather", "scatter"))
+
+class Operation(IntEnum):
+    """A collective. Its value is its number in native/call/call.hpp, and its text is its name: `all_reduce`."""
+
+    ALL_REDUCE = 1
+    BROADCAST = 2
+    REDUCE = 3
+    ALL_GATHER = 4
+    REDUCE_SCATTER = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:  # that of an int would show the number
+        return format(str(self), spec)
+
+    @classmethod
+    def named(cls, name: str) -> Operation:
+        """Returns the operation of that name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for operation in cls:
+            if str(operation) == name:
+                return operation
+        raise ValueError(f"there is no operation {name!r}; there are {', '.join(map(str, cls))}")
+
+
+ROOTED = frozenset((Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER))
 
 
 class Buffer(IntEnum):

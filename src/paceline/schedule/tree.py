@@ -169,14 +169,14 @@ def barrier(at: Place) -> Plan:
 
 
 OFFERS: dict[Operation, Builder] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-    "broadcast": broadcast,
-    "reduce": reduce,
-    "gather": gather,
-    "scatter": scatter,
-    "barrier": barrier,
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+    Operation.BROADCAST: broadcast,
+    Operation.REDUCE: reduce,
+    Operation.GATHER: gather,
+    Operation.SCATTER: scatter,
+    Operation.BARRIER: barrier,
 }
 
 
@@ -192,12 +192,12 @@ def _subtrees(case: Case) -> float:
 
 
 COSTS: dict[Operation, Cost] = {
-    "all_reduce": lambda case: _levels(case, case.nbytes, case.gamma) + _levels(case, case.nbytes),
-    "reduce": lambda case: _levels(case, case.nbytes, case.gamma),
-    "broadcast": lambda case: _levels(case, case.nbytes),
-    "gather": _subtrees,
-    "scatter": _subtrees,
-    "all_gather": lambda case: _subtrees(case) + _levels(case, case.nbytes),
-    "reduce_scatter": lambda case: _levels(case, case.nbytes, case.gamma) + _subtrees(case),
-    "barrier": lambda case: 2 * _levels(case, 0),
+    Operation.ALL_REDUCE: lambda case: _levels(case, case.nbytes, case.gamma) + _levels(case, case.nbytes),
+    Operation.REDUCE: lambda case: _levels(case, case.nbytes, case.gamma),
+    Operation.BROADCAST: lambda case: _levels(case, case.nbytes),
+    Operation.GATHER: _subtrees,
+    Operation.SCATTER: _subtrees,
+    Operation.ALL_GATHER: lambda case: _subtrees(case) + _levels(case, case.nbytes),
+    Operation.REDUCE_SCATTER: lambda case: _levels(case, case.nbytes, case.gamma) + _subtrees(case),
+    Operation.BARRIER: lambda case: 2 * _levels(case, 0),
 }

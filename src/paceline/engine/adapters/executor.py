@@ -17,15 +17,13 @@ import torch
 
 from paceline import _core
 from paceline.engine.adapters.flat_buffer import FlatBuffer
-from paceline.engine.algorithms import OPERATION_NAMES, UNMEASURED
+from paceline.engine.algorithms import ALL_TO_ALL_NBYTES, UNMEASURED
 from paceline.engine.channel import Call
-from paceline.engine.codes import ITEM_SIZES, Operation, ReduceOp
+from paceline.engine.codes import ITEM_SIZES, ReduceOp
 from paceline.schedule.cost import choose
 from paceline.schedule.registry import build, offers
-from paceline.schedule.steps import Buffer, Kind, Schedule, Slice, Step
-from paceline.schedule.steps import Operation as Name
+from paceline.schedule.steps import Buffer, Kind, Operation, Schedule, Slice, Step
 
-_ANY_SIZE = 1 << 20  # assumed for every all_to_all, since a rank knows only the sizes of its own parts
 _CUT = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST)
 
 
@@ -87,11 +85,10 @@ class PythonExecutor:
         Raises:
             CallTimeout, LibraryError: as for `SerialChannel.perform`.
         """
-        operation = Operation(call.operation)
+        operation = call.operation
         nbytes = call.count * ITEM_SIZES[call.dtype]
-        longest = nbytes if operation in _CUT else nbytes * self._size if call.count else _ANY_SIZE
-        name = OPERATION_NAMES[operation]
-        schedule = self._schedule(self._algorithm(name, longest), name, call.root)
+        longest = nbytes if operation in _CUT else nbytes * self._size if call.count else ALL_TO_ALL_NBYTES
+        schedule = self._schedule(self._algorithm(operation, longest), operation, call.root)
         read_only = operation is Operation.REDUCE and call.root != self._rank
         inputs = [FlatBuffer([each]).copy_in() for each in (call.outputs if read_only else call.inputs)]
         outputs = [FlatBuffer([each]) for each in (() if read_only else call.outputs)]
@@ -104,12 +101,12 @@ class PythonExecutor:
         for each in outputs:
             each.copy_out()
 
-    def _choose(self, name: Name, nbytes: int) -> str:
-        forced = self._forced if self._forced in offers(name) else None
-        return choose(UNMEASURED, name, nbytes, self._size, self._hosts, forced).algorithm
+    def _choose(self, operation: Operation, nbytes: int) -> str:
+        forced = self._forced if self._forced in offers(operation) else None
+        return choose(UNMEASURED, operation, nbytes, self._size, self._hosts, forced).algorithm
 
-    def _build(self, algorithm: str, name: Name, root: int) -> Schedule:
-        return build(algorithm, name, self._rank, self._size, root, self._hosts)
+    def _build(self, algorithm: str, operation: Operation, root: int) -> Schedule:
+        return build(algorithm, operation, self._rank, self._size, root, self._hosts)
 
 
 class _Started(NamedTuple):

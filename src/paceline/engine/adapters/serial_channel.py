@@ -7,11 +7,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
+from paceline.durations import LONGEST_S, for_event, to_nanoseconds
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
 from paceline.engine.channel import Call, Channel, HeaderFields, Outcome
 from paceline.engine.failures import Code, Failure
 
-_FOR_EVER_S = 1e9
 _REMEMBERED = 16
 
 
@@ -50,7 +50,7 @@ class QueuedCall:
 
     def wait(self, timeout_ns: int, /) -> bool:
         """Waits until the call is over; returns False if the time was over first."""
-        return self._over.wait(min(timeout_ns / 1e9, _FOR_EVER_S) if timeout_ns > 0 else 0)
+        return self._over.wait(for_event(timeout_ns))
 
     def outcome(self) -> Outcome | None:
         """Returns why the call failed, or None if it succeeded."""
@@ -89,7 +89,7 @@ class SerialChannel(Channel, ABC):
                 if not self._waiting:
                     return self._perform(call)
         turn = self._queue(call)
-        turn.wait(int(_FOR_EVER_S * 1e9))
+        turn.wait(to_nanoseconds(LONGEST_S))
         return turn.outcome()
 
     def submit(self, call: Call, /) -> QueuedCall:

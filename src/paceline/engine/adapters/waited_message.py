@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.durations import for_event
 from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
 
-_FOR_EVER_S = 1e9
 _HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
@@ -37,7 +37,7 @@ class WaitedMessage:
         """Waits until the message is over; returns False if the time was over first."""
         if not self._background:
             self._run()
-        return self._over.wait(max(0.0, min(timeout_ns / 1e9, _FOR_EVER_S)))
+        return self._over.wait(for_event(timeout_ns))
 
     def outcome(self) -> Outcome | None:
         """Returns why the message failed, or None if it succeeded."""

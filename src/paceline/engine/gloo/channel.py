@@ -15,8 +15,9 @@ from paceline.engine.adapters.executor import PythonExecutor
 from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import SerialChannel
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPES, NO_REDUCTION, Operation, ReduceOp
+from paceline.engine.codes import DTYPES, NO_REDUCTION, ReduceOp
 from paceline.engine.gloo.wire import SHORTEST, GlooWire, translated
+from paceline.schedule.steps import Operation
 
 _OPS = {
     ReduceOp.SUM: c10d.ReduceOp.SUM,
@@ -62,7 +63,7 @@ class GlooChannel(SerialChannel):
             return
         timeout = max(SHORTEST, timedelta(microseconds=call.timeout_ns / 1000))
         with translated(deadline_ns):
-            _CALLS[Operation(call.operation)](self, call, timeout)
+            _CALLS[call.operation](self, call, timeout)
 
     def _barrier(self, call: Call, timeout: timedelta) -> None:
         options = c10d.BarrierOptions()

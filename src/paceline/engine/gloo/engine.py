@@ -9,18 +9,14 @@ import ipaddress
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.engine.adapters.diagnosis import FailureDiagnosis
-from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
+from paceline.engine.adapters.library_engine import LibraryEngine, LibraryGroup
 from paceline.engine.addresses import VARIABLE, own_address
-from paceline.engine.algorithms import known_algorithm
 from paceline.engine.api import EngineContext
-from paceline.engine.failures import Member
 from paceline.engine.gloo.channel import GlooChannel
 from paceline.engine.gloo.messages import GlooMessages
 from paceline.engine.gloo.wire import SHORTEST
@@ -39,7 +35,6 @@ def missing_piece() -> str | None:
 
 def start(context: EngineContext) -> GlooEngine:
     """Starts the engine without any connection; each group opens its own."""
-    announce_death(context)
     return GlooEngine(context)
 
 
@@ -72,32 +67,10 @@ class _TorchStore(c10d.Store):
         self._store.wait([self._prefix + key for key in keys], timeout)
 
 
-@dataclass(frozen=True)
-class GlooGroup:
-    """A group's ProcessGroupGloo."""
-
-    channel: GlooChannel
-    messages: GlooMessages
-
-    def close(self) -> None:
-        """Closes the group; idempotent."""
-        self.channel.close()
-
-
-class GlooEngine:
-    """Groups over gloo; see `engine.api.Engine`."""
+class GlooEngine(LibraryEngine):
+    """Opens groups over gloo, each with a ProcessGroupGloo of its own."""
 
     name = "gloo"
-
-    def __init__(self, context: EngineContext) -> None:
-        self._context = context
-        self._groups: list[GlooGroup] = []
-        self._algorithm = known_algorithm(context.algorithm)
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The ranks of the default group."""
-        return self._context.members
 
     def open_group(
         self,
@@ -106,40 +79,28 @@ class GlooEngine:
         identity: int = 0,
         algorithm: str | None = None,
         device: torch.device | None = None,
-    ) -> GlooGroup:
-        """See `engine.api.Engine`."""
+    ) -> LibraryGroup:
+        """Opens a group; see `engine.api.Engine`."""
         context = self._context
-        members = [self.members[rank] for rank in ranks]
-        group_rank = list(ranks).index(context.rank)
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address(context))]
         options._threads = _THREADS
         deadline = time.monotonic() + timeout_s
-        await_members(context, f"gloo/{identity}", members, group_rank, timeout_s)
+        gathering = self._gather(ranks, timeout_s, identity, algorithm)
+        rank, diagnosis = gathering.group_rank, gathering.diagnosis
         options._timeout = max(SHORTEST, timedelta(seconds=deadline - time.monotonic()))
         store = _TorchStore(context.store, f"gloo/{identity}/")
         try:
-            group = c10d.ProcessGroupGloo(store, group_rank, len(ranks), options)
+            group = c10d.ProcessGroupGloo(store, rank, len(ranks), options)
         except RuntimeError as error:
             raise RendezvousTimeoutError(
-                f"{members[group_rank]}: gloo did not connect the ranks {list(ranks)} within {timeout_s:.0f} s "
+                f"{gathering.members[rank]}: gloo did not connect the ranks {list(ranks)} within {timeout_s:.0f} s "
                 f"({error}); check the route and the firewall between the hosts, or choose an interface with {VARIABLE}"
             ) from error
-        diagnosis = FailureDiagnosis(context.store, identity, members, group_rank)
-        hosts = by_host(members)
-        opened = GlooGroup(
-            GlooChannel(group, store, diagnosis, group_rank, hosts, known_algorithm(algorithm) or self._algorithm),
-            GlooMessages(group, diagnosis, group_rank),
+        return self._keep(
+            GlooChannel(group, store, diagnosis, rank, gathering.hosts, gathering.algorithm),
+            GlooMessages(group, diagnosis, rank),
         )
-        self._groups.append(opened)
-        return opened
-
-    def close(self) -> None:
-        """Closes every group; idempotent."""
-        for group in self._groups:
-            group.close()
-        self._groups.clear()
-        announce_leave(self._context)
 
 
 def _address(context: EngineContext) -> str:

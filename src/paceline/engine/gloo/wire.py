@@ -24,9 +24,9 @@ class GlooTransfer:
 
     def wait(self, deadline_ns: int) -> None:
         """Waits until the message has been sent or received, or the deadline of the monotonic clock has passed."""
-        left = timedelta(microseconds=(deadline_ns - time.monotonic_ns()) / 1000)
+        remaining = timedelta(microseconds=(deadline_ns - time.monotonic_ns()) / 1000)
         with translated(deadline_ns):
-            self._work.wait(max(SHORTEST, left))
+            self._work.wait(max(SHORTEST, remaining))
 
 
 class GlooWire:

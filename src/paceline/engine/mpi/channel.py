@@ -13,10 +13,11 @@ from paceline.engine.adapters.executor import PythonExecutor, Transfer
 from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import SerialChannel
 from paceline.engine.channel import Call, Outcome, Pieces
-from paceline.engine.codes import ITEM_SIZES, Operation, ReduceOp
+from paceline.engine.codes import ITEM_SIZES, ReduceOp
 from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.types import datatype, reduction
+from paceline.schedule.steps import Operation
 
 _MOST_ELEMENTS = 1 << 26
 _SMALL = 1 << 14
@@ -85,7 +86,7 @@ class MpiChannel(SerialChannel):
     def perform(self, call: Call) -> None:
         """Runs a call to its end."""
         deadline_ns = time.monotonic_ns() + call.timeout_ns
-        operation = Operation(call.operation)
+        operation = call.operation
         if operation is not Operation.BARRIER and (self._by_schedule or _is_long(call) or self._is_too_long(call)):
             self._schedules.run(call, deadline_ns)
         else:

@@ -8,16 +8,12 @@ import sys
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.engine.adapters.diagnosis import FailureDiagnosis
-from paceline.engine.adapters.members import announce_death, announce_leave, await_members, by_host
-from paceline.engine.algorithms import known_algorithm
+from paceline.engine.adapters.library_engine import LibraryEngine, LibraryGroup
 from paceline.engine.api import EngineContext
-from paceline.engine.failures import Member
 from paceline.engine.mpi.channel import MpiChannel
 from paceline.engine.mpi.library import initialised, library
 from paceline.engine.mpi.messages import MpiMessages
@@ -55,42 +51,22 @@ def start(context: EngineContext) -> MpiEngine:
             f"start the script with `mpirun -n {context.world_size} python {os.path.basename(sys.argv[0])}` and call "
             "init_process_group(backend='mpi') without rank and world_size"
         )
-    announce_death(context)
     return MpiEngine(context, mpi)
 
 
-@dataclass(frozen=True)
-class MpiGroup:
-    """A group's connections: its collectives and its messages each have a communicator."""
+class MpiEngine(LibraryEngine):
+    """Opens groups over MPI; the collectives of a group and its messages each have a communicator.
 
-    channel: MpiChannel
-    messages: MpiMessages
-
-    def close(self) -> None:
-        """Closes the group; idempotent.
-
-        The communicators are not freed, since all ranks would have to wait for each other to do so.
-        """
-        self.channel.close()
-
-
-class MpiEngine:
-    """Opens groups over MPI; see `engine.api.Engine`."""
+    The communicators are never freed, since all ranks would have to wait for each other to do so.
+    """
 
     name = "mpi"
 
     def __init__(self, context: EngineContext, mpi: Any) -> None:
-        self._context = context
+        super().__init__(context)
         self._mpi = mpi
-        self._algorithm = known_algorithm(context.algorithm)
-        self._groups: list[MpiGroup] = []
         # The lock lets one thread at a time call MPI, so that MPI_THREAD_SERIALIZED suffices.
         self._lock = threading.Lock()
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The ranks of the default group and their processes."""
-        return self._context.members
 
     def open_group(
         self,
@@ -99,29 +75,17 @@ class MpiEngine:
         identity: int = 0,
         algorithm: str | None = None,
         device: torch.device | None = None,
-    ) -> MpiGroup:
+    ) -> LibraryGroup:
         """Opens a group; see `engine.api.Engine`."""
-        mpi, members = self._mpi, [self.members[rank] for rank in ranks]
-        group_rank = list(ranks).index(self._context.rank)
-        await_members(self._context, f"mpi/{identity}", members, group_rank, timeout_s)
+        mpi = self._mpi
+        gathering = self._gather(ranks, timeout_s, identity, algorithm)
         with self._lock:
             everyone = mpi.COMM_WORLD.Get_group()
             comm = mpi.COMM_WORLD.Create_group(everyone.Incl(list(ranks)), zlib.crc32(str(identity).encode()) % _TAGS)
             messages = comm.Dup()
         for each in (comm, messages):
             each.Set_errhandler(mpi.ERRORS_RETURN)
-        diagnosis = FailureDiagnosis(self._context.store, identity, members, group_rank)
-        algorithm = known_algorithm(algorithm) or self._algorithm
-        opened = MpiGroup(
-            MpiChannel(comm, self._lock, diagnosis, by_host(members), algorithm),
-            MpiMessages(messages, self._lock, diagnosis),
+        return self._keep(
+            MpiChannel(comm, self._lock, gathering.diagnosis, gathering.hosts, gathering.algorithm),
+            MpiMessages(messages, self._lock, gathering.diagnosis),
         )
-        self._groups.append(opened)
-        return opened
-
-    def close(self) -> None:
-        """Closes every group and tells the other ranks that this one has left; idempotent."""
-        for group in self._groups:
-            group.close()
-        self._groups.clear()
-        announce_leave(self._context)

@@ -131,12 +131,12 @@ class NativeEngine:
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
             sockets = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
-        left_s = max(0.1, deadline - time.monotonic())
+        remaining_s = max(0.1, deadline - time.monotonic())
         # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
         # Between hosts the calls themselves reveal the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
-            self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, left_s, ranks
+            self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, remaining_s, ranks
         )
         if links is None:
             raise self._not_opened(formation, ranks, timeout_s)
@@ -149,7 +149,7 @@ class NativeEngine:
                     self._costs = agree_on_costs(formation, topology, links, timeout_s) if measurable else UNMEASURED
                 channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
             else:
-                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, left_s)
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, remaining_s)
             if channel is None:
                 raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()

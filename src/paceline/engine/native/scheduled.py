@@ -7,17 +7,13 @@ from array import array
 from collections.abc import Sequence
 
 from paceline import _core
-from paceline.engine.algorithms import ALGORITHM_NAMES, OPERATION_NAMES
+from paceline.engine.algorithms import ALGORITHM_NAMES, ALL_TO_ALL_NBYTES
 from paceline.engine.channel import Call, Channel
-from paceline.engine.codes import ITEM_SIZES, Operation
+from paceline.engine.codes import ITEM_SIZES
 from paceline.schedule.cost import Choice, CostModel, choose
 from paceline.schedule.registry import build, offers
-from paceline.schedule.steps import Operation as Name
-from paceline.schedule.steps import Schedule, Slice
+from paceline.schedule.steps import Operation, Schedule, Slice
 
-# The size that is assumed for every all_to_all: a rank does not know the sizes of the others' parts, and all must
-# choose the same algorithm.
-_ANY_SIZE = 1 << 20
 _WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
 
 
@@ -47,10 +43,10 @@ class ScheduledChannel(Channel):
         self._model = model
         self._forced = forced
         # The caches are bounded, which suffices because programs use a few sizes again and again.
-        self._algorithm = functools.lru_cache(1024)(lambda name, nbytes: self.choose(name, nbytes).algorithm)
+        self._algorithm = functools.lru_cache(1024)(lambda operation, nbytes: self.choose(operation, nbytes).algorithm)
         self._schedule = functools.lru_cache(256)(self._build)
 
-    def choose(self, operation: Name, nbytes: int) -> Choice:
+    def choose(self, operation: Operation, nbytes: int) -> Choice:
         """Returns the algorithm for a call of `nbytes` bytes, and the time that each candidate is expected to take."""
         forced = self._forced if self._forced in offers(operation) else None
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
@@ -67,18 +63,17 @@ class ScheduledChannel(Channel):
         """Does nothing: the group that owns the links closes them."""
 
     def _schedule_for(self, call: Call) -> _core.Schedule:
-        name = OPERATION_NAMES[call.operation]
-        return self._schedule(self._algorithm(name, self._nbytes(call)), name, call.root)
+        return self._schedule(self._algorithm(call.operation, self._nbytes(call)), call.operation, call.root)
 
     def _nbytes(self, call: Call) -> int:
         """Returns the size in bytes of a rank's longest buffer, by which the algorithm is chosen."""
         if call.operation == Operation.ALL_TO_ALL:
-            return _ANY_SIZE
+            return ALL_TO_ALL_NBYTES
         nbytes = call.count * ITEM_SIZES[call.dtype]
         return nbytes * self._size if call.operation in _WHOLE else nbytes
 
-    def _build(self, algorithm: str, name: Name, root: int) -> _core.Schedule:
-        schedule = build(algorithm, name, self._rank, self._size, root, self._hosts)
+    def _build(self, algorithm: str, operation: Operation, root: int) -> _core.Schedule:
+        schedule = build(algorithm, operation, self._rank, self._size, root, self._hosts)
         code = 1 + ALGORITHM_NAMES.index(algorithm)
         return _core.Schedule.make(code, schedule.blocks, self._rank, self._size, _flatten(schedule))
 

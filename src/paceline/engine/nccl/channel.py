@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.engine.channel import Call, Channel
-from paceline.engine.codes import Operation, ReduceOp, dtype_name
+from paceline.engine.codes import ReduceOp, dtype_name
 from paceline.engine.failures import Failure
 from paceline.engine.nccl.call_stream import CallStream
 from paceline.engine.nccl.loader import Library, say_version
@@ -11,6 +11,7 @@ from paceline.engine.nccl.plan import Plan, Room, plan
 from paceline.engine.nccl.types import Reduction, reduction
 from paceline.engine.nccl.watch import Watch
 from paceline.engine.nccl.work import NcclWork
+from paceline.schedule.steps import Operation
 
 _BARRIER_BYTES = 4
 _REDUCING = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
@@ -74,7 +75,7 @@ class NcclChannel(Channel):
         how = reduction(call.dtype, call.reduce_op, version)
         if how is None:
             raise TypeError(
-                f"{Operation(call.operation).name.lower()}: NCCL {say_version(version)} has no "
+                f"{call.operation}: NCCL {say_version(version)} has no "
                 f"{ReduceOp(call.reduce_op).name} of torch.{dtype_name(call.dtype)}; convert the tensor (to int32 or "
                 "float32), or reduce it on CPU with the backend 'cpu:paceline,cuda:nccl'"
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from paceline.engine.channel import Pieces
-from paceline.engine.codes import Operation
+from paceline.schedule.steps import Operation
 
 Room = Callable[[int], int]
 """Returns the address of new memory on the device, of the given number of bytes."""
@@ -62,7 +62,9 @@ class Plan:
     after: list[Copy] = field(default_factory=list)
 
 
-def plan(operation: int, rank: int, root: int, inputs: Sequence[Pieces], outputs: Sequence[Pieces], room: Room) -> Plan:
+def plan(
+    operation: Operation, rank: int, root: int, inputs: Sequence[Pieces], outputs: Sequence[Pieces], room: Room
+) -> Plan:
     """Returns the plan of a call; the arguments are as in `engine.channel.Call`, and `room` returns new memory."""
     made = Plan()
     if operation in _IN_PLACE:
@@ -89,7 +91,7 @@ def plan(operation: int, rank: int, root: int, inputs: Sequence[Pieces], outputs
     return made
 
 
-_IN_PLACE: Mapping[int, Kind] = {
+_IN_PLACE: Mapping[Operation, Kind] = {
     Operation.ALL_REDUCE: Kind.ALL_REDUCE,
     Operation.BROADCAST: Kind.BROADCAST,
     Operation.REDUCE: Kind.REDUCE,
@@ -107,7 +109,7 @@ def plan_message(kind: Kind, peer: int, tensor: Pieces, room: Room) -> Plan:
 
 
 def _parts(
-    operation: int, rank: int, root: int, inputs: Sequence[Pieces], outputs: Sequence[Pieces]
+    operation: Operation, rank: int, root: int, inputs: Sequence[Pieces], outputs: Sequence[Pieces]
 ) -> tuple[dict[int, Pieces], dict[int, Pieces]]:
     """Returns the tensors to send, by receiver, and the tensors to receive, by sender."""
     if operation == Operation.GATHER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from paceline.durations import for_event
 from paceline.engine.failures import Failure
 from paceline.engine.nccl.call_stream import CallStream, Flight
 
@@ -84,7 +85,7 @@ class NcclMessage:
     def wait(self, timeout_ns: int) -> bool:
         """Waits until the call stream is open, for which the other rank must come, and then as `NcclWork.wait`."""
         started_ns = time.monotonic_ns()
-        if not self._arrived.wait(timeout_ns / 1e9):
+        if not self._arrived.wait(for_event(timeout_ns)):
             return False
         assert self._work is not None
         limited = timeout_ns < _NO_LIMIT_NS

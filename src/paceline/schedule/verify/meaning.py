@@ -13,8 +13,8 @@ from paceline.schedule.steps import Operation, Schedule
 Value: TypeAlias = tuple[int, int]
 Blocks: TypeAlias = list[Value | None]
 
-REDUCING: frozenset[Operation] = frozenset(("all_reduce", "reduce", "reduce_scatter"))
-CUT_LIKE_THE_TENSOR: frozenset[Operation] = frozenset(("all_reduce", "reduce", "broadcast"))
+REDUCING = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER))
+CUT_LIKE_THE_TENSOR = frozenset((Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST))
 
 
 def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
@@ -25,23 +25,23 @@ def initial_buffers(schedule: Schedule) -> tuple[Blocks, Blocks, Blocks]:
     of_each: Blocks = [(block, 1 << rank) for block in range(n)]
     own: Blocks = [(rank, 1 << rank)]
     match schedule.operation:
-        case "all_reduce":
+        case Operation.ALL_REDUCE:
             return [], tensor, [None] * blocks
-        case "reduce":
+        case Operation.REDUCE:
             return ([], tensor, [None] * blocks) if is_root else (tensor, [], [None] * blocks)
-        case "broadcast":
+        case Operation.BROADCAST:
             return [], tensor if is_root else [None] * blocks, []
-        case "all_gather":
+        case Operation.ALL_GATHER:
             return own, [None] * n, []
-        case "gather":
+        case Operation.GATHER:
             return own, [None] * n if is_root else [], [None] * n
-        case "scatter":
+        case Operation.SCATTER:
             return of_each if is_root else [], [None], [None] * n
-        case "reduce_scatter":
+        case Operation.REDUCE_SCATTER:
             return of_each, [None], [None] * n
-        case "all_to_all":
+        case Operation.ALL_TO_ALL:
             return of_each, [None] * n, []
-        case "barrier":
+        case Operation.BARRIER:
             return [], [], []
 
 
@@ -50,23 +50,23 @@ def required_output(schedule: Schedule) -> Blocks:
     n, rank, root = schedule.world_size, schedule.rank, schedule.root
     everyone = (1 << n) - 1
     match schedule.operation:
-        case "all_reduce":
+        case Operation.ALL_REDUCE:
             return [(block, everyone) for block in range(schedule.blocks)]
-        case "reduce":
+        case Operation.REDUCE:
             return [(block, everyone) for block in range(schedule.blocks)] if rank == root else []
-        case "broadcast":
+        case Operation.BROADCAST:
             return [(block, 1 << root) for block in range(schedule.blocks)]
-        case "all_gather":
+        case Operation.ALL_GATHER:
             return [(source, 1 << source) for source in range(n)]
-        case "gather":
+        case Operation.GATHER:
             return [(source, 1 << source) for source in range(n)] if rank == root else []
-        case "scatter":
+        case Operation.SCATTER:
             return [(rank, 1 << root)]
-        case "reduce_scatter":
+        case Operation.REDUCE_SCATTER:
             return [(rank, everyone)]
-        case "all_to_all":
+        case Operation.ALL_TO_ALL:
             return [(rank, 1 << source) for source in range(n)]
-        case "barrier":
+        case Operation.BARRIER:
             return []
 
 
@@ -74,4 +74,4 @@ def fits(operation: Operation, rank: int, index: int, value: Value) -> bool:
     """Returns whether a block of a writable buffer has the size of the value: not all blocks are equally long."""
     if operation in CUT_LIKE_THE_TENSOR:
         return value[0] == index
-    return operation != "all_to_all" or value == (rank, 1 << index)
+    return operation is not Operation.ALL_TO_ALL or value == (rank, 1 << index)

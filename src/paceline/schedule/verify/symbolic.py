@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from paceline.schedule.steps import Buffer, Kind, Schedule
+from paceline.schedule.steps import Buffer, Kind, Operation, Schedule
 from paceline.schedule.verify.barriers import verify_barrier
 from paceline.schedule.verify.matching import Move, ScheduleError, fault, moves_by_link
 from paceline.schedule.verify.meaning import CUT_LIKE_THE_TENSOR, REDUCING, Value, fits, required_output
@@ -38,7 +38,7 @@ def verify(schedules: Sequence[Schedule]) -> None:
             raise ScheduleError(f"schedule {rank} of {len(schedules)} is that of {found}: give all in rank order")
         if (schedule.operation, schedule.root, schedule.blocks) != (first.operation, first.root, first.blocks):
             raise ScheduleError(f"rank {rank} and rank 0 differ in operation, root or number of blocks")
-    if first.operation == "barrier":
+    if first.operation is Operation.BARRIER:
         verify_barrier(schedules)
     else:
         world = _World(schedules)
