@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel.distributed import _MixedPrecision
 
+
 class DistributedDataParallel(JoinableModule, CopyableModule):
     """Wraps `module` so that its backward averages the gradients over the ranks.
 
