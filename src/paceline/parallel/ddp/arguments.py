@@ -119,6 +119,6 @@ def require_whole_pairs(
         )
     if deterministic and delay_all_reduce_named_params is not None:
         raise ValueError(
-            "delay_all_reduce_named_params was given with deterministic=True, which adds all gradients in a fixed order; "
-            "leave one of them out"
+            "delay_all_reduce_named_params was given with deterministic=True, which adds all gradients in a fixed "
+            "order; leave one of them out"
         )

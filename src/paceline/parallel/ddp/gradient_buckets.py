@@ -69,7 +69,7 @@ class GradientBuckets:
         return {name for name, param in zip(self.names, self.params, strict=True) if not param.requires_grad}
 
     def take_present(self, group: ProcessGroup) -> None:
-        """Leaves the gradients that no rank has out of this backward; sets those that only other ranks have to zeros."""
+        """Leaves the gradients that no rank has out of this backward, and sets those that only others have to zero."""
         anywhere = self._present_anywhere(group)
         self.active, self._active_sparse = self._restricted(anywhere)
         self._fill([at for at, has in enumerate(anywhere) if has])
