@@ -27,9 +27,9 @@ class BackwardEnd:
             return
         if self._task != NO_BACKWARD:
             raise RuntimeError(
-                "a backward of parameters that ZeroRedundancyOptimizer shards has begun before another one had ended. If "
-                "it runs within the other one, use checkpoint(..., use_reentrant=False); if the other one has failed, "
-                "call zero_grad() first"
+                "a backward of parameters that ZeroRedundancyOptimizer shards has begun before another one had ended. "
+                "If it runs within the other one, use checkpoint(..., use_reentrant=False); if the other one has "
+                "failed, call zero_grad() first"
             )
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._end)

@@ -61,8 +61,8 @@ def _unsendable(state: Mapping[int, Mapping[str, object]]) -> str | None:
     for _, name, value in _flat(state):
         if not isinstance(value, (torch.Tensor, *_PLAIN)):
             return (
-                f"a state {name!r} of type {type(value).__name__}; only tensors, numbers, strings and None can be sent. "
-                "Use an optimizer whose state consists of these"
+                f"a state {name!r} of type {type(value).__name__}; only tensors, numbers, strings and None can be "
+                "sent. Use an optimizer whose state consists of these"
             )
     return None
 

@@ -117,8 +117,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
             raise TypeError(
-                f"rank {self.process_group.me.rank}: torch.amp.GradScaler checks only this rank's part of the gradients "
-                f"in stage {self.stage}, so the ranks would skip different steps; use paceline.GradScaler instead"
+                f"rank {self.process_group.me.rank}: torch.amp.GradScaler checks only this rank's part of the "
+                f"gradients in stage {self.stage}, so the ranks would skip different steps; use paceline.GradScaler"
             )
         loss = None
         if closure is not None:
