@@ -168,7 +168,7 @@ def samplers(script: _Script) -> Iterator[Finding]:
             continue
         sampler = _keyword(call, "sampler") or _keyword(call, "batch_sampler")
         if sampler is None and len(call.args) < 4:
-            why = "every rank reads all of the data, so an epoch does the same work N times and counts each sample N times"
+            why = "every rank reads all of the data, so an epoch counts each sample once for every rank"
             fix = "pass sampler=DistributedSampler(dataset), and give shuffle= to the sampler"
             yield _bad(call, "no-sampler", "DataLoader without a sampler", why, fix)
         elif _is_true(_keyword(call, "shuffle")):
@@ -221,7 +221,7 @@ def saves(script: _Script) -> Iterator[Finding]:
             if path is not None and any(_is_rank(each) for each in ast.walk(path) if isinstance(each, ast.expr)):
                 continue  # a file of each rank's own
             why = "all ranks write the same file at the same time, and the result may be damaged"
-            fix = "put it under if dist.get_rank() == 0:, and call dist.barrier() after the if before any rank reads the file"
+            fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
             yield _bad(call, "all-ranks-save", f"{last}() on every rank", why, fix)
 
 

@@ -9,6 +9,7 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
+from paceline.parallel.ddp.countdown import Countdown
 from paceline.parallel.ddp.gradient_buckets import GradientBuckets
 from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.ddp.hook import CommHook, HookedWork
@@ -38,7 +39,15 @@ class Averager:
         self._in_flight: list[tuple[Work | HookedWork, Memory]] = []  # on the group's progress thread, or with the hook
         self._over: list[Memory] = []  # averaged, but not written back yet
 
-    def start_early(self, at: int) -> bool:
+    def start_full(self, countdown: Countdown) -> None:
+        """Starts the buckets that are full now, strictly in their order."""
+        self._gradients.fill_absent()
+        while countdown.may_start():
+            if not self._start_early(countdown.next):
+                return  # a hook of the user's has removed a gradient, which is an error when backward ends
+            countdown.next += 1
+
+    def _start_early(self, at: int) -> bool:
         """Averages a bucket on the group's progress thread; if a gradient is missing, does nothing and returns False.
 
         A gradient that shares its memory is averaged in a copy, since the backward goes on and may still read it.

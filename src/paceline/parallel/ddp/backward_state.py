@@ -9,7 +9,7 @@ Note: the life of a backward
        BACKWARD now.
     4. Each parameter in a bucket that may be reduced early has a hook, which counts down its bucket. Full buckets are
        passed to the group's progress thread, strictly in their order, since every rank must make the same calls in the
-       same order (`Reducer._start_full_buckets`).
+       same order (`Averager.start_full`).
     5. `Reducer._end` reduces everything else on this thread, waits for the calls in flight, and writes the averages
        that were computed in copies back to the parameters' gradients (`Reducer._average`). The last bucket can only
        become full when backward is about to end, so it always waits for the end, and its parameters need no hooks. The

@@ -234,19 +234,12 @@ class Reducer:
                     return  # reduced with all others when it ends, if at all
             left = countdown.count(index, at)
             if left == 0 and not self._recording:
-                self._start_full_buckets()
+                self._averager.start_full(countdown)
             elif left < 0:
                 name = self._gradients.names[index]
                 raise RuntimeError(f"{self._me()}: {late_gradient_text(name, self._static_graph)}")
 
         return count
-
-    def _start_full_buckets(self) -> None:
-        self._gradients.fill_absent()
-        while self._countdown.may_start():
-            if not self._averager.start_early(self._countdown.next):
-                return  # a hook of the user's has removed a gradient, which is an error when backward ends
-            self._countdown.next += 1
 
     # - How it ends
 
@@ -301,8 +294,7 @@ class Reducer:
 
     def _raise_missing(self, which: str) -> None:
         names, missing = self._gradients.names, self._gradients.missing()
-        frozen = self._gradients.frozen().intersection(missing)
-        text = missing_gradient_text(which, missing, frozen, len(names), self._static_graph)
+        text = missing_gradient_text(which, missing, self._gradients.frozen(), len(names), self._static_graph)
         raise RuntimeError(f"{self._me()}: {text}")
 
     def _me(self) -> str:

@@ -25,7 +25,7 @@ from paceline.parallel.zero.join_hook import ZeroJoinHook
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
-from paceline.parallel.zero.units import find_units
+from paceline.parallel.zero.units import buckets_of_units, find_units
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -276,8 +276,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         trained = [shards[0].param for shards in trained_shards]
         units = find_units(self._module, params) if self.stage == 3 and self._module is not None else []
         if self.stage == 3:
-            place_of = {id(param): at for at, param in enumerate(trained)}
-            buckets = [[place_of[id(param)] for param in unit.params if id(param) in place_of] for unit in units]
+            buckets = buckets_of_units(units, trained)
         else:
             sizes, dtypes = [param.nbytes for param in trained], [param.dtype for param in trained]
             buckets = [list(bucket.params) for bucket in make_buckets(sizes, dtypes, self._bucket_caps)]
@@ -297,7 +296,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends, ahead=self._overlap)
 
     def _stop(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-        if self._sharded is not None:
-            self._sharded.close()
+        for part in (self._reducer, self._sharded):
+            if part is not None:
+                part.close()
