@@ -156,7 +156,7 @@ def same_batches(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("same", "ranks 0, 1 and 2 read the same batches: the first 3 of each were equal"),
+        ("same", "ranks 0, 1 and 2 read the same batches: their first 3 batches were equal"),
         ("double", "ranks 0, 1 and 2 read the same batches"),
         ("two of three", "ranks 0 and 2 read the same batches"),
         ("own", None),

@@ -27,6 +27,7 @@ from paceline.group.default import (
     resolve,
 )
 from paceline.group.engines import Engines
+from paceline.group.init_arguments import make_current, require_between, require_elastic, require_no_options
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.store.base import Store
@@ -89,12 +90,12 @@ def init_process_group(
     if own_world() is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
     if elastic:
-        _require_elastic(backend, init_method, store, world_size, rank)
+        require_elastic(backend, init_method, store, world_size, rank)
         backend, world_size, rank, store = "paceline", 1, 0, HashStore()
     chosen = choose(backend)
     require_no_options(pg_options, "init_process_group")
-    _require_between(between_hosts, chosen, algorithm)
-    _make_current(device_id, chosen)
+    require_between(between_hosts, chosen, algorithm)
+    make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
     timeout_s = to_seconds(timeout)
     joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
@@ -179,7 +180,7 @@ def new_group(
     """
     world = default_world()
     require_no_options(pg_options, "new_group")
-    _make_current(device_id, world.engines.backend if backend is None else choose(backend))
+    make_current(device_id, world.engines.backend if backend is None else choose(backend))
     chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
     if sort_ranks:
         chosen.sort()
@@ -260,61 +261,3 @@ def _meet(
         own = rank if rank >= 0 else os.environ.get("RANK", "?")
         who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
         raise out_of_descriptors(who, "the store where the ranks meet") from error
-
-
-def _require_elastic(
-    backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
-) -> None:
-    """Refuses what an elastic job decides by itself.
-
-    Raises:
-        ValueError: such an argument is given, or the launcher was not told that the job is elastic.
-    """
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(
-            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
-            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
-        )
-    if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
-        raise ValueError(
-            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
-        )
-    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
-            "launcher is not elastic; start it with `paceline run --elastic`"
-        )
-
-
-def _require_between(between_hosts: str | None, backend: Backend, algorithm: str | None) -> None:
-    if between_hosts is None:
-        return
-    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
-        raise ValueError(
-            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
-            "tensors, beside 'paceline' for those of a host"
-        )
-    if algorithm not in (None, "hierarchical"):
-        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
-
-
-def require_no_options(pg_options: None, call: str) -> None:
-    """Requires that there are no options, which torch's backends have.
-
-    Raises:
-        ValueError: there are options.
-    """
-    if pg_options is not None:
-        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
-
-
-def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:
-    if device_id is None:
-        return
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type not in backend.engines:
-        raise ValueError(
-            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
-        )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

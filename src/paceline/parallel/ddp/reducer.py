@@ -268,6 +268,7 @@ class Reducer:
             self._state = State.EXPECTING if is_awaited else State.IDLE
             return
         if self._state is State.REPEATING and not self._find_unused and self._gradients.are_incomplete():
+            self._require_used()
             self._averager.average_present(self._copy_shared)
             self._state = State.IDLE
             return
@@ -278,10 +279,14 @@ class Reducer:
         if self._averager.average_from(first, self._copy_shared):
             self._state = State.IDLE
             return
+        self._require_used()
+        self._state = State.INCOMPLETE if is_awaited else State.IDLE
+
+    def _require_used(self) -> None:
+        """Raises if only gradients are missing that no other backward can compute, since forward did not use them."""
         unused = self._unused_at_first
         if unused and self._outputs.unreached == 0 and unused.issuperset(self._gradients.missing()):
-            self._raise_missing("this backward")  # no other backward can compute what forward did not use
-        self._state = State.INCOMPLETE if is_awaited else State.IDLE
+            self._raise_missing("this backward")
 
     def _record(self) -> bool:
         """Learns what to expect from the first backward of a static graph, and returns whether this was one."""
