@@ -96,6 +96,7 @@ ROUTES = (
         (
             Hop("src/paceline/parallel/ddp/module.py", "DistributedDataParallel.forward"),
             Hop("src/paceline/parallel/ddp/reducer.py", "Reducer.expect"),
+            Hop("src/paceline/parallel/ddp/output_hooks.py", "OutputHooks.watch"),
             Hop("src/paceline/parallel/ddp/reducer.py", "Reducer._begin"),
             Hop("src/paceline/parallel/ddp/reducer.py", "Reducer._end"),
             Hop("src/paceline/parallel/ddp/averaging.py", "Averager.average_from"),

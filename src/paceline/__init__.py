@@ -62,14 +62,10 @@ _PUBLIC = {
         "all_reduce",
         "all_to_all",
         "all_to_all_single",
-        "broadcast",
         "explain",
-        "gather",
-        "reduce",
         "reduce_scatter",
         "reduce_scatter_single",
         "reduce_scatter_tensor",
-        "scatter",
     ),
     "paceline.group.debugging": ("breakpoint",),
     "paceline.group.multigpu": (
@@ -88,6 +84,7 @@ _PUBLIC = {
     ),
     "paceline.group.point_to_point": ("P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"),
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp", "reduce_op"),
+    "paceline.group.rooted": ("broadcast", "gather", "reduce", "scatter"),
     "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
     "paceline.group.work": ("Work",),
     # names of torch's that mean the same here

@@ -68,14 +68,10 @@ from paceline.group.collectives import all_gather_single as all_gather_single
 from paceline.group.collectives import all_reduce as all_reduce
 from paceline.group.collectives import all_to_all as all_to_all
 from paceline.group.collectives import all_to_all_single as all_to_all_single
-from paceline.group.collectives import broadcast as broadcast
 from paceline.group.collectives import explain as explain
-from paceline.group.collectives import gather as gather
-from paceline.group.collectives import reduce as reduce
 from paceline.group.collectives import reduce_scatter as reduce_scatter
 from paceline.group.collectives import reduce_scatter_single as reduce_scatter_single
 from paceline.group.collectives import reduce_scatter_tensor as reduce_scatter_tensor
-from paceline.group.collectives import scatter as scatter
 from paceline.group.debugging import breakpoint as breakpoint
 from paceline.group.default import GroupMember as GroupMember
 from paceline.group.init import default_pg_timeout as default_pg_timeout
@@ -113,6 +109,10 @@ from paceline.group.queries import is_initialized as is_initialized
 from paceline.group.reduce_op import PremulSum as PremulSum
 from paceline.group.reduce_op import ReduceOp as ReduceOp
 from paceline.group.reduce_op import reduce_op as reduce_op
+from paceline.group.rooted import broadcast as broadcast
+from paceline.group.rooted import gather as gather
+from paceline.group.rooted import reduce as reduce
+from paceline.group.rooted import scatter as scatter
 from paceline.group.subgroups import new_subgroups as new_subgroups
 from paceline.group.subgroups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
 from paceline.group.subgroups import split_group as split_group

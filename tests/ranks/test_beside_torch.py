@@ -43,6 +43,27 @@ def use_torchs(directory: str) -> None:
         paceline.barrier()
 
 
+def pass_a_group_of_torchs(backend: str, directory: str) -> None:
+    with torch_group(backend, directory):
+        if backend == "gloo":
+            paceline.init_process_group()
+        theirs = torch_dist.new_group([0, 1])
+        told = r"rank \d: the process group is one of torch\.distributed .* call, on every rank, paceline\.new_group\("
+        for call in (paceline.all_reduce, paceline.broadcast):
+            with pytest.raises(TypeError, match=told):
+                call(torch.ones(1), group=theirs)
+        ours = paceline.new_group(torch_dist.get_process_group_ranks(theirs))
+        paceline.all_reduce(tensor := torch.ones(1), group=ours)
+        assert tensor.item() == 2
+        if backend == "gloo":
+            paceline.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_group_of_torchs_is_refused_with_what_to_pass(ranks, tmp_path, backend):
+    ranks(2)(pass_a_group_of_torchs, backend, str(tmp_path))
+
+
 def test_torchs_default_group_is_paceline_s(ranks, tmp_path):
     ranks(3)(use_torchs, str(tmp_path))
 

@@ -56,7 +56,9 @@ def change_parameters_after_wrapping() -> None:
     wrapped = dist.DistributedDataParallel(module)
     module[2].weight = nn.Parameter(torch.ones(8, 8))
     module.register_parameter("extra", nn.Parameter(torch.ones(1)))
-    with pytest.raises(RuntimeError, match=r"rank 0: the module changed.*\(new: extra, 2\.weight\).*then wrap it"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0: the module changed.*\(new: extra, 2\.weight\).*wrap it afterwards"
+    ):
         wrapped(torch.ones(1, 8))
 
 
@@ -84,7 +86,7 @@ def test_a_missing_backward_is_reported_where_buffers_are_copied(ranks):
     assert "before the 4th forward of Sequential. The forward before it has had no backward on this rank" in skipped
     assert "call backward() on what it returned" in skipped
     assert "the gradients of Sequential are averaged for the 3rd time, after 3 forwards of this rank" in others
-    assert "loss times 0, or train within model.join()" in others
+    assert "with the loss times 0, or train within model.join()" in others
 
 
 def test_a_missing_backward_is_reported_where_the_others_wait(ranks):
@@ -154,7 +156,7 @@ def same_batches(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("same", "ranks 0, 1 and 2 read the same batches: the first 3 of each were equal"),
+        ("same", "ranks 0, 1 and 2 read the same batches: their first 3 batches were equal"),
         ("double", "ranks 0, 1 and 2 read the same batches"),
         ("two of three", "ranks 0 and 2 read the same batches"),
         ("own", None),

@@ -76,7 +76,7 @@ def give_sizes_that_do_not_fit(directory: str) -> None:
             torch_dist.reduce_scatter_tensor(mine, odd)
         with pytest.raises(ValueError, match=rf"rank {rank}: .*7 elements; with 2 ranks of 3 elements .* have 6"):
             torch_dist.group.WORLD.all_gather_single_coalesced([odd], [mine])
-        with pytest.raises(ValueError, match=rf"rank {rank}: .*7 rows, which 2 ranks cannot share evenly"):
+        with pytest.raises(ValueError, match=rf"rank {rank}: .*7 rows, which cannot be divided evenly among 2 ranks"):
             torch_dist.all_to_all_single(odd, odd.clone())
         with pytest.raises(ValueError, match=rf"rank {rank}: .*_split_sizes is \[3, 3\].*the sum 7"):
             torch_dist.all_to_all_single(odd, odd.clone(), [3, 3], [3, 3])

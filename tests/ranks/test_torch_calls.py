@@ -194,7 +194,7 @@ def choose_a_static_graph_late() -> None:
     assert torch.equal(used.weight.grad, torch.full((3, 3), 2.0))
     late = dist.DistributedDataParallel(torch.nn.Linear(3, 3))
     late(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match="call it before the first one, or wrap with static_graph=True"):
+    with pytest.raises(RuntimeError, match="before the first forward, or wrap the module with static_graph=True"):
         late._set_static_graph()
 
 

@@ -212,7 +212,9 @@ def state_dicts() -> None:
             train(reference, optimizer, steps=3)
             model = build("mlp")
             sharded = dist.ZeroRedundancyOptimizer(model, optimizer_class, stage=stage, **options)
-            with pytest.raises(RuntimeError, match=r"rank \d: the state is in parts. Call consolidate_state_dict"):
+            with pytest.raises(
+                RuntimeError, match=r"rank \d: the optimizer's state is still sharded. Call consolidate_state_dict"
+            ):
                 sharded.state_dict()
             train(model, sharded, steps=3)
             sharded.consolidate_state_dict(to=1)

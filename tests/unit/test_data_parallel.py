@@ -85,9 +85,9 @@ def test_losses_become_a_vector():
 @pytest.mark.parametrize(
     ("outputs", "told"),
     [
-        ([1, 2], r"different ints: 1, 2; only tensors can be gathered"),
-        ([torch.ones(1), None], r"returned NoneType and Tensor; forward must return one kind"),
-        ([{"a": 1}, {"b": 1}], r"dicts of different entries: \['a'\] and \['b'\]"),
+        ([1, 2], r"different values of type int: 1, 2; only tensors can be concatenated"),
+        ([torch.ones(1), None], r"outputs of the types NoneType and Tensor; forward must return the same type"),
+        ([{"a": 1}, {"b": 1}], r"of type dict with different entries: \['a'\] and \['b'\]"),
     ],
 )
 def test_results_that_do_not_fit_together_are_told(outputs, told):

@@ -42,3 +42,16 @@ def test_explain_takes_names_and_lists_them_for_an_unknown_one():
             dist.explain("all_reduc", 1024)
     finally:
         dist.destroy_process_group()
+
+
+def test_what_is_no_group_of_paceline_s_is_refused():
+    import torch
+
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    calls = [lambda wrong: dist.all_reduce(torch.ones(1), group=wrong), dist.get_world_size, dist.destroy_process_group]
+    for call in [*calls, lambda wrong: dist.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=wrong)]:
+        with pytest.raises(
+            TypeError, match=r"rank 0: the process group is a builtins\.str; .* paceline\.new_group made"
+        ):
+            call("world")
+    dist.destroy_process_group()

@@ -45,7 +45,7 @@ def test_little_shared_memory_is_bad(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: usage)
     memory, shm = machine.memory(tmp_path)
     assert memory.seen == "4.0 of 8.0 GiB free"
-    assert (shm.level, shm.fix.startswith("docker run --shm-size=8g")) == (Level.BAD, True)
+    assert (shm.level, shm.fix.startswith("use docker run --shm-size=8g")) == (Level.BAD, True)
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -60,7 +60,7 @@ def test_interfaces_are_told_with_mtu_and_route(tmp_path, monkeypatch):
         write(tmp_path, f"sys/class/net/{name}/mtu", mtu)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
     interfaces, name = machine.network(tmp_path)
-    assert interfaces.seen == "ib0 (MTU 4092); the default route is by ib0"
+    assert interfaces.seen == "ib0 (MTU 4092); the default route uses ib0"
     assert name.level is Level.NOTE
     assert "127.0.1.1" in name.seen
 

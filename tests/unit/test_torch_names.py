@@ -71,7 +71,7 @@ def test_backends_are_named_as_in_torch():
     assert paceline.Backend("GLOO") == paceline.Backend.GLOO == "gloo"
     assert paceline.is_backend_available("paceline") and not paceline.is_backend_available("ucc")
     assert paceline.get_default_backend_for_device("cpu") == "paceline"
-    with pytest.raises(ValueError, match="no backend serves tensors on meta; there are backends for cpu, cuda"):
+    with pytest.raises(ValueError, match="there is no backend for tensors on meta; there are backends for cpu, cuda"):
         paceline.get_default_backend_for_device("meta")
     with pytest.raises(ValueError, match="Backend takes the name of a backend, not 3"):
         paceline.Backend(3)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
-from paceline.group import collectives
+from paceline.group import collectives, rooted
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 
@@ -57,7 +57,7 @@ class Broadcast(Function):
         """Returns a new tensor."""
         ctx.group, ctx.root = group, root
         result = tensor.clone(memory_format=torch.contiguous_format)
-        collectives.broadcast(result, group=group, group_src=root)
+        rooted.broadcast(result, group=group, group_src=root)
         return result
 
     @staticmethod
@@ -74,7 +74,7 @@ class Reduce(Function):
         """Returns a new tensor."""
         ctx.group, ctx.root, ctx.op = group, root, op
         result = tensor.clone(memory_format=torch.contiguous_format)
-        collectives.reduce(result, op=op, group=group, group_dst=root)
+        rooted.reduce(result, op=op, group=group, group_dst=root)
         return result if group.rank() == root else result.zero_()
 
     @staticmethod
@@ -129,9 +129,9 @@ class Gather(Function):
         ctx.group, ctx.root = group, root
         if group.rank() == root:
             result = tensor.new_empty((group.size(), *tensor.shape))
-            collectives.gather(tensor, list(result.unbind(0)), group=group, group_dst=root)
+            rooted.gather(tensor, list(result.unbind(0)), group=group, group_dst=root)
             return result
-        collectives.gather(tensor, group=group, group_dst=root)
+        rooted.gather(tensor, group=group, group_dst=root)
         return tensor.new_zeros((group.size(), *tensor.shape))
 
     @staticmethod
@@ -151,7 +151,7 @@ class Scatter(Function):
         """Writes to `output` and returns it."""
         ctx.group, ctx.root, ctx.shapes = group, root, [tensor.shape for tensor in tensors]
         ctx.mark_dirty(output)
-        collectives.scatter(output, tensors if group.rank() == root else None, group=group, group_src=root)
+        rooted.scatter(output, tensors if group.rank() == root else None, group=group, group_src=root)
         return output
 
     @staticmethod

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.engine.codes import DTYPE_CODES, DTYPES
-from paceline.group import collectives
+from paceline.group import rooted
 from paceline.group.process_group import ProcessGroup
 
 _MOST_DIMENSIONS = 13
@@ -22,7 +22,7 @@ def following(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def announce_gradient(requires_grad: bool, group: ProcessGroup, root: int) -> bool:
     """Returns, on every rank, whether the root's tensor requires a gradient."""
     flag = torch.tensor([requires_grad], device="cpu")
-    collectives.broadcast(flag, group=group, group_src=root)
+    rooted.broadcast(flag, group=group, group_src=root)
     return bool(flag.item())
 
 
@@ -38,7 +38,7 @@ def announce_template(
     if group.rank() == root:
         fields = _describe(tensors or (), group.size())
         head[: len(fields)] = torch.tensor(fields)
-    collectives.broadcast(head, group=group, group_src=root)
+    rooted.broadcast(head, group=group, group_src=root)
     dtype, requires_grad, dimensions, *shape = head.tolist()
     if dtype == _UNFIT:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Process groups and the collectives as users call them.
+"""Process groups, and the collectives that users call on them.
 
-May use: `engine` and below. Start reading at `collectives.py`, the public calls; they become calls of the engine in
-`process_group.py` and `running.py`. `init.py` makes and ends groups, `default.py` holds the default group, and
-`objects/` sends Python objects. `paceline.group.WORLD` is the default group, as in torch.distributed.
+May use: `engine` and below. Start reading at `collectives.py` and `rooted.py`, the public calls; they become calls of
+the engine in `process_group.py` and `running.py`. `init.py` makes and ends groups, `default.py` holds the default
+group, and `objects/` sends Python objects. `paceline.group.WORLD` is the default group, as in torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.group.process_group import ProcessGroup
 
-WORLD: ProcessGroup | None  # looked up anew each time
+WORLD: ProcessGroup | None  # looked up again at each access
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""What several calls' arguments mean."""
+"""Arguments that several calls have: ranks, and tensors that are divided among the ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.group.buffers import Tensors, as_list, count_elements
 
 
 def group_rank_of(group: BaseGroup, rank: int) -> int:
-    """The group rank of a rank of the default group.
+    """Returns the group rank of a rank of the default group.
 
     Raises:
-        ValueError: it is not a member.
+        ValueError: it is not a member of the group.
     """
     if rank not in group.ranks:
         raise ValueError(f"rank {rank} is not in {group}; its members are {group.ranks}")
@@ -24,10 +24,10 @@ def group_rank_of(group: BaseGroup, rank: int) -> int:
 def root_rank(
     group: BaseGroup, rank: int | None, group_rank: int | None, call: str, name: str, default: int | None = None
 ) -> int:
-    """The group rank that is meant by `rank`, one of the default group, or by `group_rank`.
+    """Returns the group rank that a call names by `rank`, which is a rank of the default group, or by `group_rank`.
 
     Raises:
-        ValueError: both are given, or neither and there is no `default`, or it is not in the group.
+        ValueError: both are given, neither is given and there is no `default`, or the rank is not in the group.
     """
     if rank is not None and group_rank is not None:
         raise ValueError(f"{call}: {name} and group_{name} exclude each other; give one of them")
@@ -43,10 +43,10 @@ def root_rank(
 
 
 def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, name: str) -> list[torch.Tensor]:
-    """The ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
+    """Returns the ranks' parts of `whole`, of `count` elements each, as one-dimensional views.
 
     Raises:
-        ValueError: it has another number of elements, or is not contiguous.
+        ValueError: `whole` has another number of elements, or is not contiguous.
     """
     if whole.numel() != count * group.size():
         raise ValueError(
@@ -62,17 +62,19 @@ def parts_by_rank(whole: torch.Tensor, count: int, group: BaseGroup, call: str, 
 def rows_by_rank(
     whole: torch.Tensor, sizes: Sequence[int] | None, group: BaseGroup, call: str, name: str
 ) -> list[torch.Tensor]:
-    """The ranks' parts of `whole` along its first dimension: `sizes[r]` rows each, or with None equally many.
+    """Returns the ranks' parts of `whole` along its first dimension.
+
+    Rank r's part has `sizes[r]` rows. If `sizes` is None, all parts have the same number of rows.
 
     Raises:
-        ValueError: the sizes do not add up to the number of rows, or that cannot be shared evenly.
+        ValueError: the sizes do not add up to the number of rows, or the rows cannot be divided evenly.
     """
     rows = whole.shape[0] if whole.dim() else 0
     if sizes is None:
         if rows % group.size():
             raise ValueError(
-                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which {group.size()} ranks cannot share "
-                f"evenly; give {name}_split_sizes"
+                f"rank {group.me.rank}: {call}: {name} has {rows} rows, which cannot be divided evenly "
+                f"among {group.size()} ranks; give {name}_split_sizes"
             )
         sizes = [rows // group.size()] * group.size()
     if len(sizes) != group.size() or sum(sizes) != rows:
@@ -87,7 +89,7 @@ def lists_by_rank(lists: Sequence[Tensors], group: BaseGroup, call: str, argumen
     """Returns `lists`, one entry for each rank, each as a list of tensors.
 
     Raises:
-        ValueError: there is not one entry for each rank.
+        ValueError: the number of entries is not that of the ranks.
         TypeError: an entry is neither a tensor nor a list of tensors.
     """
     if isinstance(lists, torch.Tensor) or len(lists) != group.size():
@@ -100,7 +102,7 @@ def require_counts(lists: Sequence[list[torch.Tensor]], count: int, group: BaseG
     """Requires that each of `lists` has `count` elements.
 
     Raises:
-        ValueError: one has another number.
+        ValueError: one of them has another number of elements.
     """
     for at, each in enumerate(lists):
         if count_elements(each) != count:

@@ -33,10 +33,10 @@ class Backend(str):
     default_device_backend_map = _BEST
 
     def __new__(cls, name: str) -> Backend:
-        """The name in lower case.
+        """Returns the name in lower case.
 
         Raises:
-            ValueError: it is no string.
+            ValueError: `name` is not a string.
         """
         if not isinstance(name, str):
             raise ValueError(f"Backend takes the name of a backend, not {name!r}")
@@ -44,7 +44,7 @@ class Backend(str):
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used here."""
+    """Returns whether `backend`, such as "gloo" or "cpu:gloo,cuda:nccl", can be used here."""
     try:
         chosen = choose(backend)
     except ValueError:
@@ -53,20 +53,20 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The backend that serves tensors on `device` where no other is named.
+    """Returns the backend for tensors on `device` that is used if a program names none.
 
     Raises:
-        ValueError: no backend serves them.
+        ValueError: there is no backend for that device.
     """
     device_type = torch.device(device).type
     best = _BEST.get(device_type)
     if best is None or best not in engines_for(device_type):
-        raise ValueError(f"no backend serves tensors on {device_type}; there are backends for {', '.join(_BEST)}")
+        raise ValueError(f"there is no backend for tensors on {device_type}; there are backends for {', '.join(_BEST)}")
     return best
 
 
 def get_backend_config(group: Group = None) -> str:
-    """The group's backend for each type of device, such as "cpu:paceline,cuda:nccl".
+    """Returns the group's backend for each type of device, such as "cpu:paceline,cuda:nccl".
 
     Raises:
         ValueError: this rank is not in the group.
@@ -91,20 +91,20 @@ def is_gloo_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Whether backend="ucc" can be used: never, Paceline has no engine for it."""
+    """Returns False, since Paceline has no engine for backend="ucc"."""
     return False
 
 
 def is_xccl_available() -> bool:
-    """Whether backend="xccl" can be used: never, Paceline has no engine for it."""
+    """Returns False, since Paceline has no engine for backend="xccl"."""
     return False
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether `paceline run` or torchrun started this process, which set TORCHELASTIC_RUN_ID."""
+    """Returns whether `paceline run` or torchrun started this process: both set TORCHELASTIC_RUN_ID."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def supports_complex(op: Reduction) -> bool:
-    """Whether complex tensors can be reduced by `op`."""
+    """Returns whether complex tensors can be reduced by `op`."""
     return op not in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)

@@ -1,4 +1,4 @@
-"""The collectives as users call them.
+"""The collectives as users call them; those with a root are in `rooted.py`.
 
 Every rank of a group makes the same calls in the same order. These rules hold for all of them:
 
@@ -6,14 +6,16 @@ Every rank of a group makes the same calls in the same order. These rules hold f
   tensors of one call are on one device and of one dtype. Wherever a tensor is taken, a list of tensors is taken too, as
   if they were concatenated.
 - `src` and `dst` are ranks of the default group, `group_src` and `group_dst` ranks of `group`; give one of the two.
-- `group` is the default group if None. On a rank that is not in `group` a call does nothing and returns None.
+- `group` is a group of Paceline's, or None for the default group. On a rank that is not in `group` a call does nothing
+  and returns None.
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
   Otherwise the call returns None when it is complete.
 - `timeout` is a timedelta or a number of seconds; the group's if None.
 - Under torch.compile each call breaks the graph.
 
 All raise:
-    TypeError: a tensor's device, layout or dtype is not supported, or the reduction is not defined for its dtype.
+    TypeError: a tensor's device, layout or dtype is not supported, the reduction is not defined for its dtype, or
+        `group` is not a group of Paceline's.
     CollectiveMismatchError: the ranks made different calls. Every rank gets it, and it names both calls. On one host
         the group stays usable.
     CollectiveTimeoutError: a rank did not make the call within `timeout`. The group can no longer be used.
@@ -28,7 +30,7 @@ import torch
 from torch.compiler import is_compiling
 
 from paceline.durations import Timeout
-from paceline.group.arguments import parts_by_rank, root_rank, rows_by_rank
+from paceline.group.arguments import parts_by_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
 from paceline.group.eager import eager, outside
@@ -61,56 +63,6 @@ def all_reduce(
         return outside(all_reduce, tensor, op, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)
-
-
-@eager
-def broadcast(
-    tensor: Tensors,
-    src: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-    timeout: Timeout | None = None,
-) -> Work | None:
-    """Copies the source's `tensor` into that of every other rank.
-
-    Args:
-        tensor: a tensor of the same dtype and number of elements on every rank; read on the source, written elsewhere.
-        src, group_src: the source.
-
-    Raises:
-        ValueError: there is no source, or it is given twice, or it is not in the group.
-    """
-    chosen = resolve(group)
-    if chosen is None:
-        return None
-    return chosen.broadcast(tensor, root_rank(chosen, src, group_src, "broadcast", "src"), async_op, timeout)
-
-
-@eager
-def reduce(
-    tensor: Tensors,
-    dst: int | None = None,
-    op: Reduction = ReduceOp.SUM,
-    group: Group = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-    timeout: Timeout | None = None,
-) -> Work | None:
-    """Reduces `tensor` over all ranks into that of the destination. Tensors of the other ranks are unchanged.
-
-    Args:
-        tensor: a tensor of the same dtype and number of elements on every rank.
-        dst, group_dst: the destination.
-        op: the reduction. The default is SUM.
-
-    Raises:
-        ValueError: there is no destination, or it is given twice, or it is not in the group.
-    """
-    chosen = resolve(group)
-    if chosen is None:
-        return None
-    return chosen.reduce(tensor, root_rank(chosen, dst, group_dst, "reduce", "dst"), op, async_op, timeout)
 
 
 @eager
@@ -229,60 +181,6 @@ def reduce_scatter_single(
 ) -> Work | None:
     """Does what `reduce_scatter_tensor` does, whose name this is in torch 2.13."""
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout)
-
-
-@eager
-def gather(
-    tensor: Tensors,
-    gather_list: Sequence[Tensors] | None = None,
-    dst: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-    timeout: Timeout | None = None,
-) -> Work | None:
-    """Copies every rank's `tensor` to the destination: rank r's into `gather_list[r]` there.
-
-    Args:
-        tensor: a tensor of the same dtype and number of elements on every rank.
-        gather_list: on the destination one tensor for each rank, like `tensor`; None or empty on other ranks.
-        dst, group_dst: the destination. The default is the first rank of the group.
-
-    Raises:
-        ValueError: `gather_list` is missing on the destination, does not fit, or is given on another rank.
-    """
-    chosen = resolve(group)
-    if chosen is None:
-        return None
-    return chosen.gather(gather_list, tensor, root_rank(chosen, dst, group_dst, "gather", "dst", 0), async_op, timeout)
-
-
-@eager
-def scatter(
-    tensor: Tensors,
-    scatter_list: Sequence[Tensors] | None = None,
-    src: int | None = None,
-    group: Group = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-    timeout: Timeout | None = None,
-) -> Work | None:
-    """Copies the source's `scatter_list[r]` into the `tensor` of rank r.
-
-    Args:
-        tensor: a tensor of the same dtype and number of elements on every rank.
-        scatter_list: on the source one tensor for each rank, like `tensor`; None or empty on other ranks.
-        src, group_src: the source. The default is the first rank of the group.
-
-    Raises:
-        ValueError: `scatter_list` is missing on the source, does not fit, or is given on another rank.
-    """
-    chosen = resolve(group)
-    if chosen is None:
-        return None
-    return chosen.scatter(
-        tensor, scatter_list, root_rank(chosen, src, group_src, "scatter", "src", 0), async_op, timeout
-    )
 
 
 @eager

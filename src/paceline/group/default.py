@@ -1,4 +1,4 @@
-"""The default process group: which one it is, and what calls without a group of their own use.
+"""The default process group, which calls use that name no other group.
 
 `init.py` makes and ends groups; `queries.py` answers a program's questions about them.
 """
@@ -20,7 +20,7 @@ from paceline.store.base import Store
 
 
 class NonMember:
-    """What `new_group` returns to a rank that is not in the group."""
+    """The type of what `new_group` returns on a rank that is not in the group."""
 
     def __repr__(self) -> str:
         return "GroupMember.NON_GROUP_MEMBER"
@@ -29,13 +29,13 @@ class NonMember:
 class _GroupMemberType(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default group, None before `init_process_group`."""
+        """Returns the default group, None before `init_process_group`."""
         world = find_world()
         return None if world is None else world.group
 
 
 class GroupMember(metaclass=_GroupMemberType):
-    """`GroupMember.WORLD` is the default group, `GroupMember.NON_GROUP_MEMBER` stands for one this rank is not in."""
+    """`WORLD` is the default group, and `NON_GROUP_MEMBER` stands for a group that this rank is not in."""
 
     NON_GROUP_MEMBER = NonMember()
 
@@ -44,13 +44,13 @@ Group = ProcessGroup | NonMember | None
 
 
 class World:
-    """A default group with all that belongs to it.
+    """A default group with everything that belongs to it.
 
     Args:
-        store: where the ranks met.
-        engines: what `group` and its sub-groups are made with.
-        group: of all ranks.
-        timeout: for groups that are given none.
+        store: the store through which the ranks met.
+        engines: the engines of `group` and its subgroups.
+        group: the group of all ranks.
+        timeout: the time-out of subgroups that are given none.
     """
 
     def __init__(self, store: Store, engines: Engines, group: ProcessGroup, timeout: timedelta) -> None:
@@ -61,7 +61,7 @@ class World:
         self.subgroups: list[ProcessGroup] = []
 
     def close_subgroups(self) -> None:
-        """Ends all groups that were made of the ranks of `group`; idempotent."""
+        """Ends all groups that were made from ranks of `group`; idempotent."""
         for each in self.subgroups:
             each.close()
         self.subgroups.clear()
@@ -74,14 +74,14 @@ class World:
 
 
 class OwnWorld(World):
-    """A world that `init_process_group` made, and that ends with the process at the latest."""
+    """A world that `init_process_group` made; it ends when the process does, if not before."""
 
     def __init__(
         self, store: Store, owns_store: bool, engines: Engines, group: ProcessGroup, timeout: timedelta
     ) -> None:
         super().__init__(store, engines, group, timeout)
         self._owns_store = owns_store
-        # Processes of multiprocessing end without running what atexit knows.
+        # Processes of multiprocessing end without running the functions that are registered with atexit.
         self._leaving = util.Finalize(None, leave, exitpriority=0)
         offer()
 
@@ -99,9 +99,9 @@ _borrow: Callable[[], World | None] | None = None
 
 
 def borrow_world(find: Callable[[], World | None]) -> None:
-    """Has calls use the default group of the world that `find` returns for as long as `init_process_group` made none.
+    """Makes calls use the default group of the world that `find` returns while `init_process_group` has made none.
 
-    Whoever made that world ends it. `find` is asked at each call, and returns None when there is none.
+    `find` is called each time, and returns None if there is no such world. Its owner ends the world.
     """
     global _borrow
     _borrow = find
@@ -114,7 +114,7 @@ def adopt(world: OwnWorld) -> None:
 
 
 def leave() -> None:
-    """Ends all groups of the world that `adopt` was given; without one, does nothing."""
+    """Ends all groups of the world that `adopt` received; does nothing if there is none."""
     global _world
     world, _world = _world, None
     if world is not None:
@@ -122,15 +122,15 @@ def leave() -> None:
 
 
 def own_world() -> OwnWorld | None:
-    """Returns the world that `init_process_group` made, None before it and after its end."""
+    """Returns the world that `init_process_group` made; None before that and after the world's end."""
     return _world
 
 
 def default_world() -> World:
-    """The default group with what it is made of.
+    """Returns the world whose group is the default group.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no default group.
     """
     world = find_world()
     if world is None:
@@ -139,7 +139,7 @@ def default_world() -> World:
 
 
 def default_group() -> ProcessGroup:
-    """The default group.
+    """Returns the default group.
 
     Raises:
         ValueError: there is none.
@@ -147,22 +147,45 @@ def default_group() -> ProcessGroup:
     return default_world().group
 
 
-def resolve(group: Group) -> ProcessGroup | None:
-    """The group a call is for; None when this rank is not in it."""
+def given_or_default(group: ProcessGroup | None) -> ProcessGroup:
+    """Returns `group`, or the default group if it is None.
+
+    Raises:
+        TypeError: `group` is not a group of Paceline's.
+        ValueError: there is no default group.
+    """
     if group is None:
         return default_world().group
-    return None if isinstance(group, NonMember) else group
+    if isinstance(group, ProcessGroup):
+        return group
+    raise TypeError(_wrong_group_text(group))
+
+
+def resolve(group: Group) -> ProcessGroup | None:
+    """Returns the group of a call, None if this rank is not in it.
+
+    Raises:
+        TypeError: `group` is not a group of Paceline's.
+        ValueError: `group` is None, and there is no default group.
+    """
+    if group is None:
+        return default_world().group
+    if isinstance(group, ProcessGroup):
+        return group
+    if isinstance(group, NonMember):
+        return None
+    raise TypeError(_wrong_group_text(group))
 
 
 def raise_timeouts(least: timedelta) -> None:
-    """Gives every group a time-out of at least `least`."""
+    """Raises the time-out of every group to at least `least`."""
     world = default_world()
     for group in (world.group, *world.subgroups):
         group.set_timeout(max(group.timeout, least))
 
 
 def find_world() -> World | None:
-    """Returns the world whose group is the default group now, None without one."""
+    """Returns the world whose group is the default group now, None if there is no default group."""
     if _world is not None:
         return _world
     return None if _borrow is None else _borrow()
@@ -174,6 +197,20 @@ def _hint() -> str:
     return (
         f" (torch.distributed's default group has the backend {torch.distributed.get_backend()!r}; Paceline would use "
         "one that torch.distributed.init_process_group('paceline') made)"
+    )
+
+
+def _wrong_group_text(group: object) -> str:
+    world = find_world()
+    me = "" if world is None else f"rank {world.group.me.rank}: "
+    kind = f"{type(group).__module__}.{type(group).__qualname__}"
+    wanted = "a group that paceline.new_group made, or None for the default group"
+    if not (torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)):
+        return f"{me}the process group is a {kind}; it must be {wanted}"
+    return (
+        f"{me}the process group is one of torch.distributed ({kind}), whose calls are those of torch.distributed; "
+        f"Paceline's take {wanted}. For a group of the same ranks call, on every rank, "
+        "paceline.new_group(torch.distributed.get_process_group_ranks(group))"
     )
 
 

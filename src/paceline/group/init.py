@@ -15,8 +15,19 @@ from paceline.durations import Timeout, to_seconds, to_timedelta
 from paceline.engine.api import EngineContext
 from paceline.engine.formation import Formation
 from paceline.engine.registry import Backend, choose, meeting
-from paceline.group.default import Group, GroupMember, NonMember, OwnWorld, adopt, default_world, leave, own_world
+from paceline.group.default import (
+    Group,
+    GroupMember,
+    NonMember,
+    OwnWorld,
+    adopt,
+    default_world,
+    leave,
+    own_world,
+    resolve,
+)
 from paceline.group.engines import Engines
+from paceline.group.init_arguments import make_current, require_between, require_elastic, require_no_options
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.store.base import Store
@@ -41,48 +52,50 @@ def init_process_group(
     between_hosts: str | None = None,
     elastic: bool = False,
 ) -> None:
-    """Makes the default process group; every rank calls this once, and it returns when all ranks have.
+    """Makes the default process group. Every rank calls this once, and it returns when all ranks have called it.
 
-    Without this call the default group of torch.distributed is used, if its backend is "paceline". While the group
-    exists, torch.distributed takes Paceline for CPU tensors where a program names no backend, as `fully_shard` does.
+    A program that does not call it uses the default group of torch.distributed, if the backend of that is "paceline".
+    While the group exists, torch.distributed uses Paceline for CPU tensors if a program names no backend, as is the
+    case with `fully_shard`.
 
     Args:
-        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each like
-            "cpu:gloo,cuda:nccl"; by default the best one available for each. CPU tensors use "paceline" if no other
-            engine is named for them.
-        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. With "mpi" the ranks
-            that mpirun started need none.
-        timeout: how long to wait for the other ranks, here and in every later call, as a timedelta or in seconds; 30
-            minutes by default.
-        world_size, rank: the number of ranks and this one's; from the environment with env://.
-        store: a store that all ranks share, instead of `init_method`; needs `world_size` and `rank`.
+        backend: the engine: "paceline", "gloo" or "mpi" for CPU tensors, "nccl" for CUDA tensors, or one for each, such
+            as "cpu:gloo,cuda:nccl". The default is the best one that is available for each. CPU tensors use "paceline"
+            if no other engine is named for them.
+        init_method: "env://" (the default), "tcp://host:port" or "file:///path"; see `rendezvous`. It is not needed
+            with "mpi" if mpirun has started the ranks.
+        timeout: how long this call and every later one waits for the other ranks, as a timedelta or in seconds. The
+            default is 30 minutes.
+        world_size, rank: the number of ranks, and the rank of this process; with env:// they may be in the environment.
+        store: a store that all ranks share, instead of `init_method`; it requires `world_size` and `rank`.
         group_name: the group's name in messages.
         pg_options: must be None; no engine has options.
-        device_id: this rank's CUDA device; it becomes the current device.
-        interface: the network interface by which other hosts reach this one: its name or an address of it; by default
-            PACELINE_IFACE, or else the one on the route to the host where the ranks meet.
-        algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical" for every collective that it has; by
-            default PACELINE_ALGORITHM, or else shared memory on one host and the fastest between hosts.
-        between_hosts: the engine ("gloo", "mpi") by which the hosts' first ranks reduce and broadcast what "paceline"
-            has reduced within each host; "paceline" itself if None.
-        elastic: the workers come and go; the group has this one rank until `ElasticState.epochs` finds the others.
+        device_id: this rank's CUDA device, which becomes the current device.
+        interface: the network interface through which other hosts reach this one, by its name or one of its addresses.
+            The default is PACELINE_IFACE, or else the interface on the route to the host where the ranks meet.
+        algorithm: "ring", "halving_doubling", "tree", "star" or "hierarchical", for every collective that it offers.
+            The default is PACELINE_ALGORITHM, or else shared memory on one host and the fastest algorithm between
+            hosts.
+        between_hosts: the engine ("gloo", "mpi") with which the first rank of each host reduces and broadcasts what
+            "paceline" has reduced within the host; "paceline" itself if None.
+        elastic: whether workers come and go; the group has this one rank until `ElasticState.epochs` finds the others.
             The job is started with `paceline run --elastic`, or is this one process.
 
     Raises:
         ValueError: the default group exists already, or an argument is wrong; the message says what to do.
         RendezvousError: two processes claim one rank, a rank gave up or died, or world sizes differ.
         RendezvousTimeoutError: ranks are missing; the message names them.
-        AuthenticationError: a process without this job's secret answered.
+        AuthenticationError: the process that answered does not have this job's secret.
     """
     if own_world() is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
     if elastic:
-        _require_elastic(backend, init_method, store, world_size, rank)
+        require_elastic(backend, init_method, store, world_size, rank)
         backend, world_size, rank, store = "paceline", 1, 0, HashStore()
     chosen = choose(backend)
     require_no_options(pg_options, "init_process_group")
-    _require_between(between_hosts, chosen, algorithm)
-    _make_current(device_id, chosen)
+    require_between(between_hosts, chosen, algorithm)
+    make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
     timeout_s = to_seconds(timeout)
     joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
@@ -107,7 +120,7 @@ def init_process_group(
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Ends `group`, or without one the default group and all others. It does not wait for the other ranks.
+    """Ends `group`, or the default group and all others if it is None. It does not wait for the other ranks.
 
     A default group that torch.distributed made continues until `torch.distributed.destroy_process_group()`; only the
     groups that were made of its ranks here end.
@@ -117,12 +130,14 @@ def destroy_process_group(group: Group = None) -> None:
 
     Raises:
         ValueError: the default group does not exist.
+        TypeError: `group` is not a group of Paceline's.
     """
     world = default_world()
-    if isinstance(group, NonMember):
+    ended = resolve(group)
+    if ended is None:
         return
-    if group is not None and group is not world.group:
-        group.close()
+    if ended is not world.group:
+        ended.close()
     elif world is own_world():
         leave()
     else:
@@ -144,26 +159,28 @@ def new_group(
     """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
 
     Args:
-        ranks: ranks of the default group, in the order of their group ranks; None for all.
+        ranks: ranks of the default group, in the order of their group ranks; all if None.
         timeout: for calls on the group; the default group's if None.
         backend: as for `init_process_group`; by default the default group's.
         pg_options: must be None; no engine has options.
-        use_local_synchronization: only the members call this; members of several groups do so in the same order.
+        use_local_synchronization: whether only the members call this; ranks that are in several such groups call it in
+            the same order.
         group_desc: the group's name, for messages.
         device_id: as for `init_process_group`.
-        sort_ranks: number the members in the order of their ranks, whatever the order of `ranks` (torch's default).
+        sort_ranks: whether the members' group ranks follow the order of their ranks, whatever the order of `ranks` is
+            (torch's default).
         algorithm: as for `init_process_group`; by default the default group's.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
 
     Raises:
-        ValueError: a rank is out of range or named twice.
-        RendezvousTimeoutError: a member did not call it.
+        ValueError: a rank is out of range or listed twice.
+        RendezvousTimeoutError: a member did not call this.
     """
     world = default_world()
     require_no_options(pg_options, "new_group")
-    _make_current(device_id, world.engines.backend if backend is None else choose(backend))
+    make_current(device_id, world.engines.backend if backend is None else choose(backend))
     chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
     if sort_ranks:
         chosen.sort()
@@ -192,7 +209,10 @@ def open_group(
     backend: str | None = None,
     algorithm: str | None = None,
 ) -> ProcessGroup:
-    """Opens the group of `ranks` of the default group, this one among them; `identity` as for `Engine.open_group`."""
+    """Opens a group of `ranks` of the default group, which this rank is one of.
+
+    The argument `identity` is that of `Engine.open_group`.
+    """
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
     timeout = world.timeout if timeout is None else timeout
@@ -230,7 +250,7 @@ def _open(
 def _meet(
     backend: Backend, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
 ) -> RendezvousResult:
-    """Returns this rank and the store; without an address from the caller, the engine's launcher (mpirun) has both."""
+    """Returns this rank and the store; if the caller gives no address, the engine's launcher (mpirun) provides both."""
     told = init_method is not None or store is not None or "RANK" in os.environ
     meet = None if told else meeting(backend, rank)
     try:
@@ -241,61 +261,3 @@ def _meet(
         own = rank if rank >= 0 else os.environ.get("RANK", "?")
         who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
         raise out_of_descriptors(who, "the store where the ranks meet") from error
-
-
-def _require_elastic(
-    backend: str | None, init_method: str | None, store: Store | None, world_size: int, rank: int
-) -> None:
-    """Refuses what an elastic job decides by itself.
-
-    Raises:
-        ValueError: such an argument is given, or the launcher was not told that the job is elastic.
-    """
-    if backend not in (None, "paceline", "cpu:paceline"):
-        raise ValueError(
-            f"backend is {backend!r} with elastic=True; elastic training runs on 'paceline' with CPU tensors. On "
-            "'nccl' it would need a new communicator in every view, which has not been tried on GPUs"
-        )
-    if init_method is not None or store is not None or world_size >= 0 or rank >= 0:
-        raise ValueError(
-            "elastic=True excludes init_method, store, world_size and rank: the launcher says who takes part"
-        )
-    if "PACELINE_ELASTIC_FD" not in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"rank {os.environ.get('RANK', '?')}: elastic=True in a job of {os.environ['WORLD_SIZE']} ranks whose "
-            "launcher is not elastic; start it with `paceline run --elastic`"
-        )
-
-
-def _require_between(between_hosts: str | None, backend: Backend, algorithm: str | None) -> None:
-    if between_hosts is None:
-        return
-    if choose(between_hosts).engines["cpu"] != between_hosts or backend.engines["cpu"] != "paceline":
-        raise ValueError(
-            f"between_hosts is {between_hosts!r} and the backend {backend.text!r}; it must be one engine for CPU "
-            "tensors, beside 'paceline' for those of a host"
-        )
-    if algorithm not in (None, "hierarchical"):
-        raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
-
-
-def require_no_options(pg_options: None, call: str) -> None:
-    """Refuses the options of torch's backends.
-
-    Raises:
-        ValueError: options are given.
-    """
-    if pg_options is not None:
-        raise ValueError(f"{call}: pg_options is for engines that have options; leave it out")
-
-
-def _make_current(device_id: torch.device | int | None, backend: Backend) -> None:
-    if device_id is None:
-        return
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type not in backend.engines:
-        raise ValueError(
-            f"device_id is {device_id}; the backend {backend.text!r} has no engine for {device.type}, leave it out"
-        )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""A process group: its ranks, and the collectives on lists of tensors that the public calls are made of."""
+"""A process group: its ranks, and the collectives on lists of tensors which the public calls use."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from paceline.schedule.steps import Operation
 
 
 class ProcessGroup(MessagingGroup, TorchMethods):
-    """The ranks that take part in a collective. Made by `init_process_group` and `new_group`.
+    """The ranks that take part in a collective. `init_process_group` and `new_group` make groups.
 
-    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is the rank in the default group. Methods that
-    torch.distributed's groups have as well take torch's option objects too. Called without `async_op` they return a
-    `Work`, as torch's do: of a send or a receive at once, of others when the call is over.
+    Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods that
+    torch.distributed's groups also have accept torch's option objects. Called without `async_op` they return a `Work`,
+    as torch's do: sends and receives return it at once, all others when the call is complete.
     """
 
     def all_reduce(
@@ -39,7 +39,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         timeout: Timeout | None = None,
         any_order: bool = False,
     ) -> Work | None:
-        """Reduces `tensors` over all ranks, in place; `any_order` as in `Buffers`."""
+        """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
         if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and is_unscaled(op):
             code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
             if code is not None and tensors.is_cpu and is_plain_strided(tensors) and reduces(code, op):
@@ -67,9 +67,9 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         op: ReduceOp,
         async_op: bool = False,
     ) -> Work | None:
-        """Like `all_reduce`, of `count` elements at the addresses and numbers of bytes in `pieces`.
+        """Does what `all_reduce` does, for `count` elements at the addresses and numbers of bytes in `pieces`.
 
-        For callers that make the same call again and again and have checked their tensors (`kept`) once.
+        It is for callers that make the same call many times and have checked their tensors, which are in `kept`, once.
         """
         buffers = Buffers()
         buffers.kept += kept
@@ -112,7 +112,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Reduces `tensors` over all ranks into the root's; the others' stay as they are."""
+        """Reduces `tensors` over all ranks into those of the root; the tensors of other ranks do not change."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
         listed = as_list(tensors, "reduce")
@@ -126,7 +126,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
     def all_gather(
         self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
-        """Copies every rank's `tensors` to all ranks; `outputs[r]` takes rank r's."""
+        """Copies every rank's `tensors` to all ranks; `outputs[r]` receives those of rank r."""
         return self._gather(Operation.ALL_GATHER, outputs, tensors, -1, async_op, timeout)
 
     def gather(
@@ -137,7 +137,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies every rank's `tensors` to the root; `outputs` is None or empty elsewhere."""
+        """Copies every rank's `tensors` to the root; `outputs` is None or empty on other ranks."""
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
@@ -156,7 +156,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Reduces the ranks' `inputs[r]` into rank r's `output`."""
+        """Reduces the ranks' `inputs[r]` into the `output` of rank r."""
         if are_options(op):
             inputs = one_list(inputs, "reduce_scatter")
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
@@ -193,7 +193,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         async_op: bool | None = None,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies the root's `inputs[r]` to rank r's `output`; `inputs` is None or empty elsewhere."""
+        """Copies the root's `inputs[r]` to the `output` of rank r; `inputs` is None or empty on other ranks."""
         if are_options(root):
             inputs = one_list(inputs, "scatter") if inputs else None
             return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
@@ -229,7 +229,7 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         async_op: bool = False,
         timeout: Timeout | None = None,
     ) -> Work | None:
-        """Copies `inputs[r]` to rank r, whose `outputs[this rank]` takes it; sizes may differ from pair to pair."""
+        """Copies `inputs[r]` to rank r, which receives it in its `outputs[this rank]`; each pair has its own size."""
         read = lists_by_rank(inputs, self, "all_to_all", "input_tensor_list")
         written = lists_by_rank(outputs, self, "all_to_all", "output_tensor_list")
         require_counts(
@@ -244,13 +244,13 @@ class ProcessGroup(MessagingGroup, TorchMethods):
         )
 
     def barrier(self, async_op: bool | Options | None = None, timeout: Timeout | None = None) -> Work | None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called it."""
         if are_options(async_op):
             async_op, timeout = True, time_limit(async_op)
         return self._run(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, [], [], Buffers(), async_op, timeout)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's `data`, by rank; of any lengths."""
+        """Returns every rank's `data` in rank order; the lengths may differ."""
         lengths = torch.empty(self.size(), dtype=torch.int64, device="cpu")
         self.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device="cpu"))
         rooms = [room_for([length]) for length in lengths.tolist()]

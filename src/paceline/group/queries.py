@@ -1,4 +1,4 @@
-"""What a program asks about its process groups."""
+"""Functions that return facts about process groups."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from paceline.group.process_group import ProcessGroup
 
 
 def is_initialized() -> bool:
-    """Whether the default process group exists."""
+    """Returns whether the default process group exists."""
     return find_world() is not None
 
 
 def is_available() -> bool:
-    """Whether Paceline works on this platform: True wherever it could be imported."""
+    """Returns whether Paceline works on this platform, which is True wherever it can be imported."""
     return True
 
 
 def get_rank(group: Group = None) -> int:
-    """This process's rank in `group`, -1 if it is not in it."""
+    """Returns this process's rank in `group`, -1 if it is not a member."""
     resolved = resolve(group)
     return -1 if resolved is None else resolved.rank()
 
 
 def get_world_size(group: Group = None) -> int:
-    """The number of ranks in `group`, -1 if this process is not in it."""
+    """Returns the number of ranks in `group`, -1 if this process is not a member."""
     resolved = resolve(group)
     return -1 if resolved is None else resolved.size()
 
 
 def get_backend(group: Group = None) -> str:
-    """What the group's `backend` was: the name of its engine, or "cpu:paceline,cuda:nccl" where there are several."""
+    """Returns the group's backend: the name of its engine, or such as "cpu:paceline,cuda:nccl" if it has several.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
     resolved = resolve(group)
     if resolved is None:
         raise ValueError("get_backend: this rank is not in the group")
@@ -40,13 +44,13 @@ def get_backend(group: Group = None) -> str:
 
 
 def get_pg_count() -> int:
-    """The number of process groups that this rank has opened since `init_process_group`, the default group included."""
+    """Returns how many process groups this rank has made since `init_process_group`, including the default group."""
     world = own_world()
     return 0 if world is None else 1 + len(world.subgroups)
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's rank among those of its machine, from LOCAL_RANK.
+    """Returns this process's rank among the ranks of its machine, from the environment variable LOCAL_RANK.
 
     Raises:
         ValueError: LOCAL_RANK is not set and there is no `fallback_rank`.
@@ -58,16 +62,16 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_process_group_ranks(group: Group = None) -> list[int]:
-    """The ranks in the default group of `group`'s members, by group rank."""
+    """Returns the ranks of the group's members in the default group, in the order of their group ranks."""
     resolved = resolve(group)
     return [] if resolved is None else list(resolved.ranks)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The rank in the default group of a member of `group`.
+    """Returns the rank in the default group of a member of `group`.
 
     Raises:
-        ValueError: there is no such member.
+        ValueError: the group has no such rank.
     """
     if not 0 <= group_rank < group.size():
         raise ValueError(f"group rank {group_rank} is not in {group}; it has ranks 0 to {group.size() - 1}")
@@ -75,9 +79,9 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """The group rank of a rank of the default group.
+    """Returns the group rank of a rank of the default group.
 
     Raises:
-        ValueError: it is not a member.
+        ValueError: it is not a member of the group.
     """
     return group_rank_of(group, global_rank)

@@ -1,4 +1,4 @@
-"""A group's life and calls: it runs collectives on the engine of their device, and says why one failed."""
+"""A group that is open: it runs collectives on the engine of their device, and reports why one failed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from paceline.schedule.steps import Operation
 
 
 class RunningGroup(BaseGroup):
-    """The ranks of a group, its engines on each device, and the one way in which collectives run on them.
+    """A group's ranks and its engines for each type of device, on which all collectives run.
 
     Args:
-        opened: the group on CPU tensors.
+        opened: the group for CPU tensors.
         members: the ranks of the group with their hosts and processes, in the order of their group ranks.
-        group_rank: this rank's place among them.
+        group_rank: this process's rank among them.
         timeout: how long calls wait for the other ranks.
         name: the group's name in messages.
         backend: what `get_backend` returns.
-        openers: functions that open the group on other devices, by the device's type.
-        advice: what a user does about a tensor on a device without an opener; by default an engine is named.
-        everybody: the members of the group's engine, some of whom may not be in the group; by default the group's own.
+        openers: functions that open the group for other devices, by the device's type.
+        advice: what errors advise about a tensor on a device without an opener; by default they name an engine.
+        everybody: the members of the group's engine, not all of whom need be in the group; by default the group's.
     """
 
     def __init__(
@@ -74,22 +74,22 @@ class RunningGroup(BaseGroup):
 
     @property
     def me(self) -> Member:
-        """This rank with its host and process; in a message it reads "rank 3 (host, pid 4711)"."""
+        """Returns this rank with its host and process, which messages show as "rank 3 (host, pid 4711)"."""
         return self._members[self._rank]
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The ranks with their hosts and processes, in the order of their group ranks."""
+        """Returns the ranks with their hosts and processes, in the order of their group ranks."""
         return tuple(self._members)
 
     @property
     def device_types(self) -> frozenset[str]:
-        """The types of device whose tensors the group's calls take, such as "cpu" and "cuda"."""
+        """Returns the types of the devices whose tensors the group's calls take, such as "cpu" and "cuda"."""
         return self._devices.types
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call waits for the other ranks."""
+        """Returns how long a call waits for the other ranks."""
         return timedelta(microseconds=self._timeout_ns / 1000)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -114,16 +114,16 @@ class RunningGroup(BaseGroup):
         async_op: bool | None,
         timeout: Timeout | None,
     ) -> Work | None:
-        """Makes a collective call of the engine on the device of `buffers`.
+        """Makes a collective call on the engine of the device of `buffers`.
 
         Args:
             operation: which call.
             dtype, reduce_op: by the codes of `engine/codes.py`.
-            root: a group rank, or -1 where a call has no root.
-            count: the number of elements that the ranks compare.
+            root: a group rank, or -1 if the call has no root.
+            count: the number of elements, which the ranks compare.
             inputs, outputs: the addresses and sizes of the buffers that the call reads and writes.
-            buffers: what keeps those alive, and copies results back where they were written to a copy.
-            async_op: with None, the call waits as with False and returns a finished `Work` as torch's methods do.
+            buffers: the owner of those buffers, which copies results back that were written to a copy.
+            async_op: if None, the call waits as with False, and returns a finished `Work` as torch's methods do.
             timeout: the group's if None.
         """
         if self._closed:
@@ -163,7 +163,7 @@ class RunningGroup(BaseGroup):
         return self._timeout_ns if timeout is None else to_nanoseconds(timeout)
 
     def _abandon(self, outcome: Outcome, header: HeaderFields, buffers: Buffers) -> CollectiveError:
-        """Returns the error of a call, whose buffers stay alive if a library may write to them after the time-out."""
+        """Returns the error of a call; keeps its buffers alive if a library may write to them after a time-out."""
         if outcome.code == Code.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)
         return self._error(outcome, header)
@@ -174,7 +174,8 @@ class RunningGroup(BaseGroup):
     def _failed(self, outcome: Outcome, call: str, lost: str = GROUP_LOST) -> CollectiveError:
         error = to_error(outcome, self._members, self._rank, call, lost, self._everybody)
         if isinstance(error, CollectiveTimeoutError):
-            error.missing = tuple(self.ranks[at] for at in outcome.missing)
+            # All ranks receive the same verdict, so on a rank that was late `outcome.missing` lists that rank too.
+            error.missing = tuple(self.ranks[at] for at in outcome.missing if at != self._rank)
         return error
 
     def _closed_error(self) -> ValueError:

@@ -18,7 +18,8 @@ from paceline.engine.registry import choose
 from paceline.errors import CollectiveMismatchError
 from paceline.group.default import Group, GroupMember, NonMember, default_group, resolve
 from paceline.group.engines import agreed_identity
-from paceline.group.init import open_group, require_no_options
+from paceline.group.init import open_group
+from paceline.group.init_arguments import require_no_options
 from paceline.group.process_group import ProcessGroup
 
 Subgroups = tuple[ProcessGroup | NonMember, list[ProcessGroup | NonMember]]

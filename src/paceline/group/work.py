@@ -1,4 +1,4 @@
-"""A call that runs, or ran, asynchronously."""
+"""Asynchronous calls, while they run and afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from paceline.group.completion import FOR_EVER_NS, when_done
 
 
 class Work:
-    """A call that runs in the background: what a call with `async_op=True` returns.
+    """A call that runs in the background; a call with `async_op=True` returns it.
 
-    The call's tensors must not be touched before `wait` has returned. Several threads may call the methods at once.
+    The call's tensors must not be used before `wait` has returned. Several threads may call the methods at once.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Work:
             if not self.pause(timeout_ns):
                 raise CollectiveTimeoutError(
                     f"wait() timed out: {self._name} was not done after the {timeout_ns / 1e9:.1f} s that it was "
-                    "given; it goes on, wait for it again or with a longer timeout="
+                    "given. It goes on; wait for it again, or with a longer timeout="
                 )
         if self._error is not None:
             raise self._error
@@ -126,7 +126,7 @@ class Work:
         return self
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` at the end, whatever it is: at once if that has come, on the completion thread otherwise."""
+        """Calls `then` when the call is over: on the completion thread, or at once if it is over already."""
         if self._settled or self._work is None:
             then()
         else:
@@ -174,14 +174,14 @@ class Work:
 
 
 class JoinedWork(Work):
-    """Several works as one: over when all are, failed when one is."""
+    """Several works as one, which is over when all are, and has failed when one has."""
 
     def __init__(self, works: Sequence[Work], name: str, results: Sequence[torch.Tensor]) -> None:
         self._works = works
         super().__init__(_All(works), name, results)
 
     def when_over(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the last of them has ended."""
+        """Calls `then` when the last of the works is over."""
         countdown = _Countdown(len(self._works), then)
         for work in self._works:
             work.when_over(countdown.step)
@@ -191,7 +191,7 @@ class JoinedWork(Work):
 
 
 class _Countdown:
-    """Calls `then` at the last of `steps` steps; at once if there are none."""
+    """Calls `then` at the last of `steps` steps, or at once if there are none."""
 
     def __init__(self, steps: int, then: Callable[[], None]) -> None:
         self._left = steps
@@ -201,7 +201,7 @@ class _Countdown:
             then()
 
     def step(self) -> None:
-        """One more, on any thread."""
+        """Counts a step; any thread may call this."""
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -212,15 +212,15 @@ class _Countdown:
 class _Failed:
     """The value of a failed call's future.
 
-    Where torch's C++ reads a future (DistributedDataParallel's reducer does), it pickles the value to find the tensors
-    in it. Of what `Future.set_exception` leaves there it finds none, and reads the first of them all the same.
+    Code of torch in C++ that reads a future, such as the reducer of DistributedDataParallel, pickles the value to find
+    its tensors. It finds none in what `Future.set_exception` stores, and would read the first one nevertheless.
     """
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def raise_error(self, _: object) -> None:
-        """What `wait` and `value` of the future do."""
+        """Raises the error; `wait` and `value` of the future call this."""
         raise self._error
 
     def __reduce__(self) -> str:
@@ -248,7 +248,7 @@ def ended(
     results: Sequence[torch.Tensor],
     finish: Callable[[], None] | None = None,
 ) -> Work | None:
-    """What a call made of `works` returns: None when they are over (None), one Work otherwise."""
+    """Returns the result of a call that consists of `works`: None if all are over, which is None, or one Work."""
     running = [work for work in works if work is not None]
     if not running:
         if finish is not None:

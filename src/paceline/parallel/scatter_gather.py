@@ -53,12 +53,12 @@ def scatter_arguments(
 
 
 def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> object:
-    """Concatenates what replicas returned: tensors along `dim`, in any nest.
+    """Concatenates the tensors that replicas returned, nested in any way, along `dim`.
 
     Tensors without dimensions become a vector. Values other than tensors must be equal in all outputs.
 
     Raises:
-        TypeError: such values differ, or the outputs are of different kinds.
+        TypeError: such values differ, or the outputs have different types.
     """
     first = outputs[0]
     device = to_device(output_device)
@@ -69,20 +69,25 @@ def gather(outputs: Sequence[object], output_device: Device, dim: int = 0) -> ob
             return torch.stack(moved) if first.dim() == 0 else torch.cat(moved, dim)
     if any(type(each) is not type(first) for each in outputs):
         kinds = sorted({type(each).__name__ for each in outputs})
-        raise TypeError(f"the replicas returned {' and '.join(kinds)}; forward must return one kind for any batch")
+        raise TypeError(
+            f"the replicas returned outputs of the types {' and '.join(kinds)}; forward must return the same type on "
+            "every device, whatever the batch"
+        )
     inner = [_children(each) for each in outputs]
     if inner[0] is None:
         if any(each != first for each in outputs):
             raise TypeError(
-                f"the replicas returned different {type(first).__name__}s: {', '.join(map(repr, outputs))}; only "
-                "tensors can be gathered, so return this as a tensor"
+                f"the replicas returned different values of type {type(first).__name__}: "
+                f"{', '.join(map(repr, outputs))}; only tensors can be concatenated, so forward must return a "
+                "tensor here"
             )
         return first
     lists = [each for each in inner if each is not None]
     if len({tuple(each) for each in lists}) != 1:
         raise TypeError(
-            f"the replicas returned {type(first).__name__}s of different entries: "
-            f"{' and '.join(str(list(each)) for each in lists)}; forward must return the same ones for any batch"
+            f"the replicas returned values of type {type(first).__name__} with different entries: "
+            f"{' and '.join(str(list(each)) for each in lists)}; forward must return the same entries on every device, "
+            "whatever the batch"
         )
     return _with_children(first, {key: gather([each[key] for each in lists], device, dim) for key in lists[0]})
 

@@ -11,7 +11,9 @@ from paceline.cli.doctor.report import Finding, Level, show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="look for mistakes in this script, do not run it")
+    parser.add_argument(
+        "script", nargs="?", metavar="SCRIPT", help="a script to search for known mistakes; it is not run"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     pair = parser.add_mutually_exclusive_group()
     pair.add_argument(
@@ -19,13 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=":0",
         metavar="[ADDRESS][:PORT]",
-        help="wait for the doctor of another machine, and print what to type there",
+        help="wait for the doctor on another machine, and print the command to run there",
     )
-    pair.add_argument("--peer", metavar="TOKEN", help="check both ways to the machine whose doctor printed TOKEN")
+    pair.add_argument(
+        "--peer", metavar="TOKEN", help="check the network to and from the machine whose doctor printed TOKEN"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examines what the options name and prints the findings; returns 1 if any is bad, otherwise 0."""
+    """Runs the checks that the options name and prints the findings; returns 1 if any is bad, otherwise 0."""
     if options.script is not None:
         return _script(options.script, options.json)
     from paceline.cli.doctor.machine import check_machine
@@ -51,7 +55,7 @@ def _script(path: str, as_json: bool) -> int:
         print(f"paceline doctor: {path}: {error}", file=sys.stderr)
         return 2
     if not findings and not as_json:
-        print(f"  ok  {path}: none of the known mistakes")
+        print(f"  ok  {path}: none of the known mistakes was found")
         return 0
     return show(findings, as_json, path)
 

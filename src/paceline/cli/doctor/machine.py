@@ -55,8 +55,8 @@ def cores() -> list[Finding]:
                 Level.NOTE,
                 "cores",
                 seen,
-                "the cgroup's quota is less than the cores that programs see, so threads are stopped by the kernel",
-                "start no more workers than the quota; `paceline run` counts by it",
+                "the cgroup's quota is smaller than the number of visible cores, so the kernel pauses threads",
+                "start no more workers than the quota allows; `paceline run` takes it into account",
             )
         ]
     return [_good("cores", seen)]
@@ -76,8 +76,8 @@ def memory(root: Path = Path("/")) -> list[Finding]:
                 Level.BAD,
                 "/dev/shm",
                 seen,
-                "DataLoader workers and ranks of one machine pass data through it; when it is full they die of SIGBUS",
-                "docker run --shm-size=8g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm",
+                "DataLoader workers and ranks of one machine share data through it; if it is full, SIGBUS kills them",
+                "use docker run --shm-size=8g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm",
             )
         )
     else:
@@ -94,8 +94,8 @@ def limits() -> list[Finding]:
             Level.NOTE,
             "file descriptors",
             f"{soft} (up to {hard})",
-            "many DataLoader workers and connections need more each",
-            f"ulimit -n {min(hard, 65536)}",
+            "many DataLoader workers and connections need more of them",
+            f"run ulimit -n {min(hard, 65536)}",
         )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and count_gpus():
@@ -105,7 +105,7 @@ def limits() -> list[Finding]:
                 "locked memory",
                 f"{locked >> 10} KiB",
                 "RDMA and pinned buffers need more",
-                "ulimit -l unlimited",
+                "run ulimit -l unlimited",
             )
         )
     return findings
@@ -123,8 +123,8 @@ def network(root: Path = Path("/")) -> list[Finding]:
             speed = _read(directory / "speed")
             fast = f", {speed} Mbit/s" if speed.isdecimal() and int(speed) > 0 else ""
             up.append(f"{directory.name} (MTU {_read(directory / 'mtu')}{fast})")
-    leads = f"the default route is by {', '.join(default)}" if default else "there is no default route"
-    findings.append(_good("interfaces", f"{', '.join(up) or 'none but loopback'}; {leads}"))
+    leads = f"the default route uses {', '.join(default)}" if default else "there is no default route"
+    findings.append(_good("interfaces", f"{', '.join(up) or 'only loopback'}; {leads}"))
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -135,13 +135,13 @@ def network(root: Path = Path("/")) -> list[Finding]:
             Finding(
                 Level.NOTE,
                 "host name",
-                f"{name} leads to {address or 'nothing'}",
-                "libraries that ask for the host's own address (gloo does) then offer one that others cannot reach",
-                "put the machine's address beside its name into /etc/hosts, or set GLOO_SOCKET_IFNAME",
+                f"{name} resolves to {address or 'no address'}",
+                "libraries that look up the host's own address, such as gloo, announce one that others cannot reach",
+                "add the machine's name with its address to /etc/hosts, or set GLOO_SOCKET_IFNAME",
             )
         )
     else:
-        findings.append(_good("host name", f"{name} leads to {address}"))
+        findings.append(_good("host name", f"{name} resolves to {address}"))
     return findings
 
 
@@ -150,11 +150,11 @@ def ports() -> list[Finding]:
     from paceline.store.port_owner import port_owner
 
     given = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-    span = f"connections get ports {'-'.join(given)}" if given else ""
+    span = f"connections use the ports {'-'.join(given)}" if given else ""
     holder = port_owner(29500)
     if holder is None:
         return [_good("ports", f"29500 is free; {span}")]
-    fix = "end it if it is a job of yours that was left over, or give --master-port"
+    fix = "end it if it is a leftover job of yours, or pass --master-port"
     return [Finding(Level.NOTE, "ports", f"29500 is held by {holder}; {span}", "torchrun's default port is taken", fix)]
 
 
@@ -163,8 +163,16 @@ def clock() -> list[Finding]:
     buffer = ctypes.create_string_buffer(256)  # struct timex with modes=0, which asks only
     state = ctypes.CDLL(None).adjtimex(buffer)
     if state == _TIME_ERROR:
-        fix = "start chronyd or systemd-timesyncd, or look at the host's in a virtual machine"
-        return [Finding(Level.NOTE, "clock", "not synchronised", "times in logs of machines then differ", fix)]
+        fix = "start chronyd or systemd-timesyncd; in a virtual machine, check the host's clock"
+        return [
+            Finding(
+                Level.NOTE,
+                "clock",
+                "not synchronised",
+                "the times in the logs of several machines cannot be compared",
+                fix,
+            )
+        ]
     return [_good("clock", "synchronised")]
 
 
@@ -175,12 +183,12 @@ def accelerators(root: Path = Path("/")) -> list[Finding]:
     nccl = find_spec("nvidia") is not None and find_spec("nvidia.nccl") is not None
     has_nccl = nccl or ctypes.util.find_library("nccl") is not None
     mpi = shutil.which("mpirun")
-    seen = f"{gpus} GPUs{f' ({driver})' if driver else ''}; NCCL {'there' if has_nccl else 'not there'}; "
-    findings = [_good("accelerators", seen + (f"MPI {mpi}" if mpi else "MPI not there"))]
+    seen = f"{gpus} GPUs{f' ({driver})' if driver else ''}; NCCL {'found' if has_nccl else 'not found'}; "
+    findings = [_good("accelerators", seen + (f"MPI {mpi}" if mpi else "MPI not found"))]
     if gpus and not has_nccl:
-        why = "GPUs of several machines then talk through the host's memory"
+        why = "without it, the nccl backend is not available for the GPUs"
         findings.append(
-            Finding(Level.NOTE, "NCCL", "not found", why, "install a torch built for CUDA, which brings it")
+            Finding(Level.NOTE, "NCCL", "not found", why, "install a build of torch for CUDA, which includes it")
         )
     return findings
 
@@ -190,9 +198,11 @@ def leftovers() -> list[Finding]:
     pids = marked("")
     inside = [pid for pid in pids if os.environ.get(MARK) is None]
     if not inside:
-        return [_good("other jobs", "none of this user's on this machine")]
+        return [_good("other jobs", "this user runs none on this machine")]
     seen = f"{len(inside)} processes of Paceline jobs run here: {', '.join(map(str, sorted(inside)[:8]))}"
-    return [Finding(Level.NOTE, "other jobs", seen, "they share the cores and GPUs", "end them if they are not wanted")]
+    return [
+        Finding(Level.NOTE, "other jobs", seen, "they use the same cores and GPUs", "end them if they are not wanted")
+    ]
 
 
 def _read(path: Path) -> str:

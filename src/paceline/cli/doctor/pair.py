@@ -43,8 +43,16 @@ def visit(address: tuple[str, int], secret: bytes) -> list[Finding]:
     try:
         connection = socket.create_connection(address, _TIMEOUT_S)
     except OSError as error:
-        why = "nobody listens there, or a firewall is between"
-        return [Finding(Level.BAD, "there", f"{place}: {error}", why, "open the port, or give --listen another one")]
+        why = "no doctor listens there, or a firewall blocks the connection"
+        return [
+            Finding(
+                Level.BAD,
+                "there",
+                f"{place}: {error}",
+                why,
+                "open the port in the firewall, or give --listen another port",
+            )
+        ]
     with closing(connection):
         prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
         connection.settimeout(_TIMEOUT_S)
@@ -52,9 +60,9 @@ def visit(address: tuple[str, int], secret: bytes) -> list[Finding]:
         try:
             findings.append(_payload(connection))
         except TimeoutError:
-            why = "small packets pass and large ones do not: an MTU is too large somewhere on the way"
-            fix = "ip link set dev INTERFACE mtu 1400 on both, or let ICMP 'fragmentation needed' through"
-            return [*findings, Finding(Level.BAD, "large packets", f"{PAYLOAD >> 20} MiB stuck", why, fix)]
+            why = "small packets arrive and large ones do not, so some MTU on the route is too large"
+            fix = "run ip link set dev INTERFACE mtu 1400 on both machines, or allow ICMP 'fragmentation needed'"
+            return [*findings, Finding(Level.BAD, "large packets", f"{PAYLOAD >> 20} MiB did not arrive", why, fix)]
         findings.append(_way_back(connection, secret))
     return findings
 
@@ -71,12 +79,14 @@ def _clocks(connection: socket.socket) -> Finding:
         best = min(best or (rtt_s, 0.0), (rtt_s, float(str(answer["time"])) - sent_s - rtt_s / 2))
     assert best is not None
     rtt_s, skew_s = best
-    seen = f"round trip {rtt_s * 1e3:.2f} ms; its clock is {skew_s * 1e3:+.1f} ms of ours; Python {python} there"
+    seen = f"round trip {rtt_s * 1e3:.2f} ms; its clock differs by {skew_s * 1e3:+.1f} ms; it runs Python {python}"
     if abs(skew_s) > _LARGE_SKEW_S:
-        why = "times in logs and time-outs of the two do not fit together"
-        return Finding(Level.NOTE, "there", seen, why, "synchronise both clocks (chronyd)")
+        why = "the times in the logs of the two machines cannot be compared"
+        return Finding(Level.NOTE, "there", seen, why, "synchronise both clocks, for example with chronyd")
     if python != platform.python_version():
-        return Finding(Level.NOTE, "there", seen, "other versions may behave otherwise", "use one image for all")
+        return Finding(
+            Level.NOTE, "there", seen, "different versions may behave differently", "use the same image on all"
+        )
     return Finding(Level.GOOD, "there", seen)
 
 
@@ -113,8 +123,8 @@ def _call_back(host: str, port: int, secret: bytes) -> Finding:
 
 
 def _blocked(seen: str, whose: str) -> Finding:
-    why = "ranks connect both ways and to ports that the kernel chooses"
-    return Finding(Level.BAD, "back", seen, why, f"let connections from the other through {whose} firewall")
+    why = "ranks connect in both directions, to ports that the kernel chooses"
+    return Finding(Level.BAD, "back", seen, why, f"allow connections from the other machine in {whose} firewall")
 
 
 def _send_line(connection: socket.socket, content: dict[str, object]) -> None:
@@ -130,7 +140,7 @@ def _receive_line(connection: socket.socket) -> dict[str, object]:
         line += more
     content = json.loads(line)
     if not isinstance(content, dict):
-        raise ConnectionError("the peer is not running `paceline doctor --listen`")
+        raise ConnectionError("the other machine does not run `paceline doctor --listen`")
     return content
 
 

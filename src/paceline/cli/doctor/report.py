@@ -18,7 +18,10 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation: its subject, the facts, and unless all is well the reason and the fix. `line` is a script's."""
+    """An observation: its subject, the facts, and if it is a problem the reason and the fix.
+
+    The attribute `line` is the line of a script that it is about.
+    """
 
     level: Level
     about: str

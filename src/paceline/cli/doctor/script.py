@@ -140,8 +140,8 @@ def _bad(node: ast.AST, about: str, seen: str, reason: str, fix: str, level: Lev
 def first_gpu(script: _Script) -> Iterator[Finding]:
     """Finds scripts that put every rank on the same GPU."""
     sets_device = any(name.endswith("set_device") for name, _ in script.calls())
-    why = "every rank of the machine then computes on the first GPU"
-    fix = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and the device "cuda"'
+    why = "every rank of the machine computes on the first GPU"
+    fix = 'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) at the start, and use the device "cuda"'
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Constant) and node.value == "cuda:0":
             yield _bad(node, "first-gpu", '"cuda:0"', why, fix)
@@ -158,7 +158,7 @@ def first_gpu(script: _Script) -> Iterator[Finding]:
 
 
 def samplers(script: _Script) -> Iterator[Finding]:
-    """Finds data that every rank reads whole, or in the same order each epoch."""
+    """Finds data that every rank reads completely, or that is read in the same order in each epoch."""
     makes_sampler = None
     for name, call in script.calls():
         last = name.rpartition(".")[2]
@@ -168,22 +168,22 @@ def samplers(script: _Script) -> Iterator[Finding]:
             continue
         sampler = _keyword(call, "sampler") or _keyword(call, "batch_sampler")
         if sampler is None and len(call.args) < 4:
-            why = (
-                "every rank reads all of the data: an epoch does the same work on each, and counts each sample N times"
-            )
-            fix = "sampler=DistributedSampler(dataset), and shuffle= moves to the sampler"
+            why = "every rank reads all of the data, so an epoch counts each sample once for every rank"
+            fix = "pass sampler=DistributedSampler(dataset), and give shuffle= to the sampler"
             yield _bad(call, "no-sampler", "DataLoader without a sampler", why, fix)
         elif _is_true(_keyword(call, "shuffle")):
             why = "DataLoader refuses a sampler together with shuffle=True"
-            yield _bad(call, "shuffle", "shuffle=True with a sampler", why, "DistributedSampler(..., shuffle=True)")
+            yield _bad(
+                call, "shuffle", "shuffle=True with a sampler", why, "pass shuffle=True to the DistributedSampler"
+            )
     if makes_sampler is not None and not any(name.endswith("set_epoch") for name, _ in script.calls()):
-        why = "the order is drawn from seed + epoch, and without it every epoch has the same order"
-        fix = "sampler.set_epoch(epoch) at the start of each epoch"
+        why = "the order depends on the seed and the epoch, so without it every epoch has the same order"
+        fix = "call sampler.set_epoch(epoch) at the start of each epoch"
         yield _bad(makes_sampler, "no-set-epoch", "DistributedSampler without set_epoch", why, fix)
 
 
 def collectives(script: _Script) -> Iterator[Finding]:
-    """Finds calls that all ranks must make, in a branch that only some take."""
+    """Finds calls that all ranks must make in branches that only some ranks take."""
     for name, call in script.calls():
         module, _, last = name.rpartition(".")
         if last not in _COLLECTIVES or (module and module not in _COMMUNICATORS):
@@ -197,11 +197,15 @@ def collectives(script: _Script) -> Iterator[Finding]:
             if any(_name(each.func).endswith(last) for line in other for each in ast.walk(line)
                    if isinstance(each, ast.Call)):  # fmt: skip
                 continue
-            who = "rank 0 alone" if is_main else "all but rank 0"
-            why = f"{who} comes to this call (the if is on line {inside.lineno}), and waits there for the others"
-            yield _bad(call, "not-all-ranks", f"{last}()", why, "move the call out of the if: all ranks make it")
+            who = "only rank 0" if is_main else "every rank but 0"
+            why = (
+                f"{who} would reach this call (the if is on line {inside.lineno}), and would wait there for the others"
+            )
+            yield _bad(
+                call, "not-all-ranks", f"{last}()", why, "move the call out of the if, so that all ranks make it"
+            )
         elif script.follows_an_early_return(call):
-            why = "the other ranks have returned before, and rank 0 waits here for them"
+            why = "the other ranks return before this call, and rank 0 waits for them in it"
             yield _bad(call, "not-all-ranks", f"{last}()", why, "make the call before the return")
 
 
@@ -216,8 +220,8 @@ def saves(script: _Script) -> Iterator[Finding]:
             path = call.args[1] if len(call.args) > 1 else call.args[0] if call.args else None
             if path is not None and any(_is_rank(each) for each in ast.walk(path) if isinstance(each, ast.expr)):
                 continue  # a file of each rank's own
-            why = "all ranks write the same file at the same time, and what is left may be of none of them"
-            fix = "if dist.get_rank() == 0: around it, then dist.barrier() outside the if before anybody reads it"
+            why = "all ranks write the same file at the same time, and the result may be damaged"
+            fix = "write if dist.get_rank() == 0: before it, and call dist.barrier() before a rank reads the file"
             yield _bad(call, "all-ranks-save", f"{last}() on every rank", why, fix)
 
 
@@ -225,8 +229,8 @@ def loads(script: _Script) -> Iterator[Finding]:
     """Finds checkpoints that are loaded onto the GPU they were saved from."""
     for name, call in script.calls():
         if name == "torch.load" and _keyword(call, "map_location") is None and len(call.args) < 2:
-            why = "tensors go back to the GPU they were saved from: of all ranks to the first one, which may run out"
-            yield _bad(call, "no-map-location", "torch.load without map_location", why, 'map_location="cpu"')
+            why = "every rank loads the tensors to the GPU that they were saved from, whose memory may not suffice"
+            yield _bad(call, "no-map-location", "torch.load without map_location", why, 'pass map_location="cpu"')
 
 
 RULES: tuple[Callable[[_Script], Iterator[Finding]], ...] = (first_gpu, samplers, collectives, saves, loads)
@@ -236,7 +240,7 @@ def check_script(text: str) -> list[Finding]:
     """Returns the findings in a script, in the order of its lines.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: the text is not valid Python.
     """
     script = _Script(ast.parse(text))
     return sorted((each for rule in RULES for each in rule(script)), key=lambda each: each.line or 0)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel's arguments: what torch's mean here, and which of them do not fit together."""
+"""The arguments of DistributedDataParallel: what torch's mean here, and which of them contradict each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.group.default import default_group
+from paceline.group.default import default_group, given_or_default
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.buckets import MIB, caps_of
 
@@ -20,14 +20,15 @@ DEFAULT_BUCKET_CAP_MB = 25
 
 
 def choose_group(process_group: ProcessGroup | None, device_mesh: DeviceMesh | None) -> ProcessGroup:
-    """Returns the group that these arguments name; the default group without any.
+    """Returns the group that these arguments name, or the default group if both are None.
 
     Raises:
         RuntimeError: both are given, or the mesh has several dimensions.
         ValueError: the mesh does not hold all ranks of the default group in their order.
+        TypeError: `process_group` is not a group of Paceline's.
     """
     if device_mesh is None:
-        return default_group() if process_group is None else process_group
+        return given_or_default(process_group)
     if process_group is not None:
         raise RuntimeError("process_group and device_mesh were both given; give one of them")
     if device_mesh.ndim != 1:
@@ -76,10 +77,10 @@ def choose_bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence
 
 
 def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype | None:
-    """Returns the type in which gradients are averaged; None for their own.
+    """Returns the dtype in which gradients are averaged, None if it is their own.
 
     Raises:
-        ValueError: parameters or buffers are to be cast.
+        ValueError: the argument asks to cast parameters or buffers.
     """
     if mixed_precision is None:
         return None
@@ -89,7 +90,7 @@ def choose_reduce_dtype(mixed_precision: _MixedPrecision | None) -> torch.dtype 
             f"mixed_precision asks for parameters of {mixed_precision.param_dtype} and buffers of "
             f"{mixed_precision.buffer_dtype}; DistributedDataParallel does not cast the module. Run forward under "
             f"torch.autocast(device_type, {dtype}), and give mixed_precision=_MixedPrecision(reduce_dtype={dtype}) to "
-            "average gradients in that type"
+            "average gradients in that dtype"
         )
     return mixed_precision.reduce_dtype
 
@@ -101,23 +102,23 @@ def require_whole_pairs(
     delay_all_reduce_named_params: object,
     param_to_hook_all_reduce: object,
 ) -> None:
-    """Raises if arguments that belong together are not given together.
+    """Requires that arguments which need each other are given together.
 
     Raises:
-        ValueError: names them.
+        ValueError: one is given without the other, or with one that excludes it.
     """
     if deterministic != (logical_shards is not None) or (deterministic and device_ids):
         raise ValueError(
             f"deterministic is {deterministic}, logical_shards {logical_shards} and device_ids {device_ids}; "
-            "deterministic=True needs logical_shards, such as 8; they come together, and without device_ids"
+            "deterministic=True needs logical_shards, such as 8; give both or neither, and no device_ids with them"
         )
     if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce must be given together: the second one says "
-            "when the gradients of the first ones are averaged"
+            "when the gradients of the first are averaged"
         )
     if deterministic and delay_all_reduce_named_params is not None:
         raise ValueError(
-            "delay_all_reduce_named_params was given with deterministic=True, which adds all gradients in an order of "
-            "its own; leave one of them out"
+            "delay_all_reduce_named_params was given with deterministic=True, which adds all gradients in a fixed "
+            "order; leave one of them out"
         )

@@ -9,6 +9,7 @@ import torch
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
+from paceline.parallel.ddp.countdown import Countdown
 from paceline.parallel.ddp.gradient_buckets import GradientBuckets
 from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.ddp.hook import CommHook, HookedWork
@@ -17,31 +18,39 @@ from paceline.parallel.ddp.sparse import average_sparse
 
 
 class Averager:
-    """Averages `gradients` over the ranks of `group`, in place. When to do so is for the caller to say.
+    """Averages `gradients` over the ranks of `group`, in place, when the caller says so.
 
     Args:
         gradients: the gradients of a module.
         group: the ranks.
-        compares_batches: whether digests of the ranks' batches travel with the first averages.
+        compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
     """
 
     def __init__(self, gradients: GradientBuckets, group: ProcessGroup, *, compares_batches: bool = True) -> None:
         # - How gradients are averaged
         self._gradients = gradients
         self._group = group
-        self.comm_hook: CommHook | None = None  # averages instead of the engine
-        self.scale = 1.0  # what averages are multiplied by: within `join` fewer ranks than all may count
+        self.comm_hook: CommHook | None = None  # the hook that averages instead of the engine
+        self.scale = 1.0  # the factor of averages: within `join`, not all ranks may count
         on_cpu = all(param.is_cpu for param in gradients.params)
         self.same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu)
 
         # - The calls of this backward
         self._in_flight: list[tuple[Work | HookedWork, Memory]] = []  # on the group's progress thread, or with the hook
-        self._over: list[Memory] = []  # averaged, and not yet written back
+        self._over: list[Memory] = []  # averaged, but not written back yet
 
-    def start_early(self, at: int) -> bool:
-        """Has the group's progress thread average a bucket; returns False, and does nothing, if a gradient is missing.
+    def start_full(self, countdown: Countdown) -> None:
+        """Starts the buckets that are full now, strictly in their order."""
+        self._gradients.fill_absent()
+        while countdown.may_start():
+            if not self._start_early(countdown.next):
+                return  # a hook of the user's has removed a gradient, which is an error when backward ends
+            countdown.next += 1
 
-        A gradient whose memory others read is averaged in a copy, since backward goes on and may still read it.
+    def _start_early(self, at: int) -> bool:
+        """Averages a bucket on the group's progress thread; if a gradient is missing, does nothing and returns False.
+
+        A gradient that shares its memory is averaged in a copy, since the backward goes on and may still read it.
         """
         gradients = self._gradients.active[at]
         if gradients is None:
@@ -53,14 +62,14 @@ class Averager:
         return True
 
     def average_from(self, first: int, copy_shared: bool) -> bool:
-        """Averages the buckets from `first` on, unless gradients are missing; waits for those that were started.
+        """Averages the buckets from `first` on, unless gradients are missing, and waits for all calls.
 
         Args:
-            first: the number of a bucket.
-            copy_shared: average a gradient that shares memory with another tensor in a copy.
+            first: the number of the first bucket that was not started early.
+            copy_shared: whether gradients that share memory with other tensors are averaged in copies.
 
         Returns:
-            Whether none was missing.
+            False if gradients are missing.
         """
         active = enumerate(self._gradients.active)
         rest = [(at, gradients) for at, gradients in active if at >= first and gradients is not None]
@@ -70,7 +79,7 @@ class Averager:
             self._finish()
             return False
         if have_aliases(memories):
-            # On another rank, with a batch of another size, they may be apart, and all must reduce the same.
+            # On another rank, with a batch of another size, they may not, and all ranks must reduce the same.
             memories = _collect(rest, copy_shared=True)
         if self.comm_hook is None and memories and not self.same_batches.is_over:
             self.same_batches.add_to(memories[-1], rest[-1][1].dtype)
@@ -81,8 +90,18 @@ class Averager:
         self._finish()
         return True
 
+    def average_present(self, copy_shared: bool) -> None:
+        """Averages the gradients that any rank has; zeros stand in on the ranks that do not have them.
+
+        Without any gradient it makes no call: a rank that computes the gradients of other tensors, with
+        `torch.autograd.grad`, may do so alone.
+        """
+        if self._gradients.any_present():
+            with self._gradients.only_present(self._group):
+                self.average_from(0, copy_shared)
+
     def abandon(self) -> None:
-        """Leaves the calls in flight to themselves, after an error."""
+        """Gives up the calls in flight after an error, without waiting for them."""
         self._in_flight.clear()
         self._over.clear()
         self.same_batches.is_over = True
@@ -115,5 +134,5 @@ class Averager:
 
 
 def _collect(buckets: Sequence[tuple[int, BucketGradients]], copy_shared: bool) -> list[Memory]:
-    """Returns the gradients of those buckets in which none is missing."""
+    """Returns the memory of the buckets in which no gradient is missing."""
     return [memory for _, gradients in buckets if (memory := gradients.collect(copy_shared)) is not None]

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and in which order."""
+"""Divides the parameters into buckets, whose gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ FIRST_BUCKET_BYTES = 1 * MIB
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters, by index, whose gradients are reduced in one call; all of one type."""
+    """Parameters of one dtype, by index, whose gradients are reduced in one call."""
 
     params: tuple[int, ...]
     nbytes: int
 
 
 def caps_of(cap_bytes: int) -> tuple[int, int]:
-    """Returns the caps of buckets of `cap_bytes`: the first bucket is small, so that reduction starts early."""
+    """Returns the caps of the first bucket, which is small so that reduction starts early, and of all others."""
     return min(FIRST_BUCKET_BYTES, cap_bytes), cap_bytes
 
 
 def make_buckets(sizes: Sequence[int], dtypes: Sequence[Hashable], caps_bytes: Sequence[int]) -> list[Bucket]:
-    """Cuts the parameters, last registered first, into buckets of limited size.
+    """Divides the parameters, beginning with the last one, into buckets of limited size.
 
-    That is about the order in which backward computes their gradients. A parameter larger than the cap has a bucket of
-    its own. Types do not mix in a bucket, but a model that alternates between two of them still gets full buckets of
-    each; the buckets come in the order in which their last gradient is computed.
+    This is about the order in which backward computes their gradients. A parameter that is larger than the cap has a
+    bucket of its own. A bucket has one dtype, but a model that alternates between two dtypes still gets full buckets of
+    each. The buckets are in the order in which their last gradient is computed.
 
     Args:
-        sizes: bytes of each parameter, in order of registration.
-        dtypes: their types, or whatever else must not mix.
-        caps_bytes: the most bytes of each type's first bucket, its second, and so on; the last one is for all others.
+        sizes: the bytes of each parameter, in the order of registration.
+        dtypes: the parameters' dtypes, or other values that must be equal in a bucket.
+        caps_bytes: for each dtype, the largest number of bytes of its first bucket, its second, and so on; the last
+            number is for all others.
 
     >>> make_buckets([4, 4, 4], ["float32"] * 3, caps_bytes=[4, 8])
     [Bucket(params=(2,), nbytes=4), Bucket(params=(1, 0), nbytes=8)]
@@ -64,7 +65,7 @@ def make_buckets(sizes: Sequence[int], dtypes: Sequence[Hashable], caps_bytes: S
 def bucket_params(
     params: Sequence[nn.Parameter], caps_bytes: Sequence[int], left_out: Collection[int] = ()
 ) -> list[Bucket]:
-    """Returns the buckets of `params`, without those whose indices are in `left_out`; types and devices do not mix."""
+    """Returns the buckets of `params`, except for the indices in `left_out`; a bucket has one dtype and one device."""
     kept = [at for at in range(len(params)) if at not in left_out]
     kinds = [(params[at].dtype, params[at].device) for at in kept]
     buckets = make_buckets([params[at].nbytes for at in kept], kinds, caps_bytes)

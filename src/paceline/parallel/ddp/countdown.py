@@ -8,24 +8,24 @@ from paceline.parallel.ddp.buckets import Bucket
 
 
 class Countdown:
-    """Which of the first `early` buckets are full, and which of them is the next to be started.
+    """Counts the gradients that the first `early` buckets still wait for, and decides which bucket starts next.
 
-    Buckets start strictly in their order, whatever the order in which they become full: every rank must make the same
-    calls in the same order, and autograd's order may differ between ranks.
+    Buckets start strictly in their order, in whatever order they become full: every rank must make the same calls in
+    the same order, and autograd's order may differ between ranks.
     """
 
     def __init__(self, buckets: Sequence[Bucket], params: int, early: int) -> None:
-        # - Of every backward
+        # - The same for every backward
         self._buckets = buckets
         self._early = early
-        self._expected = [1] * params  # gradients that each parameter gets
-        self._full = [len(bucket.params) for bucket in buckets]  # parameters that each bucket waits for
-        # - Of this backward
-        self.next = 0  # the first bucket that was not started
+        self._expected = [1] * params  # the number of gradients that each parameter gets
+        self._full = [len(bucket.params) for bucket in buckets]  # the number of parameters that each bucket waits for
+        # - The state of this backward
+        self.next = 0  # the first bucket that has not been started
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew, before a backward."""
+        """Resets the counts before a backward."""
         self.next = 0
         self._counts = [0] * len(self._expected)
         self._left = list(self._full)
@@ -34,7 +34,7 @@ class Countdown:
         """Counts a gradient of the parameter `index`.
 
         Returns:
-            How many parameters its bucket still waits for; -1 if the bucket was started without this gradient.
+            How many parameters its bucket still waits for, or -1 if the bucket was started without this gradient.
         """
         self._counts[index] += 1
         if self._counts[index] == self._expected[index]:
@@ -44,7 +44,7 @@ class Countdown:
         return self._left[bucket]
 
     def may_start(self) -> bool:
-        """Whether the next bucket is full and may start before backward ends."""
+        """Returns whether the next bucket is full and may start before backward ends."""
         return self.next < self._early and self._left[self.next] == 0
 
     def learn(self, anywhere: Sequence[bool]) -> None:
@@ -58,5 +58,5 @@ class Countdown:
             self._full[at] = sum(self._counts[index] > 0 for index in bucket.params if anywhere[index])
 
     def count_each_once(self) -> None:
-        """Counts one gradient of every parameter, on a rank that takes part in others' backward with zeros."""
+        """Counts one gradient of every parameter, on a rank that takes part in the others' backward with zeros."""
         self._counts = [1] * len(self._expected)

@@ -20,12 +20,12 @@ from paceline.parallel.tracked_tensors import TrackedTensors, collect_tracked
 class DelayedParameters:
     """Averages the gradients of some parameters at the end of each backward that reaches `trigger`.
 
-    They are averaged in one call for each type, whatever buckets the others have, and also under `no_sync`. Where a
-    parameter has no gradient, zeros stand in for it, as they do in torch.
+    They are averaged in one call for each dtype, whatever buckets the other parameters have, and also within `no_sync`.
+    A parameter without a gradient contributes zeros, as in torch.
 
     Args:
         module: the module that has the parameters.
-        named: names and parameters.
+        named: pairs of a name and a parameter.
         trigger: a parameter that requires a gradient.
         group: the ranks.
     """
@@ -70,10 +70,10 @@ class DelayedParameters:
 def require_delayed(
     module: nn.Module, named: Iterable[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """Returns the pairs of `named` once they are known to be the module's.
+    """Returns the pairs of `named`, and requires that they are the module's.
 
     Raises:
-        ValueError: a name is not that of the parameter, or the trigger requires no gradient.
+        ValueError: a parameter does not have the name that it is paired with, or the trigger requires no gradient.
     """
     if named is None or trigger is None:
         return []

@@ -1,4 +1,4 @@
-"""The texts of errors about gradients that could not be averaged, each with its fix."""
+"""The texts of errors about gradients that could not be averaged, with what to do about them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _ENDINGS = {1: "st", 2: "nd", 3: "rd"}
 def missing_gradient_text(
     which: str, missing: Sequence[str], frozen: Collection[str], total: int, static_graph: bool
 ) -> str:
-    """Returns the error of parameters that got no gradient.
+    """Returns the text of the error about parameters without a gradient.
 
     Args:
         which: the backward, such as "the last backward".
         missing: the names of parameters without a gradient.
-        frozen: the names of those among them that no longer require one.
+        frozen: the names of all parameters that no longer require a gradient.
         total: the number of parameters.
         static_graph: whether the module was wrapped with `static_graph=True`.
     """
-    if frozen:
+    missing_and_frozen = [name for name in missing if name in frozen]
+    if missing_and_frozen:
         return (
-            f"{which} gave no gradient to {listed([name for name in missing if name in frozen])}: frozen after the "
-            "module was wrapped. Freeze parameters first, then wrap the module (again, if need be)"
+            f"{which} gave no gradient to {listed(missing_and_frozen)}, which were frozen "
+            "after the module was wrapped. Freeze parameters first and wrap the module afterwards (again, if need be)"
         )
     if static_graph:
         return (
@@ -45,31 +46,31 @@ def missing_gradient_text(
 
 
 def late_gradient_text(name: str, static_graph: bool) -> str:
-    """Returns the error of a parameter that got a gradient after its bucket had been handed over."""
+    """Returns the text of the error about a parameter that got a gradient after its bucket was passed on."""
     if static_graph:
         return (
             f"parameter {name!r} got more gradients than in the first backward; "
             "static_graph=True promises that all backwards are alike. Wrap with find_unused_parameters=True instead"
         )
     return (
-        f"parameter {name!r} got another gradient in a backward after it was handed "
-        "over for reduction. It is used in several graphs (for example by reentrant activation checkpointing): "
-        "wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
+        f"parameter {name!r} got another gradient in a backward after its reduction had "
+        "begun, because it is used in several graphs (for example by reentrant activation checkpointing). "
+        "Wrap the module with static_graph=True, or use checkpoint(..., use_reentrant=False)"
     )
 
 
 def averaging_context(module: str, reduction: int, forwards: int) -> str:
-    """Returns what to add to the error of a call that averages gradients."""
+    """Returns a text to add to the error of a call that averages gradients."""
     return (
         f"This was where the gradients of {module} are averaged for the {ordinal(reduction)} time, after "
         f"{forwards} forwards of this rank. Every rank must make the same forwards and backwards: a backward that one "
-        "rank skips (an empty or bad batch, a shorter loader) leaves the others waiting here. Let such a rank go "
-        "through backward with a loss times 0, or train within model.join()"
+        "rank skips (an empty or bad batch, a shorter loader) leaves the others waiting here. Call backward on such a "
+        "rank too, with the loss times 0, or train within model.join()"
     )
 
 
 def sending_buffers_context(module: str, forward: int, awaits_backward: bool) -> str:
-    """Returns what to add to the error of a call that copies buffers before a forward."""
+    """Returns a text to add to the error of a call that copies buffers before a forward."""
     skipped = (
         " The forward before it has had no backward on this rank: call backward() on what it returned, or make it "
         "under torch.no_grad() or model.no_sync() on every rank."
@@ -80,7 +81,7 @@ def sending_buffers_context(module: str, forward: int, awaits_backward: bool) ->
 
 
 def add_context(error: Exception, place: str) -> None:
-    """Adds to an error's message which step of the training loop it interrupted."""
+    """Adds to an error's message a text that says which step of the training loop it interrupted."""
     told = str(error.args[0]) if error.args else ""
     error.args = (f"{told.rstrip('.')}. {place}", *error.args[1:])
 

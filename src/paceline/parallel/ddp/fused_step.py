@@ -20,11 +20,11 @@ def apply_optimizer_in_backward(
     """Gives each parameter its own optimizer, which steps inside backward and frees the gradient at once.
 
     If the module is wrapped in `DistributedDataParallel` afterwards, the optimizers step when backward ends, with the
-    averaged gradients; backwards under `no_sync` only accumulate. Call neither `step` nor `zero_grad` yourself.
+    averaged gradients; backwards within `no_sync` only accumulate. The program calls neither `step` nor `zero_grad`.
 
     Args:
-        optimizer_class: it is called with a list of one parameter, and `optimizer_kwargs`.
-        params: parameters that require gradients; call this before wrapping their module.
+        optimizer_class: a class that is called with a list of one parameter and `optimizer_kwargs`.
+        params: parameters that require gradients, and whose module is not wrapped yet.
         optimizer_kwargs: the optimizer's options, such as `{"lr": 0.1}`.
 
     Raises:
@@ -33,20 +33,20 @@ def apply_optimizer_in_backward(
     for param in params:
         if hasattr(param, _OPTIMIZERS):
             raise ValueError(
-                f"a parameter of shape {list(param.shape)} has an optimizer in backward already; it takes one"
+                f"a parameter of shape {list(param.shape)} has an optimizer in backward already, and can have only one"
             )
         setattr(param, _OPTIMIZERS, [optimizer_class([param], **dict(optimizer_kwargs or {}))])
         setattr(param, _HOOK, param.register_post_accumulate_grad_hook(_step))
 
 
 def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """Stops optimizers from stepping inside backward; the caller does it, with `step_params`.
+    """Stops the optimizers from stepping inside backward; the caller steps them with `step_params`.
 
     Returns:
         The parameters that have optimizers.
 
     Raises:
-        TypeError: another function than ours has put optimizers into backward, where they would step too early.
+        TypeError: another function than Paceline's has put optimizers into backward; they would step too early.
     """
     stepped = []
     for name, param in params.items():
@@ -54,8 +54,8 @@ def take_over_steps(params: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
             continue
         if not hasattr(param, _HOOK):
             raise TypeError(
-                f"parameter {name!r} has an optimizer in backward that was not put there by "
-                "paceline.apply_optimizer_in_backward; it would step before gradients are averaged. Use that instead"
+                f"parameter {name!r} has an optimizer in backward that would step before gradients are averaged; put "
+                "it there with paceline.apply_optimizer_in_backward instead"
             )
         getattr(param, _HOOK).remove()
         stepped.append(param)

@@ -14,14 +14,14 @@ S = TypeVar("S")
 
 
 class DeferredFuture(Generic[T]):
-    """A future that computes its value when it is waited for.
+    """A future that computes its value when a thread waits for it.
 
-    Callbacks may make collectives, which must be made in the same order on every rank. They run in the order in which
-    the reducer waits, which is the same everywhere. Callbacks of `Work.get_future` run on the thread that sees a call
-    end first, so their order could differ between ranks.
+    Callbacks may make collectives, which must be made in the same order on every rank. The callbacks of this future run
+    in the order in which the reducer waits, which is the same on every rank. Those of `Work.get_future` run in the
+    order in which calls end, which may differ between ranks.
 
-    It is not a `torch.futures.Future`: torch waits for several of those in C++, where nothing would compute this one.
-    So `torch.futures.collect_all` refuses it; use `collect_all` of this module.
+    It is not a `torch.futures.Future`, because torch waits for several of those in C++, where nothing would compute the
+    value. `torch.futures.collect_all` therefore refuses it; `collect_all` of this module takes its place.
     """
 
     def __init__(self, compute: Callable[[], T]) -> None:
@@ -34,11 +34,11 @@ class DeferredFuture(Generic[T]):
         return f"<DeferredFuture, {state}; several: paceline.parallel.hooks.collect_all>"
 
     def done(self) -> bool:
-        """Whether the value has been computed."""
+        """Returns whether the value has been computed."""
         return self._compute is None
 
     def wait(self) -> T:
-        """Returns the value, which the first call computes; an error of it is raised by every call."""
+        """Returns the value, which the first call computes. If that fails, every call raises the error."""
         compute, self._compute = self._compute, None
         if compute is not None:
             try:
@@ -50,7 +50,7 @@ class DeferredFuture(Generic[T]):
         return self._value
 
     def value(self) -> T:
-        """Does the same as `wait`: a callback may ask for the value of the future that it was added to."""
+        """Does what `wait` does, for callbacks that ask for the value of the future that they were added to."""
         return self.wait()
 
     def then(self, callback: Callable[[DeferredFuture[T]], S]) -> DeferredFuture[S]:
@@ -62,12 +62,16 @@ AnyFuture: TypeAlias = "torch.futures.Future[T] | DeferredFuture[T]"
 
 
 def future_of(work: Work | None) -> DeferredFuture[list[torch.Tensor]]:
-    """Returns a future of the tensors of a collective that runs."""
+    """Returns a future of the tensors of an asynchronous collective.
+
+    Raises:
+        TypeError: `work` is None.
+    """
     if work is None:
         raise TypeError("a collective has a future only if it was called with async_op=True, on a rank of its group")
     return DeferredFuture(work.result)
 
 
 def collect_all(futures: Sequence[AnyFuture[T]]) -> DeferredFuture[list[T]]:
-    """Returns a future of the futures' values, which waits for them in their order; it fails with their first error."""
+    """Returns a future of the values of `futures`; it waits for them in order, and fails with their first error."""
     return DeferredFuture(lambda: [future.wait() for future in futures])

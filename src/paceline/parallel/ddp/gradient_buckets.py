@@ -1,8 +1,9 @@
-"""Which gradients a module has, in which buckets, and which of them no rank or only other ranks have."""
+"""The gradients of a module in buckets, without those that no rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -17,8 +18,8 @@ from paceline.parallel.tracked_tensors import TrackedTensors
 class GradientBuckets:
     """The gradients of the parameters that a module trains.
 
-    Dense gradients belong to the buckets; sparse ones are averaged one by one after them. Parameters are known by their
-    index in `params`.
+    Dense gradients are in buckets; sparse ones are averaged one by one after them. A number that stands for a parameter
+    is its index in `params`.
     """
 
     def __init__(self, tracked: TrackedTensors, bucket_caps_bytes: Sequence[int]) -> None:
@@ -31,14 +32,14 @@ class GradientBuckets:
             left_out=[at for at, name in enumerate(self.names) if name in tracked.sparse],
         )
 
-        # - What every backward should bring: without what `settle_present` has left out for good
+        # - The gradients that every backward should compute, without those that `settle_present` has left out for good
         self._expected: list[BucketGradients | None] = [self._gradients_of(bucket.params) for bucket in self.buckets]
         self._expected_sparse = [at for at, name in enumerate(self.names) if name in tracked.sparse]
-        # In a static graph, the parameters for which only other ranks have a gradient; zeros stand in for it here.
+        # In a static graph, the parameters for which only other ranks have a gradient; this rank contributes zeros.
         self._absent: list[int] = []
 
-        # - What is averaged now: also without what `take_present` has left out of this backward. A bucket is None when
-        #   no rank has any of its gradients.
+        # - The gradients that are averaged now, also without those that `take_present` has left out of this backward.
+        #   A bucket is None when no rank has any of its gradients.
         self.active = self._expected
         self._active_sparse = self._expected_sparse
 
@@ -50,7 +51,7 @@ class GradientBuckets:
         return [self.params[at] for at in self._active_sparse]
 
     def is_last(self, bucket: int) -> bool:
-        """Whether no bucket after this one is averaged."""
+        """Returns whether no bucket after this one is averaged."""
         return all(later is None for later in self.active[bucket + 1 :])
 
     def missing(self) -> list[str]:
@@ -59,16 +60,42 @@ class GradientBuckets:
         missing.update(self.names[at] for at in self._expected_sparse if self.params[at].grad is None)
         return [name for name in self.names if name in missing]
 
+    def names_without(self, ids: Collection[int]) -> set[str]:
+        """Returns the names of the parameters whose `id` is not in `ids`."""
+        return {name for name, param in zip(self.names, self.params, strict=True) if id(param) not in ids}
+
+    def frozen(self) -> set[str]:
+        """Returns the names of the parameters that no longer require a gradient."""
+        return {name for name, param in zip(self.names, self.params, strict=True) if not param.requires_grad}
+
     def take_present(self, group: ProcessGroup) -> None:
-        """Leaves out of this backward what no rank has; zeros stand in for what only other ranks have."""
+        """Leaves the gradients that no rank has out of this backward, and sets those that only others have to zero."""
         anywhere = self._present_anywhere(group)
         self.active, self._active_sparse = self._restricted(anywhere)
         self._fill([at for at, has in enumerate(anywhere) if has])
 
-    def settle_present(self, group: ProcessGroup) -> list[bool]:
-        """Leaves out of all backwards what no rank has now, and remembers what only other ranks have.
+    @contextmanager
+    def only_present(self, group: ProcessGroup) -> Iterator[None]:
+        """Returns a context in which gradients are left out as `take_present` does; after it, none is."""
+        self.take_present(group)
+        try:
+            yield
+        finally:
+            self.active, self._active_sparse = self._expected, self._expected_sparse
 
-        Where no rank has any gradient nothing is settled: that was no backward of the module's parameters.
+    def are_incomplete(self) -> bool:
+        """Returns whether a gradient is missing that `fill_absent` would not set."""
+        absent = {self.names[at] for at in self._absent}
+        return not absent.issuperset(self.missing())
+
+    def any_present(self) -> bool:
+        """Returns whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.params)
+
+    def settle_present(self, group: ProcessGroup) -> list[bool]:
+        """Leaves the gradients that no rank has now out of all backwards, and notes those that only other ranks have.
+
+        If no rank has any gradient, it does neither: that was no backward of the module's parameters.
 
         Returns:
             For each parameter, whether any rank has a gradient for it.
@@ -81,7 +108,7 @@ class GradientBuckets:
         return anywhere
 
     def fill_absent(self) -> None:
-        """Gives zeros to the parameters for which, in a static graph, only other ranks have a gradient."""
+        """Sets the gradients that, in a static graph, only other ranks have to zeros."""
         self._fill(self._absent)
 
     def zeros(self) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """The gradients of a bucket as memory that is reduced where autograd put it.
 
-A gradient is reduced in place when it has its parameter's dtype and layout, as autograd's gradients do. Any other is
-reduced in a copy, which is written back when all reductions are over. A gradient whose memory other tensors read is
-also reduced in a copy, where that matters; the copy replaces it, and the other tensors keep their values.
+A gradient is reduced in place if it has its parameter's dtype and layout, as autograd's gradients do. All others are
+reduced in copies, which are written back when all reductions are over. A gradient that shares its memory with other
+tensors is also reduced in a copy, if that matters; the copy replaces it, and the other tensors keep their values.
 """
 
 from __future__ import annotations
@@ -30,20 +30,25 @@ _ALONE = _references(torch.empty(1, device="cpu")) if _storage_use_count is not 
 
 
 def shares_memory(gradient: torch.Tensor) -> bool:
-    """Whether another tensor has the same storage.
+    """Returns whether another tensor has the same storage; True if torch does not provide the number of references.
 
-    Autograd may take over a gradient that is still on its way to other layers: in `x + p.unsqueeze(0)`, with one
-    sample, the gradients of `x` and `p` are views of one tensor. Reduced in place, it would reach those layers
-    averaged. Returns True where torch does not provide the number of references.
+    A parameter's gradient may be a tensor that autograd still passes on to other layers: in `x + p.unsqueeze(0)`, with
+    one sample, the gradients of `x` and `p` are views of one tensor. If it were reduced in place, those layers would
+    receive the average.
     """
     return _storage_use_count is None or _references(gradient) > _ALONE
 
 
 @dataclass
 class Memory:
-    """What one call reduces: addresses and lengths in bytes in turn, with the tensors that own the memory.
+    """The memory that one call reduces.
 
-    `copies` are written back into gradients; `successors` replace gradients.
+    Attributes:
+        pieces: an address and a length in bytes for each tensor, in turn.
+        tensors: the owners of the memory.
+        count: the number of elements.
+        copies: tensors that are written back to the gradients of their parameters.
+        successors: tensors that replace the gradients of their parameters.
     """
 
     pieces: list[int]
@@ -53,7 +58,7 @@ class Memory:
     successors: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
     def write_back(self) -> None:
-        """Puts what was reduced in copies into the parameters' gradients."""
+        """Writes the results that are in copies to the parameters' gradients."""
         for param, reduced in self.copies:
             assert param.grad is not None
             param.grad.detach().copy_(reduced)
@@ -82,10 +87,10 @@ class BucketGradients:
         return [name for name, param in zip(self._names, self.params, strict=True) if param.grad is None]
 
     def collect(self, copy_shared: bool) -> Memory | None:
-        """Returns the memory of the gradients as they are now; None when a parameter has no gradient.
+        """Returns the memory of the gradients as they are now, None if a parameter has no gradient.
 
         Args:
-            copy_shared: copy gradients that share memory with other tensors.
+            copy_shared: whether gradients that share memory with other tensors are copied.
 
         Raises:
             TypeError: a gradient is sparse, or of another type than its parameter had.
@@ -116,7 +121,7 @@ class BucketGradients:
                 dense = torch.empty_strided(gradient.shape, layout, dtype=gradient.dtype, device=gradient.device).copy_(
                     dense
                 )
-                # A view was made by the user, who reads its base: write to it. Autograd's own gradients are not views.
+                # The user has made this view and reads its base, so it is written to. Autograd makes no views.
                 (memory.successors if shared and not gradient._is_view() else memory.copies).append((param, dense))
             memory.pieces += (dense.data_ptr(), dense.nbytes)
             memory.tensors.append(dense)
@@ -131,17 +136,18 @@ class BucketGradients:
         if gradient.device != self._device:
             raise ValueError(
                 f"the gradient of parameter {name!r} is on {gradient.device}; when the module was wrapped, the "
-                f"parameter was on {self._device}. Move the module first, then wrap it"
+                f"parameter was on {self._device}. Move the module first and wrap it afterwards"
             )
         if gradient.dtype is not self.dtype:
             raise TypeError(
                 f"the gradient of parameter {name!r} is of {gradient.dtype}; when the module was wrapped, the "
-                f"parameter was of {self.dtype} (now it is of {param.dtype}). Convert the module first, then wrap it"
+                f"parameter was of {self.dtype} (now it is of {param.dtype}). Convert the module first "
+                "and wrap it afterwards"
             )
 
 
 def have_aliases(memories: Sequence[Memory]) -> bool:
-    """Whether two gradients have the same memory."""
+    """Returns whether two gradients have the same memory."""
     addresses = [address for memory in memories for address in memory.pieces[0::2] if address]
     return len(set(addresses)) != len(addresses)
 

@@ -1,4 +1,4 @@
-"""Communication hooks: the user's code reduces the gradients, bucket by bucket."""
+"""Communication hooks: functions of the user's that reduce the gradients, a bucket at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Reduced = torch.Tensor | Sequence[torch.Tensor]
 
 
 class GradBucket:
-    """What a communication hook gets: the gradients of a bucket, concatenated in a flat tensor.
+    """The argument of a communication hook: the gradients of a bucket, concatenated in a flat tensor.
 
     It has the methods of `torch.distributed.GradBucket`.
     """
@@ -26,11 +26,11 @@ class GradBucket:
         self._params = list(params)
 
     def index(self) -> int:
-        """Returns the bucket's number; a backward hands over its buckets in this order on every rank."""
+        """Returns the bucket's number; on every rank, a backward passes its buckets to the hook in this order."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of this backward."""
+        """Returns whether this is the last bucket of the backward."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
@@ -38,20 +38,20 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the buffer by another tensor, for example of another dtype."""
+        """Replaces the buffer with another tensor, for example of another dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the parameters' gradients as views of the buffer.
 
         Raises:
-            ValueError: the buffer has been set to one of another size.
+            ValueError: the buffer was replaced with one of another size.
         """
         total = sum(param.numel() for param in self._params)
         if self._buffer.numel() != total:
             raise ValueError(
-                f"the buffer of bucket {self._index} has {self._buffer.numel()} elements since set_buffer(), and its "
-                f"gradients have {total}; call gradients() before set_buffer()"
+                f"the buffer of bucket {self._index} has {self._buffer.numel()} elements after set_buffer(), and the "
+                f"bucket's gradients have {total}; call gradients() before set_buffer()"
             )
         parts = self._buffer.split([param.numel() for param in self._params])
         layouts = (torch.empty_like(param, device="meta").stride() for param in self._params)
@@ -74,7 +74,11 @@ class HookedWork:
         self._memory = memory
 
     def wait(self) -> None:
-        """Waits for the hook's future."""
+        """Waits for the hook's future, and copies its value.
+
+        Raises:
+            ValueError: the value does not have the gradients' number of elements.
+        """
         reduced = self._future.result() if isinstance(self._future, Work) else self._future.wait()
         if not isinstance(reduced, torch.Tensor):
             reduced = reduced[0]
@@ -115,5 +119,5 @@ class CommHook:
 
 
 def _flat_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns flat views of the elements in the order of their memory, which is the same on every rank."""
+    """Returns flat views of the tensors, whose elements are in the order of their memory, as on every other rank."""
     return [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors]

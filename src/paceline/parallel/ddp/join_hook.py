@@ -15,7 +15,7 @@ from paceline.parallel.join import JoinHook
 
 @dataclass(frozen=True)
 class _Step:
-    """For each rank: whether it makes a step, whether its backward averages, and whether it sends buffers first."""
+    """A step: for each rank whether it takes part with inputs, averages gradients, and sends its buffers first."""
 
     is_active: list[bool]
     averages: list[bool]
@@ -23,10 +23,10 @@ class _Step:
 
 
 class UnevenSteps:
-    """Tells the ranks within `Join` who makes the next step, and sets what gradients are divided by.
+    """Exchanges between the ranks within `Join` which of them make the next step, and sets the divisor of gradients.
 
-    Every step begins with one such exchange, in which all ranks take part: those with inputs from their forward, the
-    others from their join hook.
+    Every step begins with one such exchange, in which all ranks take part: those with inputs in their forward, and the
+    others in their join hook.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -34,16 +34,16 @@ class UnevenSteps:
         self._group = group
 
     def announce(self, reducer: Reducer, averages: bool, sends_buffers: bool) -> int:
-        """Announces a step of this rank; returns the rank whose buffers count."""
+        """Announces a step of this rank, and returns the rank whose buffers are copied."""
         step = self._exchange(reducer, is_active=True, averages=averages, sends_buffers=sends_buffers)
         return step.sends_buffers.index(True) if any(step.sends_buffers) else 0
 
     def follow(self, reducer: Reducer) -> _Step:
-        """Learns which step other ranks make."""
+        """Returns the step that other ranks announce."""
         return self._exchange(reducer, is_active=False, averages=False, sends_buffers=False)
 
     def last_rank(self, is_last: bool) -> int:
-        """Returns the first of the ranks that trained longest."""
+        """Returns the first of the ranks that have trained longest."""
         return self._gather(is_last, False, False).is_active.index(True)
 
     def _exchange(self, reducer: Reducer, is_active: bool, averages: bool, sends_buffers: bool) -> _Step:
@@ -74,7 +74,7 @@ class DdpJoinHook(JoinHook):
         self._own_gradients: list[torch.Tensor | None] | None = None
 
     def main_hook(self) -> None:
-        """Takes part in a step with zeros; an optimizer that steps after it gets the others' average."""
+        """Takes part in a step with zeros; an optimizer that steps afterwards uses the others' average."""
         step = self._steps.follow(self._reducer)
         if not any(step.averages):
             return
@@ -85,7 +85,7 @@ class DdpJoinHook(JoinHook):
             self._own_gradients = before
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model of a rank that trained longest to all; puts back this rank's own gradients."""
+        """Copies the model of a rank that has trained longest to all ranks, and restores this rank's gradients."""
         root = self._steps.last_rank(is_last_joiner)
         broadcast_tensors(self._watched.current_tensors(with_buffers=self._syncs_buffers), self._group, root)
         self._reducer.set_scale(1.0)

@@ -1,8 +1,7 @@
-"""Data parallel training: every rank holds the model, computes on its part of the batch, and averages gradients."""
+"""Data-parallel training: each rank holds the model and computes on its part of the batch; gradients are averaged."""
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +11,8 @@ import torch
 from torch import nn
 
 from paceline.errors import CollectiveError
-from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.agreement import require_same_module
-from paceline.parallel.broadcast import broadcast_tensors
-from paceline.parallel.conditions import rank_facts, unsupported_reason, warn_of_too_many_threads
+from paceline.parallel.conditions import unsupported_reason
 from paceline.parallel.data_parallel import apply_on_devices
 from paceline.parallel.ddp.arguments import (
     DEFAULT_BUCKET_CAP_MB,
@@ -26,16 +22,18 @@ from paceline.parallel.ddp.arguments import (
     choose_reduce_dtype,
     require_whole_pairs,
 )
+from paceline.parallel.ddp.copying import CopyableModule
 from paceline.parallel.ddp.delayed import DelayedParameters, require_delayed
 from paceline.parallel.ddp.error_text import add_context, sending_buffers_context
 from paceline.parallel.ddp.hook import CommHook, Hook
-from paceline.parallel.ddp.join_hook import DdpJoinHook, UnevenSteps
+from paceline.parallel.ddp.join_hook import UnevenSteps
+from paceline.parallel.ddp.joining import JoinableModule
 from paceline.parallel.ddp.reducer import Reducer
-from paceline.parallel.ddp.torch_names import TorchNames
+from paceline.parallel.ddp.start import start_alike
 from paceline.parallel.ddp.watched import WatchedModule
 from paceline.parallel.graph import find_tensors
 from paceline.parallel.hooks.average import allreduce_hook, compress_wrapper
-from paceline.parallel.join import Join, Joinable, JoinHook
+from paceline.parallel.join import Joinable
 from paceline.parallel.scatter_gather import Device, to_device
 from paceline.parallel.sharded.replica import ShardedReplica
 from paceline.parallel.tracked_tensors import collect_tracked
@@ -44,58 +42,59 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel.distributed import _MixedPrecision
 
-_OF_THIS_PROCESS = ("process_group", "_reducer", "_replica", "_watched", "_delayed", "_steps")
 
-
-class DistributedDataParallel(TorchNames, Joinable):
-    """Wraps `module` so that backward averages its gradients over the ranks.
+class DistributedDataParallel(JoinableModule, CopyableModule):
+    """Wraps `module` so that its backward averages the gradients over the ranks.
 
     Args:
-        module: a model on CPU, or on GPUs with a backend for them, the same on every rank; rank 0's parameters and
-            buffers are copied to all.
-        device_ids: the device of the module, to which forward moves its inputs; a number is a GPU's. With several of
-            them, which may be the CPU several times, each has a replica and a part of the batch. None: the module is
-            called as it is, on whatever devices its layers are.
-        output_device: where the outputs of several devices are concatenated; the first one if None.
-        dim: the dimension along which the batch is split between them.
-        broadcast_buffers: the older name of `forward_sync_buffers`; False also leaves buffers as they are when the
-            module is wrapped.
-        init_sync: compare and copy the model at the start; without it the ranks must hold the same one already.
-        process_group: the ranks that take part; None for the default group.
-        bucket_cap_mb: MiB of gradients that are reduced together; None for 25.
-        find_unused_parameters: allow parameters that get no gradient. If no rank has one it stays as it is, else
-            zeros stand in where there is none. Nothing is reduced before backward ends.
+        module: a model on the CPU, or on GPUs if there is a backend for them, the same on every rank; rank 0's
+            parameters and buffers are copied to all.
+        device_ids: the device of the module, to which forward moves its inputs; a number stands for a GPU. With several
+            devices, which may be the CPU several times, each has a replica and a part of the batch. If None, the module
+            is called as it is, on whatever devices its layers are.
+        output_device: the device on which the outputs of several devices are concatenated; the first one if None.
+        dim: the dimension along which the batch is split between the devices.
+        broadcast_buffers: the older name of `forward_sync_buffers`; with False, buffers are not copied when the module
+            is wrapped either.
+        init_sync: whether the models are compared and copied at the start; without it the ranks must hold the same one
+            already.
+        process_group: the ranks that take part; the default group if None.
+        bucket_cap_mb: the MiB of gradients that are reduced together; 25 if None.
+        find_unused_parameters: whether parameters may get no gradient. A gradient that no rank has stays None; one that
+            only other ranks have is zero on this rank. Nothing is reduced before backward ends.
         check_reduction: has no effect, as in torch.
-        gradient_as_bucket_view: has no effect: gradients are reduced where they are, there are no bucket copies.
-        static_graph: backward goes the same way every time; the first one shows which parameters it leaves out, and
-            which get several gradients.
+        gradient_as_bucket_view: has no effect, since gradients are reduced where they are, without copies for buckets.
+        static_graph: whether all backwards are alike: the first one shows which parameters get no gradient, and which
+            get several.
         delay_all_reduce_named_params: pairs of a name and a parameter, whose gradients are averaged apart from all
-            others, also under `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
+            others, also within `no_sync`, at the end of each backward that reaches `param_to_hook_all_reduce`.
         param_to_hook_all_reduce: a parameter that is trained.
-        mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; casting parameters or
-            buffers is refused, since `torch.autocast` does it.
-        device_mesh: a mesh of one dimension over all ranks, which stands for the default group.
-        skip_all_reduce_unused_params: has no effect: a gradient that no rank has is never reduced.
+        mixed_precision: torch's `_MixedPrecision`. Gradients are averaged in its `reduce_dtype`; it may not cast
+            parameters or buffers, for which there is `torch.autocast`.
+        device_mesh: a mesh of one dimension with all ranks, which stands for the default group.
+        skip_all_reduce_unused_params: has no effect, since a gradient that no rank has is never reduced.
         bucket_cap_mb_list: the MiB of the first bucket, the second, and so on; the last number is for all others.
-        batched_grad_copy: has no effect: there are no bucket copies.
-        forward_sync_buffers: copy rank 0's buffers to all ranks before each forward in training mode, and at the end
-            of `join`; None for True.
-        deterministic: compute and average so that training ends with the same bits on any number of ranks, which is a
-            power of two (see docs/reproducible.md).
-        logical_shards: with `deterministic`, a power of two of at least the number of ranks: a step's samples are dealt
-            out to that many shards, each computed by itself. Runs with the same number end with the same bits.
+        batched_grad_copy: has no effect, since there are no copies for buckets.
+        forward_sync_buffers: whether rank 0's buffers are copied to all ranks before each forward in training mode, and
+            at the end of `join`; True if None.
+        deterministic: whether training ends with the same bits on any number of ranks that is a power of two (see
+            docs/reproducible.md).
+        logical_shards: with `deterministic`, a power of two that is at least the number of ranks. A step's samples are
+            divided among that many shards, each of which is computed alone. Runs with the same number end with the same
+            bits.
         seed: with `deterministic`, the seed of the shards' random numbers.
-        overlap: reduce gradients while backward computes others. None: where each rank of this host has a core to
-            spare (see docs/data-parallel.md), and always on GPUs.
+        overlap: whether gradients are reduced while backward computes others. If None, they are where each rank of this
+            host has a core to spare (see docs/data-parallel.md), and always on GPUs.
 
     Raises:
-        CollectiveMismatchError: the models, or these arguments, differ between ranks; on every rank.
-        ValueError: a parameter is on a device that the group has no engine for, or not on the first of `device_ids`;
-            `device_ids` or `output_device` names a GPU that does not exist; arguments contradict each other.
+        CollectiveMismatchError: the models, or these arguments, differ between ranks; raised on every rank.
+        ValueError: a parameter is on a device for which the group has no engine, or not on the first of `device_ids`;
+            `device_ids` or `output_device` names a GPU that does not exist; or arguments contradict each other.
         RuntimeError: no parameter requires a gradient.
-        TypeError: the module has parameters of a dtype that cannot be averaged.
+        TypeError: the module has parameters of a dtype that cannot be averaged, or `process_group` is not a group of
+            Paceline's.
 
-    The attribute `module` is the wrapped model; `state_dict` has its keys with the prefix "module.".
+    The attribute `module` is the wrapped model. `state_dict` has the model's keys with the prefix "module.".
 
     Example::
 
@@ -161,27 +160,19 @@ class DistributedDataParallel(TorchNames, Joinable):
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
         if init_sync:
-            everyones = require_same_module(
-                tracked,
-                {
-                    "forward_sync_buffers": self.forward_sync_buffers,
-                    "bucket_cap_mb": self.bucket_cap_mb,
-                    "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
-                    "find_unused_parameters": find_unused_parameters,
-                    "static_graph": static_graph,
-                    "delay_all_reduce_named_params": [name for name, _ in self._delayed_pairs],
-                    "mixed_precision": str(mixed_precision),
-                    "logical_shards": logical_shards,
-                    "seed": seed,
-                    "overlap": overlap,
-                },
-                rank_facts(self.process_group, overlap, on_cpu=any(t.is_cpu for t in tracked.trained.values())),
-                problem,
-                self.process_group,
-            )
-            self.overlap = all(facts.overlaps for facts in everyones)
-            warn_of_too_many_threads(everyones, self.process_group)
-            broadcast_tensors(tracked.tensors(init_sync_buffers), self.process_group)
+            compared: dict[str, object] = {
+                "forward_sync_buffers": self.forward_sync_buffers,
+                "bucket_cap_mb": self.bucket_cap_mb,
+                "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "delay_all_reduce_named_params": [name for name, _ in self._delayed_pairs],
+                "mixed_precision": str(mixed_precision),
+                "logical_shards": logical_shards,
+                "seed": seed,
+                "overlap": overlap,
+            }
+            self.overlap = start_alike(tracked, compared, overlap, problem, self.process_group, init_sync_buffers)
         elif problem is not None:
             raise problem
         self._start()
@@ -191,8 +182,8 @@ class DistributedDataParallel(TorchNames, Joinable):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Calls the module; the backward of what it returns averages the gradients (see `no_sync`).
 
-        Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied, and that backward
-        averages.
+        Inside a backward, where `torch.utils.checkpoint` calls a module again, no buffers are copied; the gradients are
+        averaged by that backward.
 
         Raises:
             RuntimeError: the last backward left gradients that were not averaged, or a module with `deterministic` is
@@ -217,10 +208,6 @@ class DistributedDataParallel(TorchNames, Joinable):
         self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
         return output
 
-    def _announce_step(self) -> int:
-        Join.notify_join_context(self)
-        return self._steps.announce(self._reducer, self.require_backward_grad_sync, self.will_sync_module_buffers())
-
     def _send_buffers(self, root: int) -> None:
         try:
             self._watched.send_buffers(root)
@@ -237,9 +224,9 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose forwards have backwards that accumulate gradients without averaging them.
+        """Returns a context in which the backwards of forwards accumulate gradients without averaging them.
 
-        The first backward of a forward after it averages what was accumulated.
+        The backward of the first forward after the context averages what was accumulated.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -248,65 +235,13 @@ class DistributedDataParallel(TorchNames, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context in which ranks may run out of inputs at different times.
-
-        A rank that leaves it early takes part in the others' steps with zeros; at the end all ranks get the parameters
-        and buffers of one that trained longest. Every step must be one forward and one backward.
-
-        Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks, which gives every input the
-                same weight; otherwise by the number of those that still have inputs.
-            enable: False makes the context do nothing.
-            throw_on_early_termination: raise on all ranks instead, as soon as one has run out.
-
-        Example::
-
-            with model.join():
-                for inputs, targets in loader:  # its length differs between ranks
-                    loss_function(model(inputs), targets).backward()
-        """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns what this module does in `Join`; takes `divide_by_initial_world_size`.
-
-        Raises:
-            ValueError: with `deterministic`, which deals every step out to all ranks evenly, and with
-                `delay_all_reduce_named_params`, whose averaging a rank without inputs cannot take part in.
-        """
-        self._require_not_deterministic("Join")
-        if self._delayed is not None:
-            raise ValueError(
-                "Join got a module that was wrapped with delay_all_reduce_named_params; wrap it without, or give all "
-                "ranks as many inputs"
-            )
-        self._steps.divides_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DdpJoinHook(self._reducer, self._watched, self._steps, self.process_group, self.forward_sync_buffers)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """The ranks that take part."""
-        return self.process_group
-
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Makes `hook(state, bucket)` average the gradients, a bucket at a time, instead of the engine.
 
         `bucket` is a `GradBucket`; the hook returns a `torch.futures.Future` of the averaged flat buffer, or the `Work`
-        of a collective with `async_op=True` on it. Register the same hook on every rank. Hooks that compress are in
-        `paceline.parallel.hooks`. A second backward of one forward hands the averaged gradients to the hook again.
+        of a collective on it that was called with `async_op=True`. Every rank must register the same hook. Hooks that
+        compress gradients are in `paceline.parallel.hooks`. A second backward of one forward passes gradients that were
+        averaged to the hook again.
 
         Raises:
             TypeError: `hook` is not callable.
@@ -324,32 +259,9 @@ class DistributedDataParallel(TorchNames, Joinable):
             )
         self._reducer.comm_hook = CommHook(state, hook)
 
-    def _require_not_deterministic(self, call: str) -> None:
-        if self._replica is not None:
-            raise ValueError(
-                f"{call} got a module with deterministic=True, whose gradients are added in a fixed order; "
-                "wrap it without deterministic"
-            )
-
     def communication_wait_s(self) -> float:
-        """Returns the seconds that backwards have spent, at their ends, on reducing gradients and waiting for it."""
+        """Returns the seconds that backwards have spent at their ends on reducing gradients and waiting for that."""
         return self._reducer.wait_s
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self.process_group = default_group()
-        self._start()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> DistributedDataParallel:
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        copied.process_group = self.process_group
-        copied._start()
-        return copied
 
     def _start(self) -> None:
         self._watched = WatchedModule(self.module, self.process_group, [name for name, _ in self._delayed_pairs])

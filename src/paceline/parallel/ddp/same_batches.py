@@ -1,7 +1,7 @@
-"""Notices ranks that read the same batches, without a collective of its own.
+"""Detects that ranks read the same batches, without a collective of its own.
 
-In the first few steps a vector with an element for each rank travels with the gradients that are averaged. Each rank
-fills in a digest of its inputs at its own rank, and zeros elsewhere, so the average has all ranks' digests.
+In the first few steps, a vector with an element for each rank is sent along with the gradients. Each rank writes a
+digest of its inputs to its own element, and zeros to the others, so the average contains all ranks' digests.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.gradients import Memory
 from paceline.parallel.graph import find_tensors
 
-_LOOKS = 3  # steps whose digests must agree before it warns
+_LOOKS = 3  # the number of steps whose digests must agree for a warning
 _DIGEST_BITS = 20  # exact in float32, also when divided by the number of ranks
-_MOST_BYTES = 1 << 16  # of each tensor
+_MOST_BYTES = 1 << 16  # the part of each tensor that is hashed
 
 
 class SameBatches:
-    """Compares the ranks' batches in the first steps; `is_over` says that this has been done.
+    """Compares the ranks' batches in the first steps; afterwards `is_over` is true.
 
     Args:
         group: the ranks.
-        on_cpu: whether the gradients are on the CPU; to read digests from a GPU would stall it.
+        on_cpu: whether the gradients are on the CPU. Batches are not compared on a GPU, which would have to wait.
     """
 
     def __init__(self, group: ProcessGroup, on_cpu: bool) -> None:
@@ -37,26 +37,26 @@ class SameBatches:
         self._seen: list[list[float]] = []
 
     def look(self, inputs: object) -> None:
-        """Notes the inputs of a forward."""
+        """Computes the digest of a forward's inputs."""
         self._mine = digest(inputs)
 
     def look_away(self) -> None:
-        """Notes that there are no inputs in this step."""
+        """Drops the digest, on a rank that has no inputs in this step."""
         self._mine = None
 
     def add_to(self, memory: Memory, dtype: torch.dtype) -> None:
-        """Sends the digest along with gradients of that dtype, if it is exact enough to hold it."""
+        """Adds the digest to gradients of `dtype`, if that dtype can represent it exactly."""
         if self.is_over or dtype not in (torch.float32, torch.float64):
             return
         self._sent = torch.zeros(self._group.size(), dtype=dtype, device="cpu")
-        # Without a digest, a number that no other rank sends.
+        # Without a digest, the rank sends a number that no other rank sends.
         self._sent[self._group.rank()] = -1 - self._group.rank() if self._mine is None else self._mine
         memory.pieces += (self._sent.data_ptr(), self._sent.nbytes)
         memory.tensors = [*memory.tensors, self._sent]
         memory.count += len(self._sent)
 
     def arrive(self) -> None:
-        """Reads what `add_to` added, now that it has been averaged."""
+        """Reads the digests after the gradients that they were added to were averaged."""
         if self._sent is None:
             return
         self._seen.append(self._sent.tolist())
@@ -74,16 +74,16 @@ class SameBatches:
         if len(alike) > 1 and alike[0] == me:
             ranks = [self._group.ranks[rank] for rank in alike]
             warnings.warn(
-                f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read the same batches: the first {_LOOKS} of "
-                "each were equal, so they compute the same gradients, and more ranks gain nothing. Give the "
-                "DataLoader sampler=paceline.DistributedSampler(dataset), or seed what makes the batches "
-                "differently on each rank",
+                f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} read the same batches: their first {_LOOKS} "
+                "batches were equal, so they compute the same gradients, and training gains nothing from the "
+                "additional ranks. Give the DataLoader sampler=paceline.DistributedSampler(dataset), or use another "
+                "seed for the batches on each rank",
                 stacklevel=2,
             )
 
 
 def digest(inputs: object) -> int | None:
-    """Returns a digest of the tensors in a nest; None if they are constant or not on the CPU."""
+    """Returns a digest of the tensors in `inputs`, None if each is constant or one is not on the CPU."""
     hashed = hashlib.blake2b(digest_size=8)
     tells = False
     for tensor in find_tensors(inputs):

@@ -1,4 +1,4 @@
-"""Sparse gradients, which hold some of a parameter's rows: other rows on every rank."""
+"""Averages sparse gradients, which hold some rows of a parameter, not the same ones on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def empty_gradient(param: nn.Parameter) -> torch.Tensor:
 def average_sparse(params: list[nn.Parameter], group: ProcessGroup, scale: float) -> None:
     """Averages sparse gradients over the ranks, and multiplies them by `scale`.
 
-    This takes one call for the numbers of rows, and one for each parameter.
+    It makes one call for the numbers of rows, and one for each parameter.
     """
     gradients = [_coalesced(param) for param in params]
     counts = torch.tensor([gradient._nnz() for gradient in gradients], device="cpu")

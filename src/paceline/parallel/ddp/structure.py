@@ -1,4 +1,4 @@
-"""Notices that a module was changed, cheaply enough to check regularly while it trains."""
+"""Detects that a module was changed, fast enough for regular checks during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 class ModuleStructure:
     """The parameters and submodules that a module had when this was created.
 
-    It compares identities at C speed, in about 0.1 ms for a module of 400 layers, where walking the module with
+    It compares identities in code that runs in C, which takes about 0.1 ms for a module of 400 layers. To iterate over
     `parameters()` takes several times as long.
     """
 
@@ -29,7 +29,7 @@ class ModuleStructure:
         self._tables: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
         self._tables += [each._parameters for each in modules if each._parameters]
         self._tables += [each._modules for each in modules if each._modules]
-        # Layers without parameters or submodules may still get some; checking that these tables stay empty is enough.
+        # Layers without parameters or submodules may get some later, so these tables must stay empty.
         self._empty: list[dict[str, nn.Parameter | None] | dict[str, nn.Module | None]] = []
         self._empty += [each._parameters for each in modules if not each._parameters]
         self._empty += [each._modules for each in modules if not each._modules]
@@ -43,11 +43,11 @@ class ModuleStructure:
         return list(chain.from_iterable(table.values() for table in self._tables))
 
     def is_unchanged(self) -> bool:
-        """Whether every parameter and submodule is still the same object, and none was added."""
+        """Returns whether every parameter and submodule is still the same object, and none was added."""
         return not any(self._empty) and self._ids == list(map(id, self._list_members()))
 
     def change_text(self) -> str:
-        """Says for an error which parameters have changed."""
+        """Returns a text for an error that lists the parameters which have changed."""
         now = {id(param): name for name, param in self._module.named_parameters(remove_duplicate=False)}
         new = [name for key, name in now.items() if key not in self._names]
         gone = [name for key, name in self._names.items() if key not in now and name not in new]

@@ -1,4 +1,4 @@
-"""Attributes and methods of torch's DistributedDataParallel that programs read, beside its documented ones."""
+"""Attributes and methods of torch's DistributedDataParallel that programs use although torch does not document them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSIDES = {
 
 
 class TorchNames(nn.Module):
-    """What `DistributedDataParallel` has for programs that were written for torch's."""
+    """The part of `DistributedDataParallel` for programs that were written for torch's."""
 
     module: nn.Module
     process_group: ProcessGroup
@@ -38,7 +38,7 @@ class TorchNames(nn.Module):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """The same as `forward_sync_buffers`."""
+        """Returns `forward_sync_buffers`."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -47,47 +47,47 @@ class TorchNames(nn.Module):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward may copy buffers: not within `no_sync`."""
+        """Returns whether the next forward may copy buffers, which it does not within `no_sync`."""
         return self.require_backward_grad_sync
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
+        """Returns the device of the first parameter."""
         return next(self.module.parameters()).device
 
     @property
     def device_type(self) -> str:
-        """The type of `device`, such as "cpu"."""
+        """Returns the type of `device`, such as "cpu"."""
         return self.device.type
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Whether the module's parameters are on several devices."""
+        """Returns whether the module's parameters are on several devices."""
         return len({param.device for param in self.module.parameters()}) > 1
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """The names of parameters and buffers that are neither copied nor averaged with the others."""
+        """Returns the names of the parameters and buffers that are neither copied nor averaged with the others."""
         return set(self._watched.tracked.ignored)
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The module's buffers, without those that are ignored."""
+        """Returns the module's buffers by name, without those that are ignored."""
         ignored = self._watched.tracked.ignored
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The values of `named_module_buffers`."""
+        """Returns the values of `named_module_buffers`."""
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether a forward whose backward averages would copy buffers now; it does so in training mode only."""
+        """Returns whether a forward whose backward averages would copy buffers now, as it does in training mode."""
         syncs = self.require_backward_grad_sync and self.forward_sync_buffers and self.training
         return syncs and self._watched.has_buffers()
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Returns torch's figures of how the module is wrapped, as far as they have a meaning here."""
+        """Returns those of torch's figures about a wrapped module that have a meaning here."""
         params = self._watched.tracked.trained.values()
         hook = self._reducer.comm_hook
         return {
@@ -117,8 +117,8 @@ class TorchNames(nn.Module):
             return
         if self._reducer.forwards:
             raise RuntimeError(
-                "_set_static_graph was called after a forward, whose backward was prepared for a graph that changes; "
-                "call it before the first one, or wrap with static_graph=True"
+                "_set_static_graph was called after a forward, whose backward expects that the graph may change; call "
+                "it before the first forward, or wrap the module with static_graph=True"
             )
         self.static_graph = True
         self._reducer.make_static()

@@ -1,4 +1,4 @@
-"""A wrapped module between its forwards: checks whether it was changed, and copies its buffers."""
+"""Checks between forwards whether a wrapped module was changed, and copies its buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHECK_EVERY = 16  # forwards
 
 
 class WatchedModule:
-    """`module`, and in `tracked` the tensors that it had when this was created."""
+    """A wrapped module; its attribute `tracked` has the tensors that the module had when it was wrapped."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup, also_ignored: Iterable[str] = ()) -> None:
         self.tracked = collect_tracked(module, also_ignored)
@@ -39,23 +39,23 @@ class WatchedModule:
         if not self._structure.is_unchanged():
             raise RuntimeError(
                 f"{self._me()}: the module changed after wrapping: parameters or submodules were added, removed or "
-                f"replaced{self._structure.change_text()}, and the new ones would not be averaged over the ranks. "
-                "Change the module first, then wrap it (again, if need be)"
+                f"replaced{self._structure.change_text()}, and the gradients of new ones would not be averaged over "
+                "the ranks. Change the module first and wrap it afterwards (again, if need be)"
             )
         for name, param in self.tracked.frozen.items():
             if param.requires_grad:
                 raise RuntimeError(
                     f"{self._me()}: parameter {name!r} did not require a gradient when the module was wrapped and does "
-                    "now; it would not be averaged over the ranks. Unfreeze parameters first, then wrap the module "
-                    "(again, if need be)"
+                    "now; its gradient would not be averaged over the ranks. Unfreeze parameters first and wrap the "
+                    "module afterwards (again, if need be)"
                 )
 
     def current_tensors(self, with_buffers: bool) -> list[torch.Tensor]:
-        """Returns the parameters, and perhaps the buffers, that the module has now; buffers may have been replaced."""
+        """Returns the module's present parameters, and its buffers if asked for, since they may have been replaced."""
         return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
 
     def has_buffers(self) -> bool:
-        """Whether the module has buffers for `send_buffers` to copy."""
+        """Returns whether the module has buffers that `send_buffers` would copy."""
         return bool(self._structure.buffers())
 
     def send_buffers(self, root: int) -> None:

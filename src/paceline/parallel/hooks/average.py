@@ -79,7 +79,7 @@ def group_of(process_group: object) -> ProcessGroup:
         return default_group()
     if not isinstance(process_group, ProcessGroup):
         raise TypeError(
-            f"this hook's state is a {type(process_group).__name__}; it must be a paceline.ProcessGroup, or None for "
-            "the default group"
+            f"the communication hook's state is a {type(process_group).__name__}; it must be a paceline.ProcessGroup, "
+            "or None for the default group"
         )
     return process_group

@@ -43,7 +43,9 @@ class PowerSGDState:
         if self.matrix_approximation_rank < 1:
             raise ValueError(f"matrix_approximation_rank is {self.matrix_approximation_rank}; it must be at least 1")
         if self.start_powerSGD_iter < 0:
-            raise ValueError(f"start_powerSGD_iter is {self.start_powerSGD_iter}; it is a number of steps")
+            raise ValueError(
+                f"start_powerSGD_iter is {self.start_powerSGD_iter}; it is a number of steps and must not be negative"
+            )
 
     def is_worth_it(self, gradient: torch.Tensor) -> bool:
         """Returns whether a gradient, as a matrix whose rows are its first dimension, is sent as factors."""

@@ -27,8 +27,9 @@ class BackwardEnd:
             return
         if self._task != NO_BACKWARD:
             raise RuntimeError(
-                "a backward began while another one, of parameters that ZeroRedundancyOptimizer shards, had not ended. "
-                "Within a backward: use checkpoint(..., use_reentrant=False). After one that failed: call zero_grad()"
+                "a backward of parameters that ZeroRedundancyOptimizer shards has begun before another one had ended. "
+                "If it runs within the other one, use checkpoint(..., use_reentrant=False); if the other one has "
+                "failed, call zero_grad() first"
             )
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._end)

@@ -28,7 +28,7 @@ def gather_state(mine: Mapping[int, Mapping[str, object]], group: ProcessGroup, 
     everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps([problem, described]).encode())]
     for rank, (told, _) in zip(group.ranks, everyone, strict=True):
         if told:
-            raise TypeError(f"rank {rank}: consolidate_state_dict cannot send {told}")
+            raise TypeError(f"consolidate_state_dict: rank {rank} has {told}")
     if group.rank() != to:
         tensors = [value for _, _, value in _flat(mine) if isinstance(value, torch.Tensor)]
         if tensors:
@@ -60,7 +60,10 @@ def _flat(state: Mapping[int, Mapping[str, object]]) -> list[tuple[int, str, obj
 def _unsendable(state: Mapping[int, Mapping[str, object]]) -> str | None:
     for _, name, value in _flat(state):
         if not isinstance(value, (torch.Tensor, *_PLAIN)):
-            return f"the state {name!r}, which is a {type(value).__name__}; tensors, numbers and strings can be sent"
+            return (
+                f"a state {name!r} of type {type(value).__name__}; only tensors, numbers, strings and None can be "
+                "sent. Use an optimizer whose state consists of these"
+            )
     return None
 
 

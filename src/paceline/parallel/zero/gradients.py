@@ -102,7 +102,8 @@ class GradientReducer:
         if index in self._arrived:
             raise RuntimeError(
                 f"rank {self._group.me.rank}: parameter {index} got two gradients in one backward, "
-                "so it is used in several graphs. Use checkpoint(..., use_reentrant=False)"
+                "because it is used in several graphs, for example by reentrant activation checkpointing; use "
+                "checkpoint(..., use_reentrant=False)"
             )
         self._arrived.add(index)
         self._left[bucket] -= 1

@@ -56,8 +56,8 @@ def part_of_state_dict(
     seen, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if seen != expected:
         raise ValueError(
-            f"the state has parameter groups of {seen} parameters, this optimizer has {expected}; load the state of an "
-            "optimizer with the same groups"
+            f"the state has parameter groups of {seen} parameters, and this optimizer has groups of {expected}; load "
+            "the state of an optimizer with the same groups"
         )
     state: State = {}
     packed: list[Group] = []

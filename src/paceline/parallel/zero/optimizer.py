@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.group.default import default_group
+from paceline.group.default import given_or_default
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
-from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.buckets import MIB, caps_of, make_buckets
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
-from paceline.parallel.tracked_tensors import TrackedTensors
+from paceline.parallel.zero.arguments import Stage, require_fit, start_alike
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer, total_norm
 from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
+from paceline.parallel.zero.join_hook import ZeroJoinHook
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
-from paceline.parallel.zero.units import find_units
-
-Stage = Literal[1, 2, 3]
+from paceline.parallel.zero.units import buckets_of_units, find_units
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -46,7 +42,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             With parameters, they must have been averaged when `step` is called, as a wrapper around their module
             does; stage 2 then frees them in `step`, not earlier.
         optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`.
-        process_group: the ranks; None for the default group.
+        process_group: the ranks; the default group if None.
         parameters_as_bucket_view: has no effect: parameters are sent from where they are.
         overlap: average gradients on the group's progress thread while backward goes on; in stage 3 also gather the
             next layer's parameters there.
@@ -57,7 +53,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
-        TypeError: the optimizer evaluates the loss several times in a step.
+        TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a group of
+            Paceline's.
         ValueError: `stage` is not 1, 2 or 3, or is 3 without a module.
 
     Example::
@@ -81,17 +78,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if isinstance(params, nn.Module):
             module = params
             params = module.parameters()
-        if stage not in get_args(Stage):
-            raise ValueError(f"stage is {stage!r}; it must be 1 (optimizer state), 2 (and gradients) or 3 (all)")
-        if stage == 3 and module is None:
-            raise ValueError("stage=3 gathers parameters layer by layer and needs the module: pass it as params")
-        if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{optimizer_class.__name__} evaluates the loss several times in a step, which looks at all parameters "
-                "together; ZeroRedundancyOptimizer needs an optimizer that updates each by itself, such as AdamW"
-            )
-        self.stage = stage
-        self.process_group = default_group() if process_group is None else process_group
+        self.process_group = given_or_default(process_group)
+        require_fit(self.process_group, stage, module, optimizer_class)
+        self.stage: Stage = stage
         self._overlap, self._bucket_caps = overlap, caps_of(int(bucket_cap_mb * MIB))
         self._averages = module is not None
         if isinstance(module, DistributedDataParallel):
@@ -110,7 +99,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
         Joinable.__init__(self)
         Optimizer.__init__(self, params, {})  # calls add_param_group for each
-        self._require_agreement(optimizer_class)
+        start_alike(self._module, self.param_groups, stage, optimizer_class, self.process_group)
         make: Callable[..., Optimizer] = optimizer_class
         self._inner = make([self._part_of(group) for group in self.param_groups], **defaults)
         self.defaults = self._inner.defaults
@@ -119,17 +108,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that this rank owns, and copies them to all ranks.
+        """Updates the parameters that this rank owns, and copies them to all ranks. Every rank calls this.
 
-        Every rank calls it. `closure` computes the loss and its gradients, and is called once.
+        The function `closure`, which computes the loss and its gradients, is called once.
 
         Raises:
             TypeError: in stages 2 and 3, `torch.amp.GradScaler` steps it.
         """
         if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
             raise TypeError(
-                f"rank {self.process_group.ranks[self._rank]}: torch.amp.GradScaler sees only this rank's part of the "
-                f"gradients in stage {self.stage}, so ranks would skip different steps; use paceline.GradScaler"
+                f"rank {self.process_group.me.rank}: torch.amp.GradScaler checks only this rank's part of the "
+                f"gradients in stage {self.stage}, so the ranks would skip different steps; use paceline.GradScaler"
             )
         loss = None
         if closure is not None:
@@ -211,23 +200,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Returns what this optimizer does in `Join`; takes `divide_by_initial_world_size`, where it averages.
 
         Raises:
-            ValueError: in stage 3, which gathers parameters in forward, and a rank without inputs makes no forward.
+            ValueError: the stage is 3, which gathers parameters in forward; a rank without inputs makes no forward.
         """
         if self.stage == 3:
             raise ValueError(
-                f"rank {self.process_group.ranks[self._rank]}: Join got a ZeroRedundancyOptimizer with stage=3, whose "
-                "parameters are gathered in forward, which a rank without inputs does not make; use stage=2"
+                f"rank {self.process_group.me.rank}: Join got a ZeroRedundancyOptimizer with stage=3, whose parameters "
+                "are gathered in forward, and a rank without inputs makes no forward; use stage=2"
             )
-        return ZeroJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
+        return ZeroJoinHook(self._reducer, self.zero_grad, self._update, by_initial)
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the parameters."""
+        """Returns the device of the parameters."""
         return self._params()[0].device
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The ranks that take part."""
+        """Returns the ranks that take part."""
         return self.process_group
 
     def full_parameters(self) -> AbstractContextManager[None]:
@@ -254,8 +244,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         if self._consolidated is None:
             raise RuntimeError(
-                f"rank {self.process_group.ranks[self._rank]}: the state is in parts. Call consolidate_state_dict(to=0)"
-                " on every rank, after the last step, and then state_dict() on rank 0"
+                f"rank {self.process_group.me.rank}: the optimizer's state is still sharded. Call "
+                "consolidate_state_dict(to=0) on every rank after the last step, and then state_dict() on rank 0"
             )
         return to_state_dict(self.param_groups, self._consolidated)
 
@@ -278,25 +268,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Returns the group with only what this rank updates of its parameters."""
         return part_of_group(group, self._shards.mine_of(group["params"]))
 
-    def _require_agreement(self, optimizer_class: type[Optimizer]) -> None:
-        """Checks that all ranks have the same parameters, and copies rank 0's values and buffers to all."""
-        names = {} if self._module is None else {id(param): name for name, param in self._module.named_parameters()}
-        named = {
-            names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
-            for at, param in enumerate(self._params())
-        }
-        tracked = TrackedTensors(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
-        options: dict[str, object] = {
-            "stage": self.stage,
-            "optimizer_class": optimizer_class.__name__,
-            "groups": [len(group["params"]) for group in self.param_groups],
-        }
-        require_same_module(tracked, options, rank_facts(self.process_group, False), None, self.process_group)
-        everything = {id(param): param for param in self._params()}
-        if self._module is not None:
-            everything.update({id(each): each for each in (*self._module.parameters(), *self._module.buffers())})
-        broadcast_tensors([tensor.data for tensor in everything.values()], self.process_group)
-
     def _start(self) -> None:
         if not self._averages:
             return
@@ -305,13 +276,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         trained = [shards[0].param for shards in trained_shards]
         units = find_units(self._module, params) if self.stage == 3 and self._module is not None else []
         if self.stage == 3:
-            place_of = {id(param): at for at, param in enumerate(trained)}
-            buckets = [[place_of[id(param)] for param in unit.params if id(param) in place_of] for unit in units]
+            buckets = buckets_of_units(units, trained)
         else:
-            sizes = [param.nbytes for param in trained]
-            buckets = [
-                list(b.params) for b in make_buckets(sizes, [param.dtype for param in trained], self._bucket_caps)
-            ]
+            sizes, dtypes = [param.nbytes for param in trained], [param.dtype for param in trained]
+            buckets = [list(bucket.params) for bucket in make_buckets(sizes, dtypes, self._bucket_caps)]
         self._reducer = GradientReducer(
             trained_shards,
             buckets,
@@ -328,29 +296,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends, ahead=self._overlap)
 
     def _stop(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-        if self._sharded is not None:
-            self._sharded.close()
-
-
-class ZeroJoinHook(JoinHook):
-    """Takes part in the other ranks' steps, so that the parameters that this rank owns are updated."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer, divide_by_initial_world_size: bool) -> None:
-        self._optimizer = optimizer
-        if optimizer._reducer is not None:
-            optimizer._reducer.divide_by_initial_world_size = divide_by_initial_world_size
-
-    def main_hook(self) -> None:
-        """Takes part in a backward without gradients, unless a wrapper averages, and makes the step."""
-        reducer = self._optimizer._reducer
-        if reducer is not None:
-            self._optimizer.zero_grad()
-            reducer.join_with_zeros()
-        self._optimizer._update()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Has no parameters to copy, since all ranks have the same ones after every step."""
-        if self._optimizer._reducer is not None:
-            self._optimizer._reducer.divide_by_initial_world_size = True
+        for part in (self._reducer, self._sharded):
+            if part is not None:
+                part.close()

@@ -64,9 +64,10 @@ class Shard:
         if self.is_mine and not self.is_whole:
             if self.param.shape != self.shape or self.param.stride() != self.strides:
                 raise RuntimeError(
-                    f"a parameter of shape {list(self.shape)} and strides {list(self.strides)} has become one of "
-                    f"{list(self.param.shape)} and {list(self.param.stride())}. Change the module first, with "
-                    "module.to(), then make the ZeroRedundancyOptimizer"
+                    f"a parameter had the shape {list(self.shape)} and the strides {list(self.strides)} when the "
+                    f"ZeroRedundancyOptimizer was made, and has the shape {list(self.param.shape)} and the strides "
+                    f"{list(self.param.stride())} now. Change the module first, for example with module.to(), and make "
+                    "the optimizer afterwards"
                 )
             assert self.updated is not None
             self.updated.data = self.run(self.param.data)

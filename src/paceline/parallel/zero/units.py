@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,3 +58,9 @@ def find_units(module: nn.Module, params: Collection[torch.Tensor]) -> list[Unit
         members[min(among) if len(among) == 1 else id(module)].append(param)
     layers[id(module)] = ("", module)
     return [Unit(*layers[home], tuple(members[home])) for home in members if members[home]]
+
+
+def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Returns for each unit the indices in `trained` of its parameters, whose gradients are averaged together."""
+    index_of = {id(param): at for at, param in enumerate(trained)}
+    return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
