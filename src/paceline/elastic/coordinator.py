@@ -107,6 +107,7 @@ class Coordinator:
             found.named.add(uid)
         is_known = uid in self._roster.workers
         worker = self._roster.workers.setdefault(uid, Worker(uid, found))
+        worker.stalled = None
         if is_known:
             self._decisions.remind(worker)
         self._heard_again(worker, said, is_known, now_s)
@@ -115,7 +116,7 @@ class Coordinator:
     def worker_stalled(self, uid: str, why: str, now_s: float) -> Orders:
         """Notes that a worker does nothing; all that it sent before has been reported.
 
-        It is left out while others can go on, and comes back by saying that it is ready.
+        It is left out while others can go on. When it answers again, its launcher reports that it started.
         """
         worker = self._roster.workers.get(uid)
         if worker is None or not worker.lives:
@@ -162,9 +163,9 @@ class Coordinator:
     def _heard_again(self, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:
         """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""
         is_in = any(isinstance(each, Installed) for each in said)
-        was_left_out = is_known and worker.place is Place.OUTSIDE and worker.fingerprint
+        was_left_out = worker.place is Place.OUTSIDE and worker.fingerprint
         for message in said:
-            if isinstance(message, Ready) and (is_in or was_left_out):
+            if isinstance(message, Ready) and is_known and (is_in or was_left_out):
                 continue  # an old one: a worker that is told again that it is left out asks again
             self._hear(worker, message, now_s)
 
