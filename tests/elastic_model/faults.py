@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 STALLED_S = 2.0  # after which a launcher reports a worker that does nothing
 SILENT_S = 2.5  # after which the coordinator's launcher takes a machine for lost
-KINDS = ("kill", "kill", "kill", "storm", "freeze", "leave", "cut", "unplug", "grow", "depart", "crash", "shrink")
+KINDS = (
+    *("kill", "kill", "kill", "kill newest", "kill newest", "storm", "freeze", "leave", "cut", "unplug", "grow", "grow"),
+    *("depart", "crash", "shrink", "reset", "reset", "curse", "evacuate"),
+)  # fmt: skip
+GENTLE = {"grow", "leave", "shrink"}  # no connection breaks because of these
 
 
 def strike(world: World, kind: str) -> None:
@@ -23,6 +27,17 @@ def strike(world: World, kind: str) -> None:
     random = world.random
     if kind == "kill" and living:
         random.choice(living).exit(-9)
+    elif kind == "kill newest" and living:
+        living[-1].exit(-9)
+    elif kind == "reset" and world.groups:
+        world.groups[max(world.groups)].fail()
+    elif kind == "curse":
+        world.is_cursed = world.chance() < 0.1
+    elif kind == "evacuate" and world.chance() < 0.3:
+        for site in world.sites.values():
+            site.replaces = False
+        for each in living:
+            each.asked_to_leave()
     elif kind == "storm":
         for each in living:
             if world.chance() < 0.6:
@@ -38,7 +53,7 @@ def strike(world: World, kind: str) -> None:
     elif kind == "depart" and away:
         depart(world, random.choice(away))
     elif kind == "grow":
-        world.later(1.0, None, world.site_joins, Site(f"{len(world.sites) + 10}", random.randint(1, 2), 3))
+        world.later(1.0, None, world.site_joins, Site(world.new_name(), random.randint(1, 2), 3))
     elif kind == "shrink":
         random.choice([*world.sites.values()]).attempts = 0
 
@@ -120,7 +135,7 @@ def crash(world: World, site: Site) -> None:
             each.exit(-9)
     cut(world, site, 0.0, isolated=True)
     if world.chance() < 0.7:
-        world.later(5.0, None, world.site_joins, Site(f"{len(world.sites) + 10}", site.slots, 3))
+        world.later(5.0, None, world.site_joins, Site(world.new_name(), site.slots, 3))
 
 
 def depart(world: World, site: Site) -> None:
@@ -162,8 +177,8 @@ def check_view(world: World, view: View) -> None:
     if world.views and view.generation <= max(world.views):
         raise Violation(f"the view {view} is not newer than {max(world.views)}; {world.story()}")
     world.views[view.generation] = view
-    used = world.last_used
-    if used is None:
+    used = world.last_formed
+    if used is None or len(world.results) == world.rounds:
         return
     left = [uid for uid in used.members if uid not in world.reported_dead]
     here = [uid for uid in left if not world.members[uid].site.is_known_lost]
@@ -199,5 +214,5 @@ def check_end(world: World, end: End) -> None:
             any(not each.replaces or each.is_cut for each in world.sites.values())
         ):
             raise Violation(f"{end}; {world.story()}")
-    else:
+    elif "without a round between" not in text or not world.is_cursed:
         raise Violation(f"{end}; {world.story()}")

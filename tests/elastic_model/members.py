@@ -26,13 +26,14 @@ class Violation(AssertionError):
 class Group:
     """The connections of one view."""
 
-    __slots__ = ("arrived", "contributions", "has_failed", "top", "view", "world")
+    __slots__ = ("arrived", "contributions", "formed", "has_failed", "top", "view", "world")
 
     def __init__(self, world: World, view: View) -> None:
         self.world, self.view = world, view
         self.arrived: dict[str, Member] = {}
         self.contributions: dict[int, dict[str, int]] = {}
         self.has_failed = False
+        self.formed = 0
         self.top = NO_STATE
 
     def arrive(self, member: Member) -> None:
@@ -42,7 +43,10 @@ class Group:
             return
         self.top = max(each.round for each in self.arrived.values())
         for each in self.arrived.values():
-            self.world.later(0.03, each, each.formed, self)
+            most_s = self.world.copy_s if each.round == NO_STATE else 0.03
+            self.world.later(most_s, each, each.formed, self)
+        if self.world.is_cursed:
+            self.fail()
 
     def contribute(self, member: Member) -> None:
         """A member has computed its part of a round; with the last part, the round is everybody's."""
@@ -167,7 +171,12 @@ class Member:
                 return
             if NO_STATE < self.round < top - 1:
                 raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
+            if self.round == NO_STATE and top % self.world.batch and not group.view.is_planned:
+                raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
             self.digest = source.digest
+        group.formed += 1
+        if group.formed == len(group.view.members):
+            self.world.last_formed = group.view
         self.round = max(top, 0)
         self.world.up(self, Installed(group.view.generation, self.round))
         self.begin_round()
@@ -203,7 +212,7 @@ class Member:
             return
         self.digest = hash((self.digest, round_))
         self.round += 1
-        world.committed(self, round_, group.view)
+        world.committed(self, round_)
         at_batch = self.round % world.batch == 0 and self.round < world.rounds
         if not world.agrees_on_views:
             heard = self.heard
@@ -217,6 +226,7 @@ class Member:
         if self.uid in self.latest.members:
             self.enter(self.latest)
         else:
+            self.leave_group(is_agreed=True)
             self.exit(0)
 
     def broke(self, group: Group, reason: str) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from random import Random
 
-from elastic_model.faults import KINDS, check_end, check_view, strike
+from elastic_model.faults import GENTLE, KINDS, check_end, check_view, strike
 from elastic_model.members import Group, Member, Site, Violation
 from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.messages import FromWorker, View
+from paceline.elastic.messages import Broken, FromWorker, View
 from paceline.elastic.orders import Begin, End, Order, Say, StopReplacing, Tell
 from paceline.elastic.policy import Policy
 
@@ -48,18 +48,25 @@ class World:
         self.policy = Policy(min_workers=min_workers, max_machines=9, start_patience_s=1.0, hope_s=10.0)
         self.coordinator = Coordinator(self.policy, 0.0)
         self.ticking_s: float | None = None
+        self.names = 0
         self.sites: dict[str, Site] = {}
         self.members: dict[str, Member] = {}
         self.groups: dict[int, Group] = {}
         self.views: dict[int, View] = {}
         self.results: dict[int, int] = {}
-        self.last_used: View | None = None  # the last view in which a round was committed
+        self.last_formed: View | None = None  # the last view that all its members have entered
         self.reported_dead: set[str] = set()
         self.over: End | None = None
         self.log: list[str] | None = None
         amount = random.choice((0, 1, 1, 2, 2, 3, 4)) if faults is None else faults
-        self.faults = sorted(((random.randint(1, 60 + 40 * amount), random.choice(KINDS)) for _ in range(amount)))
+        when, self.faults = random.randint(1, 90), []
+        for _ in range(amount):
+            self.faults.append((when, random.choice(KINDS)))
+            when += random.randint(0, 40)
         self.faults.reverse()
+        self.is_calm = not self.is_rude and all(kind in GENTLE for _, kind in self.faults)
+        self.is_cursed = False
+        self.copy_s = random.choice((0.03, 0.3, 1.0))  # for a newcomer to get the state
         for at in range(number):
             self.at(self.chance() * 0.2, None, self.site_joins, Site(str(at), slots[at], 6))
 
@@ -115,6 +122,11 @@ class World:
             found = self.groups[view.generation] = Group(self, view)
         return found
 
+    def new_name(self) -> str:
+        """Returns a name for a machine that comes later."""
+        self.names += 1
+        return str(9 + self.names)
+
     def connects(self, uids: Iterable[str]) -> bool:
         """Returns whether these can reach each other."""
         sites = {self.members[uid].site for uid in uids}
@@ -125,15 +137,15 @@ class World:
         if self.results:
             raise Violation(f"{member.uid} begins afresh after {len(self.results)} rounds: {self.story()}")
 
-    def committed(self, member: Member, round_: int, view: View) -> None:
+    def committed(self, member: Member, round_: int) -> None:
         """A member has committed a round."""
         if self.results.setdefault(round_, member.digest) != member.digest:
             raise Violation(f"{member.uid} has another result of round {round_}: {self.story()}")
-        if self.last_used is None or self.last_used.generation < view.generation:
-            self.last_used = view
 
     def up(self, member: Member, message: FromWorker) -> None:
         """A worker speaks to the coordinator."""
+        if self.is_calm and type(message) is Broken:
+            raise Violation(f"{member.uid} reports {message} without a cause; {self.story()}")
         member.standing.heard(message)
         self.report(member, "said", message)
 

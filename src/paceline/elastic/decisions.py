@@ -3,7 +3,7 @@
 `settle` looks at the facts alone and may be called at any time. The rules, in the order in which they are applied:
 
 1. Once a member has finished, all rounds are committed and every member has the final state: nobody comes in any more,
-   and the job ends when all members have finished and ended (`ending.py`).
+   no quorum is needed, and the job ends when all members have finished and ended (`ending.py`).
 2. When a member of the base is gone (ended, stalled, or on a machine out of reach), or when connections broke and the
    death that would explain it has not been reported for `break_patience_s`, a forced view takes the other members of
    the base, and those newcomers that have entered the planned view. It needs a quorum.
@@ -138,7 +138,7 @@ class Decisions:
         if self._finish(now_s):
             return True
         if self.views.latest is None:
-            return self._ending_s is None and self._give_first(now_s)
+            return self._give_first(now_s)
         if self._closes():
             return False
         if (why := self._why_forced(now_s)) is not None:
@@ -172,8 +172,10 @@ class Decisions:
         missing = waits_for(workers, self.views)
         if any(each.is_here for each in missing):
             return False
-        if missing and now_s < self._ending_s + self.policy.hope_s:
-            self._due.append(self._ending_s + self.policy.hope_s)
+        has_one_ended_well = any(each.has_finished and not each.lives and each.exit_code == 0 for each in workers)
+        until_s = self._ending_s + (self.policy.hope_s if has_one_ended_well else self.policy.quorum_timeout_s)
+        if missing and now_s < until_s:
+            self._due.append(until_s)
             return False
         self._end(exit_of(workers))
         return True
@@ -254,8 +256,8 @@ class Decisions:
         """Gives a forced view, or says what it has to wait for (rules 2 and 5)."""
         sources = self.views.sources()
         if not sources:
-            return self._nobody_left(now_s)
-        if not self.views.is_allowed():
+            return self._ending_s is None and self._nobody_left(now_s)
+        if self._ending_s is None and not self.views.is_allowed():
             away = [each for each in self.views.concerned() if each.may_return]
             return self._must_end(away, "the others are too few to go on without them", now_s)
         is_unexplained = all(each.trains for each in self.views.concerned())

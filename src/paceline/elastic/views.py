@@ -29,11 +29,12 @@ class Views:
     term: int
     latest: View | None = None
     base: View | None = None
-    has_begun: bool = False  # a view has been entered by all its members, so that rounds may have been committed
+    has_begun: bool = False  # some view was entered by all its members, so that rounds may have been committed
     is_complete: bool = False  # the latest view has
     since_complete: list[tuple[str, ...]] = field(default_factory=list)  # that view's members, and of all given out since
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    _missing_in: dict[int, set[str]] = field(default_factory=dict)  # who has not entered a view
 
     def give(self, members: Iterable[Worker], *, is_planned: bool, must_wait: bool) -> View:
         """Makes the next view, and leaves out those members of the views before that are not in it."""
@@ -54,8 +55,10 @@ class Views:
             self.base = view
         self.since_complete.append(view.members)
         self._members_of[view.generation] = view.members
+        self._missing_in[view.generation] = set(view.members)
         if len(self._members_of) > _REMEMBERED:
-            del self._members_of[min(self._members_of)]
+            oldest = min(self._members_of)
+            del self._members_of[oldest], self._missing_in[oldest]
         return view
 
     def forget(self) -> None:
@@ -64,17 +67,21 @@ class Views:
         self.since_complete = []
 
     def entered(self, worker: Worker, generation: int) -> None:
-        """A worker has entered a view. A view that it belonged to before it was left out does not count."""
+        """A worker has entered a view, which may not be the latest any more, and may have left it out since."""
         worker.installed = max(worker.installed, generation)
+        missing = self._missing_in.get(generation, {""})
+        missing.discard(worker.uid)
+        if not missing:
+            self.has_begun = True
         if worker.place is not Place.MEMBER or generation < worker.since or self.latest is None:
             return
         worker.has_state = True
-        self.is_complete = all(each.installed >= self.latest.generation for each in self.members())
+        self.is_complete = not self._missing_in[self.latest.generation]
         if self.is_complete:
             leavers = [each for each in self.roster.named(self.base_members) if each.uid not in self.latest.members]
             for each in leavers:
                 each.place, each.has_state = Place.OUTSIDE, False
-            self.base, self.has_begun = self.latest, True
+            self.base = self.latest
             self.since_complete = [self.latest.members]
 
     @property
