@@ -53,7 +53,7 @@ def strike(world: World, kind: str) -> None:
     elif kind == "depart" and away:
         depart(world, random.choice(away))
     elif kind == "grow":
-        world.later(1.0, None, world.site_joins, Site(world.new_name(), random.randint(1, 2), 3))
+        world.later(1.0, None, world.site_joins, world.new_site(world.new_name(), random.randint(1, 2), 3))
     elif kind == "shrink":
         random.choice([*world.sites.values()]).attempts = 0
 
@@ -135,7 +135,7 @@ def crash(world: World, site: Site) -> None:
             each.exit(-9)
     cut(world, site, 0.0, isolated=True)
     if world.chance() < 0.7:
-        world.later(5.0, None, world.site_joins, Site(world.new_name(), site.slots, 3))
+        world.later(5.0, None, world.site_joins, world.new_site(world.new_name(), site.slots, 3))
 
 
 def depart(world: World, site: Site) -> None:
@@ -208,6 +208,9 @@ def check_end(world: World, end: End) -> None:
             raise Violation(f"{end}; {world.story()}")
     elif "came to its end" in text:
         if any(each.state == "dead" and each.code == 0 for each in finished):
+            raise Violation(f"{end}; {world.story()}")
+    elif "After its last round" in text:
+        if not any(each.state == "dead" and each.code > 0 for each in finished):
             raise Violation(f"{end}; {world.story()}")
     elif "are left" in text or "are ready" in text:
         if sum(each.slots for each in world.sites.values() if not each.is_gone) >= world.policy.min_workers and not (

@@ -94,7 +94,7 @@ class Member:
     """A worker's process."""
 
     __slots__ = (
-        "backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "last_down_s", "last_up_s",
+        "backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "lag", "last_down_s", "last_up_s",
         "latest", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world",
     )  # fmt: skip
 
@@ -110,6 +110,7 @@ class Member:
         self.code = 0
         self.has_finished = self.is_leaving = self.is_frozen = self.was_stalled = False
         self.backlog: list[tuple[object, tuple[object, ...]]] = []
+        self.lag = 1.0
         self.last_up_s = self.last_down_s = 0.0
         self.standing = Standing()
 
@@ -162,8 +163,7 @@ class Member:
             if source is not self and group.has_failed:
                 self.broke(group, "the source of the first state is gone")
                 return
-            self.world.made_state(self)
-            self.digest = -source.number
+            self.digest = hash((source.number, group.view.generation))  # as random as the weights of a new model
         elif self.round < top:
             source = group.holder(self)
             if source is None:
@@ -208,7 +208,7 @@ class Member:
             self.has_finished = True
             self.leave_group(is_agreed=True)
             world.up(self, Finished(round_))
-            world.later(0.2, self, self.exit, 0)
+            world.later(0.2, self, self.exit, 1 if world.chance() < 0.001 else 0)
             return
         self.digest = hash((self.digest, round_))
         self.round += 1
