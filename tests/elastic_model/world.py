@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from random import Random
 
 from elastic_model.faults import GENTLE, KINDS, check_end, check_view, strike
-from elastic_model.members import Group, Member, Site, Violation
+from elastic_model.members import NO_STATE, Group, Member, Site, Violation
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.messages import Broken, FromWorker, View
 from paceline.elastic.orders import Begin, End, Order, Say, StopReplacing, Tell
@@ -147,7 +147,7 @@ class World:
 
     def up(self, member: Member, message: FromWorker) -> None:
         """A worker speaks to the coordinator."""
-        if self.is_calm and type(message) is Broken:
+        if self.is_calm and type(message) is Broken and message.round != NO_STATE:
             raise Violation(f"{member.uid} reports {message} without a cause; {self.story()}")
         member.standing.heard(message)
         self.report(member, "said", message)

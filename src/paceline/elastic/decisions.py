@@ -170,6 +170,9 @@ class Decisions:
             self._ending_s = now_s
             self._close_doors("the job is done")
         missing = waits_for(workers, self.views)
+        for each in workers:
+            if each.lives and each not in missing and each.place in (Place.READY, Place.MEMBER):
+                self._dismiss(each, "the job is done")
         if any(each.is_here for each in missing):
             return False
         has_one_ended_well = any(each.has_finished and not each.lives and each.exit_code == 0 for each in workers)
@@ -184,9 +187,6 @@ class Decisions:
         for machine in self.roster.machines.values():
             machine.replaces = False
             self._orders.append(StopReplacing(machine.name, reason))
-        for worker in self.roster.workers.values():
-            if worker.lives and worker.place is Place.READY:
-                self._dismiss(worker, reason)
 
     def _closes(self) -> bool:
         """Waits for the last members to end, after they were all asked to."""
@@ -241,8 +241,10 @@ class Decisions:
             for each in views.newcomers():
                 if not each.trains and not each.has_finished:
                     return each.absence
-        if not latest.is_planned and not views.is_complete and any(each.has_finished for each in views.members()):
-            return "a member has finished"
+        if not latest.is_planned:
+            for each in base:
+                if each.has_finished and each.installed < latest.generation:
+                    return f"worker {each.uid} has finished"
         for uid, report in self._breaks.waiting.items():
             if now_s >= report.due_s or views.is_explained(report.generation):
                 return f"worker {uid} reports: {self._breaks.reasons.get(uid, 'its connections broke')}"

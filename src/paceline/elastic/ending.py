@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.elastic.orders import End
-from paceline.elastic.roster import Worker
+from paceline.elastic.roster import Place, Worker
 from paceline.elastic.views import Views
 
 
-def waits_for(workers: Iterable[Worker], views: Views) -> list[Worker]:
+def waits_for(workers: list[Worker], views: Views) -> list[Worker]:
     """Returns who has to end before the job does, once a member has finished.
 
-    These are the workers that have finished, whose script may go on after its loop, and the members that have the
-    final state but have not reported it. Newcomers without a state are not among them.
+    These are the workers that have finished, whose script may go on after its loop, and those that were with one of
+    them in its last view: they have the final state, since it could not have finished without them.
     """
-    sources = {each.uid for each in views.concerned() if each.has_state}
-    return [each for each in workers if each.lives and (each.has_finished or each.uid in sources)]
+    with_them = {uid for each in workers if each.has_finished for uid in views.members_of(each.installed)}
+    return [
+        each
+        for each in workers
+        if each.lives and (each.has_finished or (each.uid in with_them and each.place is Place.MEMBER))
+    ]
 
 
 def exit_of(workers: Iterable[Worker]) -> End:

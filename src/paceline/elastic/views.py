@@ -89,6 +89,10 @@ class Views:
         """The names of the base's members."""
         return self.base.members if self.base is not None else ()
 
+    def members_of(self, generation: int) -> tuple[str, ...]:
+        """Returns the names of the members of a view, if it is not too long ago."""
+        return self._members_of.get(generation, ())
+
     def members(self) -> list[Worker]:
         """Returns the members of the latest view."""
         return self.roster.named(self.latest.members) if self.latest is not None else []
@@ -108,7 +112,7 @@ class Views:
 
     def is_explained(self, generation: int) -> bool:
         """Returns whether a member of that view is known to be gone, which explains that its connections broke."""
-        return any(not each.trains for each in self.roster.named(self._members_of.get(generation, ())))
+        return any(not each.trains for each in self.roster.named(self.members_of(generation)))
 
     def is_allowed(self) -> bool:
         """Returns whether the machines that are reached may go on without the others.
