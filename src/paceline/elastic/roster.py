@@ -1,0 +1,117 @@
+"""What the coordinator knows about each machine and each worker of an elastic job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class Place(Enum):
+    """Where a worker stands."""
+
+    OUTSIDE = auto()  # it runs; it has not asked to take part, or not again since a view left it out
+    READY = auto()  # it asks to take part
+    MEMBER = auto()  # a view that still counts contains it
+    DISMISSED = auto()  # it was told to end
+
+
+@dataclass
+class Machine:
+    """A machine whose launcher has joined the job."""
+
+    name: str
+    host: str
+    slots: int
+    is_reachable: bool = True
+    has_begun: bool = False
+    replaces: bool = True
+    named: set[str] | None = None  # after its return: the workers that it has named so far
+
+
+@dataclass
+class Worker:
+    """A worker's process.
+
+    Attributes:
+        since: the first view that contains it, since it was ready last.
+        installed: the latest view that it has entered.
+        has_state: it has entered a view that contains it, so that its state is the job's.
+        denies: it has reported that it holds no state.
+        leaving: why it was asked to end, if it was.
+        stalled: why its launcher thinks that it does nothing, if so.
+        ended: how it ended.
+        was_drained: all that it sent before it ended is known.
+    """
+
+    uid: str
+    machine: Machine
+    place: Place = Place.OUTSIDE
+    fingerprint: str = ""
+    ready_s: float = 0.0
+    since: int = 0
+    installed: int = 0
+    has_state: bool = False
+    denies: bool = False
+    leaving: str | None = None
+    has_finished: bool = False
+    stalled: str | None = None
+    ended: str | None = None
+    exit_code: int = 0
+    was_drained: bool = True
+
+    @property
+    def lives(self) -> bool:
+        """Its end is not known."""
+        return self.ended is None
+
+    @property
+    def is_here(self) -> bool:
+        """It runs, and answers."""
+        return self.ended is None and self.machine.is_reachable and self.stalled is None
+
+    @property
+    def trains(self) -> bool:
+        """It is a member that can go on."""
+        return self.place is Place.MEMBER and self.is_here and not self.has_finished
+
+    @property
+    def may_return(self) -> bool:
+        """It is a member that cannot go on now, but perhaps later."""
+        return self.place is Place.MEMBER and self.ended is None and not self.is_here and not self.has_finished
+
+    @property
+    def absence(self) -> str:
+        """Why it is not here."""
+        if self.ended is not None:
+            return f"worker {self.uid} on {self.machine.host} has ended ({self.ended})"
+        if not self.machine.is_reachable:
+            return f"{self.machine.host}, with worker {self.uid}, cannot be reached"
+        return f"worker {self.uid} on {self.machine.host} does not answer ({self.stalled})"
+
+
+@dataclass
+class Roster:
+    """All machines and workers that have been heard of."""
+
+    machines: dict[str, Machine] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+
+    def named(self, uids: tuple[str, ...]) -> list[Worker]:
+        """Returns these workers."""
+        return [self.workers[uid] for uid in uids]
+
+    def ready(self) -> list[Worker]:
+        """Returns the workers that ask to take part and can, in the order in which they asked."""
+        found = [each for each in self.workers.values() if each.place is Place.READY and each.is_here]
+        return sorted(found, key=lambda each: each.ready_s)
+
+    def expected(self) -> int:
+        """Returns how many workers the machines keep running."""
+        return sum(each.slots for each in self.machines.values() if each.has_begun and each.is_reachable)
+
+    def can_grow(self) -> bool:
+        """Returns whether a worker lives outside of all views, or may yet be started."""
+        if any(each.slots and each.replaces and each.is_reachable for each in self.machines.values()):
+            return True
+        outside = (Place.OUTSIDE, Place.READY)
+        return any(each.lives and each.place in outside for each in self.workers.values())

@@ -1,0 +1,261 @@
+"""A worker as the coordinator sees one: the rules by which it follows views, on rounds that only make a chain of hashes.
+
+A worker's state is (rounds committed, digest); -1 rounds is no state. The groups stand for the connections between the
+members of one view: they form when all have come, break when one is gone, and let a round commit, at each member at a
+time of its own, once all have contributed to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Leaving, Ready, ToWorker, View, Wait
+from paceline.elastic.standing import Standing
+
+if TYPE_CHECKING:
+    from elastic_model.world import World
+
+NO_STATE = -1
+FORMING_S = 4.0  # how long a member waits for the others
+
+
+class Violation(AssertionError):
+    """What must never happen has happened."""
+
+
+class Group:
+    """The connections of one view."""
+
+    __slots__ = ("arrived", "contributions", "formed", "has_failed", "top", "view", "world")
+
+    def __init__(self, world: World, view: View) -> None:
+        self.world, self.view = world, view
+        self.arrived: dict[str, Member] = {}
+        self.contributions: dict[int, dict[str, int]] = {}
+        self.has_failed = False
+        self.formed = 0
+        self.top = NO_STATE
+
+    def arrive(self, member: Member) -> None:
+        """A member has come; when all have, each takes the state that the others have."""
+        self.arrived[member.uid] = member
+        if self.has_failed or len(self.arrived) < len(self.view.members) or not self.world.connects(self.arrived):
+            return
+        self.top = max(each.round for each in self.arrived.values())
+        for each in self.arrived.values():
+            most_s = self.world.copy_s if each.round == NO_STATE else 0.03
+            self.world.later(most_s, each, each.formed, self)
+        if self.world.is_cursed:
+            self.fail()
+
+    def contribute(self, member: Member) -> None:
+        """A member has computed its part of a round; with the last part, the round is everybody's."""
+        parts = self.contributions.setdefault(member.round, {})
+        parts[member.uid] = member.heard
+        if len(parts) < len(self.view.members) or not self.world.connects(self.arrived):
+            return
+        heard = min(parts.values()) if self.world.agrees_on_views else 0
+        for each in self.arrived.values():
+            self.world.later(0.03, each, each.commit, self, member.round, heard)
+
+    def fail(self) -> None:
+        """One is gone: the others notice."""
+        if not self.has_failed:
+            self.has_failed = True
+            for each in self.arrived.values():
+                self.world.later(0.06, each, each.broke, self, "a peer is gone")
+
+    def holder(self, but: Member) -> Member | None:
+        """Returns a member that has the newest state, and can still give it."""
+        if self.has_failed:
+            return None
+        return next((each for each in self.arrived.values() if each is not but and each.round == self.top), None)
+
+
+class Site:
+    """A machine and its launcher."""
+
+    __slots__ = ("attempts", "cuts", "has_begun", "is_cut", "is_gone", "is_isolated", "is_known_lost", "fingerprint",
+                 "name", "replaces", "slots", "unheard")  # fmt: skip
+
+    def __init__(self, name: str, slots: int, attempts: int) -> None:
+        self.name, self.slots, self.attempts = name, slots, attempts
+        self.fingerprint = "same"
+        self.has_begun = self.is_gone = False
+        self.replaces = True
+        self.is_cut = False  # from the coordinator
+        self.is_isolated = False  # from all other machines too
+        self.is_known_lost = False  # to the coordinator
+        self.cuts = 0
+        self.unheard: list[tuple[str, str, int]] = []  # deaths while it was cut
+
+
+class Member:
+    """A worker's process."""
+
+    __slots__ = (
+        "backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "lag", "last_down_s", "last_up_s",
+        "latest", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world",
+    )  # fmt: skip
+
+    def __init__(self, world: World, number: int, site: Site, slot: int) -> None:
+        self.world, self.number, self.site, self.slot = world, number, site, slot
+        self.uid = f"{site.name}.{slot}.{number}"
+        self.state = "boot"  # boot, ready, forming, working, idle, broken, done, dead
+        self.round, self.digest = NO_STATE, 0
+        self.group: Group | None = None
+        self.heard = 0  # the largest view heard of
+        self.latest: View | None = None
+        self.is_between = False  # it waits between two batches
+        self.code = 0
+        self.has_finished = self.is_leaving = self.is_frozen = self.was_stalled = False
+        self.backlog: list[tuple[object, tuple[object, ...]]] = []
+        self.lag = 1.0
+        self.last_up_s = self.last_down_s = 0.0
+        self.standing = Standing()
+
+    def booted(self) -> None:
+        """The script has come to its loop."""
+        if self.state == "boot":
+            self.state = "ready"
+            self.world.up(self, Ready(self.site.fingerprint))
+
+    def hear(self, message: ToWorker) -> None:
+        """A message from the coordinator."""
+        if self.state in ("dead", "done", "boot") or isinstance(message, Wait):
+            return
+        if isinstance(message, Dismissed):
+            self.exit(message.code)
+            return
+        if message.generation <= self.heard:
+            return
+        self.heard, self.latest = message.generation, message
+        if self.uid in message.members:
+            if not message.is_planned or self.state in ("ready", "idle") or self.is_between:
+                self.enter(message)
+        elif not self.is_leaving:
+            self.leave_group()
+            self.state, self.round, self.is_between = "ready", NO_STATE, False
+            self.world.up(self, Ready(self.site.fingerprint))
+        elif not message.is_planned or self.state != "working":
+            self.exit(0)
+
+    def enter(self, view: View) -> None:
+        """Meets the members of a view."""
+        self.leave_group(is_agreed=view.is_planned)
+        self.state, self.is_between = "forming", view.is_planned
+        self.group = self.world.group(view)
+        self.world.after(FORMING_S, self, self.timed_out, self.group)
+        self.group.arrive(self)
+
+    def timed_out(self, group: Group) -> None:
+        """Not all members have come."""
+        if self.state == "forming":
+            self.broke(group, "not all members came")
+
+    def formed(self, group: Group) -> None:
+        """All members have come: takes the newest state, and begins."""
+        if self.group is not group or self.state != "forming":
+            return
+        top = group.top
+        if top == NO_STATE:
+            source = group.arrived[group.view.members[0]]
+            if source is not self and group.has_failed:
+                self.broke(group, "the source of the first state is gone")
+                return
+            self.digest = hash((source.number, group.view.generation))  # as random as the weights of a new model
+        elif self.round < top:
+            source = group.holder(self)
+            if source is None:
+                self.broke(group, "nobody gives the state")
+                return
+            if NO_STATE < self.round < top - 1:
+                raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
+            if self.round == NO_STATE and top % self.world.batch and not group.view.is_planned:
+                raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
+            self.digest = source.digest
+        group.formed += 1
+        if group.formed == len(group.view.members):
+            self.world.last_formed = group.view
+        self.round = max(top, 0)
+        self.world.up(self, Installed(group.view.generation, self.round))
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Begins the next round, unless the view has too few members for a further batch."""
+        view = self.group.view
+        world = self.world
+        if view.must_wait and self.round % world.batch == 0 and self.round < world.rounds:
+            self.state, self.is_between = "idle", True
+            if self.heard > view.generation:
+                self.follow_latest()
+            return
+        self.state, self.is_between = "working", False
+        world.later(0.05, self, self.contribute, self.group, self.round)
+
+    def contribute(self, group: Group, round_: int) -> None:
+        """Has computed its part."""
+        if self.group is group and self.state == "working" and self.round == round_:
+            group.contribute(self)
+
+    def commit(self, group: Group, round_: int, heard: int) -> None:
+        """All parts and headers are here."""
+        world = self.world
+        if self.group is not group or self.state != "working" or self.round != round_:
+            return
+        if round_ == world.rounds:
+            self.state = "done"
+            self.has_finished = True
+            self.leave_group(is_agreed=True)
+            world.up(self, Finished(round_))
+            world.later(0.2, self, self.exit, 1 if world.chance() < 0.001 else 0)
+            return
+        self.digest = hash((self.digest, round_))
+        self.round += 1
+        world.committed(self, round_)
+        at_batch = self.round % world.batch == 0 and self.round < world.rounds
+        if not world.agrees_on_views:
+            heard = self.heard
+        if at_batch and heard > group.view.generation:
+            self.follow_latest()
+        else:
+            self.begin_round()
+
+    def follow_latest(self) -> None:
+        """Enters the planned view, or ends because it leaves."""
+        if self.uid in self.latest.members:
+            self.enter(self.latest)
+        else:
+            self.leave_group(is_agreed=True)
+            self.exit(0)
+
+    def broke(self, group: Group, reason: str) -> None:
+        """The connections of the view are gone."""
+        if self.group is not group or self.state not in ("forming", "working", "idle"):
+            return
+        self.leave_group()
+        self.state = "broken"
+        self.world.up(self, Broken(group.view.generation, self.round, reason))
+        if self.is_between and self.heard > group.view.generation:
+            self.follow_latest()
+
+    def asked_to_leave(self) -> None:
+        """SIGTERM."""
+        if self.state == "boot":
+            self.exit(-15)
+        elif self.state not in ("dead", "done") and not self.is_leaving:
+            self.is_leaving = True
+            self.world.up(self, Leaving("SIGTERM"))
+
+    def exit(self, code: int) -> None:
+        """The process ends, or is killed."""
+        if self.state != "dead":
+            self.state, self.code = "dead", code
+            self.leave_group()
+            self.world.ended(self, code)
+
+    def leave_group(self, *, is_agreed: bool = False) -> None:
+        """Closes the connections of the view that it is in; where all do it, that may disturb those that are late."""
+        group, self.group = self.group, None
+        if group is not None and (not is_agreed or self.world.is_rude):
+            group.fail()
