@@ -39,7 +39,7 @@ class Views:
     def give(self, members: Iterable[Worker], *, is_planned: bool, must_wait: bool) -> View:
         """Makes the next view, and leaves out those members of the views before that are not in it."""
         self._count += 1
-        chosen = list(members)
+        chosen = sorted(members, key=lambda each: each.uid)  # ranks that do not depend on who was ready first
         view = View((self.term << 32) + self._count, tuple(each.uid for each in chosen), is_planned, must_wait)
         for worker in self.concerned():
             if worker.uid not in view.members and worker.place is Place.MEMBER and not worker.has_finished:
