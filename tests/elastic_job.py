@@ -212,9 +212,8 @@ class Job:
                 case End():
                     self._end = order
                     self.outcome.said.append(order.reason)
-                    if order.code:
-                        for worker in self.workers.values():
-                            worker.process.kill()
+                    for worker in self.workers.values():
+                        worker.process.kill()
                 case Say(text):
                     self.outcome.said.append(text)
 
