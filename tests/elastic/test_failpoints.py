@@ -64,10 +64,12 @@ def test_a_second_worker_may_be_killed_meanwhile(point: str, undisturbed: str) -
     assert fired or point in ("loop.over", "join.ready", "state.loaded"), f"{point} was never reached twice"
 
 
-@pytest.mark.parametrize("point", ["round.begun", "round.computed", "round.summed", "round.voted", "batch.begun"])
+@pytest.mark.parametrize(
+    "point", ["view.entering", "view.formed", "view.agreed", "round.computed", "round.summed", "round.voted"]
+)
 def test_lost_connections_alone_cost_nothing(point: str, undisturbed: str) -> None:
     for worker in WORKERS:
-        outcome = run(f"{worker}:{point}@3=lose")
+        outcome = run(f"{worker}:{point}@{1 if point.startswith('view') else 3}=lose")
         require_undisturbed(outcome, undisturbed)
         assert set(outcome.ended) == set(WORKERS)
 

@@ -172,7 +172,9 @@ class Member:
             if NO_STATE < self.round < top - 1:
                 raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
             if self.round == NO_STATE and top % self.world.batch and not group.view.is_planned:
-                raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
+                raise Violation(
+                    f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}"
+                )
             self.digest = source.digest
         group.formed += 1
         if group.formed == len(group.view.members):
