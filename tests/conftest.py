@@ -9,9 +9,10 @@ from pathlib import Path
 import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
+from launching import script
 from world import RankFailed, Ranks, World, close_worlds
 
-__all__ = ["Hosts", "RankFailed", "Ranks", "World"]
+__all__ = ["Hosts", "RankFailed", "Ranks", "World", "script"]
 
 
 @pytest.fixture
