@@ -34,6 +34,13 @@ def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return nccl_stub.build(tmp_path_factory.mktemp("nccl"))
 
 
+@pytest.fixture
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs as outside of a job, whatever started it."""
+    for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def pytest_configure() -> None:
     """A run in the background ignores Ctrl-C, one under nohup SIGHUP; what the tests start must not inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
