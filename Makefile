@@ -8,7 +8,7 @@ CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench sanitize clean
+.PHONY: help demo test nightly lint format bench sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -21,6 +21,9 @@ demo: $(VENV)/built ## Train the digits example on 2 ranks (RANKS=n for others)
 test: $(VENV)/built ## Run the test suite
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu"
+
+nightly: $(VENV)/built ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
+	@$(BIN)/python tests/nightly.py $(PARTS)
 
 lint: $(VENV)/built ## Check style, formatting, types and layers
 	$(BIN)/ruff check $(CODE)

@@ -10,6 +10,7 @@ import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
 from launching import script
+from sampling import multiply_the_default
 from world import RankFailed, Ranks, World, close_worlds
 
 __all__ = ["Hosts", "RankFailed", "Ranks", "World", "script"]
@@ -42,8 +43,9 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure() -> None:
-    """A run in the background ignores Ctrl-C, one under nohup SIGHUP; what the tests start must not inherit that."""
+    """A run in the background ignores Ctrl-C, one under nohup SIGHUP: what the tests start must not inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+    multiply_the_default()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline.schedule.registry import ALGORITHMS, build, offers
 from paceline.schedule.steps import ROOTED, Operation
@@ -96,14 +97,14 @@ def topologies(draw, most=48):
     return [host for host in hosts if host]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(topologies(), st.sampled_from(list(ALGORITHMS["hierarchical"])), st.integers(0, 1000))
 def test_any_ranks_on_any_hosts_end_right(hosts, operation, root):
     world_size = sum(map(len, hosts))
     verify(world("hierarchical", operation, world_size, root % world_size if operation in ROOTED else -1, hosts))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 6),
     st.integers(1, 8),
@@ -117,7 +118,7 @@ def test_rails_of_shuffled_ranks_end_right(n_hosts, ranks_a_host, random, operat
     verify(world("hierarchical", operation, len(ranks), root, hosts))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(131, 600), st.sampled_from(["tree", "star"]), st.integers(0, 1000), st.data())
 def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
     operations = [
@@ -129,7 +130,7 @@ def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
     verify(world(algorithm, operation, world_size, root % world_size if operation in ROOTED else -1))
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(131, 300), st.sampled_from(["halving_doubling", "hierarchical"]), st.integers(2, 16))
 def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_a_host):
     verify(world(algorithm, Operation.ALL_REDUCE, world_size, hosts=equal_hosts(world_size, ranks_a_host)))
