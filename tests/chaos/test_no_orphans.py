@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, is_alive, kill, processes_with, wait_until
+from launching import ENVIRONMENT, command, is_alive, kill, processes_with, run, wait_until
 
 from paceline.launch.cgroup import Cgroup
 
@@ -292,21 +292,28 @@ def delegated():
     return probe.directory.parent
 
 
+def _cgroup_in(delegated: Path, text: str) -> Path:
+    """The cgroup of version 2 that /proc/PID/cgroup names; other jobs may have theirs beside it."""
+    (name,) = (Path(line).name for line in text.splitlines() if "0::" in line)
+    assert name.startswith("paceline-"), text
+    return delegated / name
+
+
 def test_a_daemon_of_a_worker_ends_with_a_killed_launcher(with_daemon, delegated):
-    before = set(delegated.glob("paceline-*"))
     launcher, daemon = with_daemon("stay")
-    (made,) = set(delegated.glob("paceline-*")) - before
+    made = _cgroup_in(delegated, Path(f"/proc/{daemon}/cgroup").read_text())
+    assert made.exists()
     launcher.kill()
     wait_until(lambda: not is_alive(daemon), 10)
     wait_until(lambda: not made.exists(), 10)
 
 
 def test_a_job_leaves_no_cgroup(delegated, tmp_path):
-    before = set(delegated.glob("paceline-*"))
-    script = tmp_path / "nothing.py"
-    script.write_text("")
-    assert subprocess.run(command("--nproc-per-node=2", str(script)), env=ENVIRONMENT).returncode == 0
-    assert set(delegated.glob("paceline-*")) <= before
+    script = tmp_path / "cgroup.py"
+    script.write_text("print(open('/proc/self/cgroup').read())")
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    assert not _cgroup_in(delegated, done.stdout).exists()
 
 
 def _ordeal(number: int, directory: Path) -> str | None:
