@@ -123,7 +123,7 @@ BY_EACH_ALGORITHM = [partial(every_collective_by, algorithm) for algorithm in AL
 BETWEEN_HOSTS = OneWorld(*BY_EACH_ALGORITHM, timeout_s=110)
 
 
-@pytest.mark.parametrize("program", map(name_of, BY_EACH_ALGORITHM))
+@pytest.mark.parametrize("program", list(map(name_of, BY_EACH_ALGORITHM)))
 @pytest.mark.parametrize("layout", [(2, 2), (1, 2)], ids=str)
 def test_every_algorithm_between_hosts(hosts, program, layout):
     BETWEEN_HOSTS.require(layout, program)

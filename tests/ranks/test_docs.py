@@ -75,7 +75,7 @@ RUN_HERE = [
 ON_RANKS = OneWorld(*RUN_HERE)
 
 
-@pytest.mark.parametrize("program", map(name_of, RUN_HERE))
+@pytest.mark.parametrize("program", list(map(name_of, RUN_HERE)))
 def test_a_program_of_the_docs_runs_on_two_ranks(ranks, program):
     ON_RANKS.require(2, program)
 

@@ -18,6 +18,10 @@ from paceline.schedule.verify.symbolic import verify
 FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
 PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALGORITHMS[algorithm]]
 SMALL, LARGE = range(1, 41), range(41, 131)
+# In the suite the sizes around powers of two, a prime, the largest, and one of every thirteen of the rest.
+SOME_LARGE = sorted({*range(41, 131, 13), 63, 64, 65, 113, 127, 128, 129, 130})
+ALL_LARGE = pytest.param(LARGE, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="all")
+SIZES = pytest.mark.parametrize("sizes", [pytest.param(SOME_LARGE, id="some"), ALL_LARGE])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,14 +73,16 @@ def test_every_world_up_to_40_with_a_smaller_last_host_is_right(operation):
             verify(world("hierarchical", operation, world_size, root, equal_hosts(world_size, ranks_a_host)))
 
 
+@SIZES
 @pytest.mark.parametrize("algorithm", FLAT)
-def test_all_reduce_ends_right_in_every_world_up_to_130(algorithm):
-    for world_size in LARGE:
+def test_all_reduce_ends_right_in_worlds_up_to_130(algorithm, sizes):
+    for world_size in sizes:
         verify(world(algorithm, Operation.ALL_REDUCE, world_size))
 
 
-def test_hierarchical_all_reduce_ends_right_up_to_130_ranks():
-    for world_size in LARGE:
+@SIZES
+def test_hierarchical_all_reduce_ends_right_up_to_130_ranks(sizes):
+    for world_size in sizes:
         even = [divisor for divisor in divisors(world_size) if 1 < divisor <= 12]
         hosts = equal_hosts(world_size, even[-1] if even else 8)
         verify(world("hierarchical", Operation.ALL_REDUCE, world_size, hosts=hosts))
