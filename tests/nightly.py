@@ -131,7 +131,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"    {results[-1].verdict} {results[-1].detail}", flush=True)
         if results[-1].verdict == "failed":
             print("\n".join((LOGS / f"{part.name}.log").read_text(errors="replace").splitlines()[-_LINES_SHOWN:]))
-    report = f"{time.strftime('%d %B %Y', time.gmtime())}, on {machine()}:\n\n{table(results)}"
+    which = f"only {', '.join(each.part for each in results)}, " if given.parts else ""
+    report = f"{time.strftime('%d %B %Y', time.gmtime())}, {which}on {machine()}:\n\n{table(results)}"
     print(f"\n{report}")
     if given.record:
         PAGE.write_text(with_last_run(PAGE.read_text(), report))

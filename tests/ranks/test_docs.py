@@ -63,7 +63,10 @@ def surroundings() -> dict[str, object]:
 
 
 def run_a_block(page: str, number: int) -> None:
-    exec(compile(blocks(ROOT / page)[number], f"{page}, program {number}", "exec"), surroundings())
+    text, names = blocks(ROOT / page)[number], surroundings()
+    if "model.join()" in text:  # it goes on with the model that the program before it has wrapped
+        names["model"] = paceline.DistributedDataParallel(names["model"])
+    exec(compile(text, f"{page}, program {number}", "exec"), names)
 
 
 RUN_HERE = [

@@ -74,8 +74,19 @@ def test_later_parts_run_after_a_failure(monkeypatch, capsys, tmp_path, programs
     monkeypatch.setattr(nightly, "LOGS", tmp_path)
     assert nightly.main([]) == code
     told = capsys.readouterr().out
+    assert "only " not in told
     for at, program in enumerate(programs):
         assert f"| part{at} | {'failed' if program != 'pass' else 'passed'} |" in told
+
+
+def test_a_recorded_run_of_some_parts_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(nightly, "parts", lambda _: [a_part("one", "pass"), a_part("two", "pass")])
+    monkeypatch.setattr(nightly, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(nightly, "PAGE", tmp_path / "nightly.md")
+    nightly.PAGE.write_text(f"# Title\n\n{nightly.LAST_RUN}\nolder\n")
+    assert nightly.main(["--record", "two"]) == 0
+    page = nightly.PAGE.read_text()
+    assert ", only two, on " in page and "| two | passed |" in page and "older" not in page
 
 
 def test_the_table_has_a_row_for_each_part():
