@@ -119,7 +119,7 @@ def in_a_group() -> None:
         assert work.source_rank() == 0
         assert work.get_future().wait()[1] is pair[1]
         assert (pair[1] == 2).all()
-    dist.barrier()  # a rank of a test ends without a goodbye, and a group that lost a rank receives nothing more
+    dist.barrier()  # what becomes of messages when their sender leaves is tested below
 
 
 def test_in_a_group_ranks_are_taken_as_torch_takes_them(ranks):
