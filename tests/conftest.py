@@ -9,9 +9,11 @@ from pathlib import Path
 import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
+from launching import script
+from sampling import multiply_the_default
 from world import RankFailed, Ranks, World, close_worlds
 
-__all__ = ["Hosts", "RankFailed", "Ranks", "World"]
+__all__ = ["Hosts", "RankFailed", "Ranks", "World", "script"]
 
 
 @pytest.fixture
@@ -33,9 +35,17 @@ def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return nccl_stub.build(tmp_path_factory.mktemp("nccl"))
 
 
+@pytest.fixture
+def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test runs as outside of a job, whatever started it."""
+    for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def pytest_configure() -> None:
-    """A run in the background ignores Ctrl-C, one under nohup SIGHUP; what the tests start must not inherit that."""
+    """A run in the background ignores Ctrl-C, one under nohup SIGHUP: what the tests start must not inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+    multiply_the_default()

@@ -1,4 +1,4 @@
-"""Runs `paceline run` as a person does, and looks after its processes."""
+"""Runs `paceline run` as a person does, and looks after its processes; `script("...")` writes what it is to run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 _OF_A_JOB = ("OMP_NUM_THREADS", "PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE", "PACELINE_STORE")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    """Writes a text into a file of its own directory and returns the file's path."""
+
+    def write(text: str, name: str = "script.py") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
 
 
 def command(*arguments: str) -> list[str]:

@@ -10,6 +10,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 
+from hosts.fixture import Hosts
 from world import RankFailed, Ranks
 
 Program = Callable[[], object]
@@ -53,25 +54,32 @@ def require(reports: Mapping[str, str], name: str) -> None:
     assert not reports[name], reports[name]
 
 
+Layout = int | tuple[int, ...]
+
+
 class OneWorld:
-    """Programs that share a world of each size, which runs when the first of their tests does."""
+    """Programs that share a world of each layout, which runs when the first of their tests does.
+
+    A layout is a number of ranks on this machine, or the numbers of ranks on each of several hosts.
+    """
 
     def __init__(self, *programs: Program, timeout_s: float = 60) -> None:
         self.programs = {name_of(program): program for program in programs}
         self.timeout_s = timeout_s
 
-    def require(self, size: int, name: str) -> None:
-        require(_reports(self, size), name)
+    def require(self, layout: Layout, name: str) -> None:
+        require(_reports(self, layout), name)
 
-    def run(self, size: int) -> dict[str, str]:
+    def run(self, layout: Layout) -> dict[str, str]:
         """The reports of all ranks, by program."""
-        return merged(Ranks(size)(_in_a_group, self.programs, timeout_s=self.timeout_s))
+        ranks = Ranks(layout) if isinstance(layout, int) else Hosts(layout)
+        return merged(ranks(_in_a_group, self.programs, timeout_s=self.timeout_s))
 
 
 @functools.cache
-def _reports(world: OneWorld, size: int) -> dict[str, str]:
+def _reports(world: OneWorld, layout: Layout) -> dict[str, str]:
     try:
-        return world.run(size)
+        return world.run(layout)
     except RankFailed as error:  # remembered too: each test would wait for the time-out again
         return dict.fromkeys(world.programs, str(error))
 

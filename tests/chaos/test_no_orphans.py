@@ -2,80 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
-import random
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, is_alive, kill, processes_with, wait_until
+from launching import ENVIRONMENT, command, is_alive, kill, processes_with, run, wait_until
+from stubborn import STUBBORN, WORKERS, Started
 
 from paceline.launch.cgroup import Cgroup
-
-# A worker that deserves no trust: it ignores what it can and starts children, one of them in a session of its own.
-STUBBORN = """
-import os, signal, subprocess, sys, time
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    if "ignore" in sys.argv:
-        signal.signal(number, signal.SIG_IGN)
-for apart in (False, True):
-    subprocess.Popen(["sleep", "300"], start_new_session=apart)
-mark = "PACELINE_TEST_MARK=" + os.environ["PACELINE_TEST_MARK"]
-subprocess.Popen(["env", "-i", mark, "sleep", "300"])
-open(sys.argv[1] + os.environ["RANK"], "w").close()
-time.sleep(300)
-"""
-KILLS = 100
-WORKERS = 2
-
-
-class Started:
-    """A launcher whose processes can be found again by a mark of the test's own."""
-
-    def __init__(self, directory: Path, *flags: str, words: str = "", terminal: int | None = None) -> None:
-        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
-        self.base = directory / secrets.token_hex(4)
-        script = Path(f"{self.base}-stubborn.py")  # its own: a job may start while another one reads its script
-        script.write_text(STUBBORN)
-        arguments = command(f"--nproc-per-node={WORKERS}", *flags, str(script), str(self.base), words)
-        name, value = self.mark.split("=")
-        self.scratch = directory / f"tmp-{secrets.token_hex(4)}"
-        self.scratch.mkdir()
-        environment = {**ENVIRONMENT, name: value, "TMPDIR": str(self.scratch)}
-        streams = subprocess.DEVNULL if terminal is None else terminal
-        self.process = subprocess.Popen(
-            arguments, stdin=streams, stdout=streams, stderr=streams, env=environment, start_new_session=True
-        )
-
-    @property
-    def is_up(self) -> bool:
-        return all(Path(f"{self.base}{rank}").exists() for rank in range(WORKERS))
-
-    def wait_until_up(self) -> None:
-        wait_until(lambda: self.is_up)
-
-    def left(self) -> list[int]:
-        return [pid for pid in processes_with(self.mark) if pid != self.process.pid]
-
-    def expect_nothing_left(self, timeout_s: float = 10) -> None:
-        wait_until(lambda: not self.left(), timeout_s)
-        wait_until(lambda: not any(self.scratch.iterdir()), 2)
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self.left(), 5)  # the guards do it, and remove the job's directory and cgroup
-        kill(self.left())
-        self.process.wait()
 
 
 @pytest.fixture
@@ -292,60 +233,25 @@ def delegated():
     return probe.directory.parent
 
 
+def _cgroup_in(delegated: Path, text: str) -> Path:
+    """The cgroup of version 2 that /proc/PID/cgroup names; other jobs may have theirs beside it."""
+    (name,) = (Path(line).name for line in text.splitlines() if "0::" in line)
+    assert name.startswith("paceline-"), text
+    return delegated / name
+
+
 def test_a_daemon_of_a_worker_ends_with_a_killed_launcher(with_daemon, delegated):
-    before = set(delegated.glob("paceline-*"))
     launcher, daemon = with_daemon("stay")
-    (made,) = set(delegated.glob("paceline-*")) - before
+    made = _cgroup_in(delegated, Path(f"/proc/{daemon}/cgroup").read_text())
+    assert made.exists()
     launcher.kill()
     wait_until(lambda: not is_alive(daemon), 10)
     wait_until(lambda: not made.exists(), 10)
 
 
 def test_a_job_leaves_no_cgroup(delegated, tmp_path):
-    before = set(delegated.glob("paceline-*"))
-    script = tmp_path / "nothing.py"
-    script.write_text("")
-    assert subprocess.run(command("--nproc-per-node=2", str(script)), env=ENVIRONMENT).returncode == 0
-    assert set(delegated.glob("paceline-*")) <= before
-
-
-def _ordeal(number: int, directory: Path) -> str | None:
-    """One job, ended at a random instant in a random way; what was left of it, in words.
-
-    One job of every four is up by then, however slow the machine is: a launcher that is killed before it has started
-    anything shows little.
-    """
-    chance = random.Random(number)
-    words = chance.choice(["", "ignore"])
-    flags = (f"--max-restarts={chance.choice([0, 0, 5])}", f"--start-method={chance.choice(['spawn', 'forkserver'])}")
-    job = Started(directory, "--shutdown-timeout=0.2", *flags, words=words)
-    try:
-        if number % 4 == 0:
-            wait_until(lambda: job.is_up, 60)
-        time.sleep(chance.uniform(0.0, 0.1 if number % 4 == 0 else 0.6))
-        for _ in range(chance.choice([1, 1, 2, 3])):
-            mine = [job.process.pid, *job.left()]
-            victim = chance.choice([job.process.pid, chance.choice(mine)])
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
-            time.sleep(chance.uniform(0.0, 0.05))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(job.process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
-        try:
-            job.process.wait(15)
-        except subprocess.TimeoutExpired:
-            return f"ordeal {number}: the launcher runs on"
-        deadline = time.monotonic() + 5
-        while job.left() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        told = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[-100:] for pid in job.left()]
-        return f"ordeal {number}: left are {told}" if told else None
-    finally:
-        job.close()
-
-
-@pytest.mark.timeout(180)
-def test_a_hundred_random_kills_leave_nothing(tmp_path):
-    with ThreadPoolExecutor(3) as threads:
-        left = [each for each in threads.map(lambda number: _ordeal(number, tmp_path), range(KILLS)) if each]
-    assert not left
+    script = tmp_path / "cgroup.py"
+    script.write_text("print(open('/proc/self/cgroup').read())")
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    assert not _cgroup_in(delegated, done.stdout).exists()

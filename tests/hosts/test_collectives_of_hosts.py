@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from collectives_vs_gloo import agree_with_gloo
+from one_world import OneWorld, name_of
 from values import COMPLEX, FLOATS, INTEGERS, expected, make, supported
 
 import paceline as dist
@@ -84,24 +87,31 @@ def moves(group: dist.ProcessGroup, dtypes: list[torch.dtype]) -> None:
 
 def every_collective(algorithm: str | None, all_types: bool) -> None:
     dist.init_process_group(algorithm=algorithm)
-    world = dist.GroupMember.WORLD
+    every_collective_of(dist.GroupMember.WORLD, all_types)
+    dist.destroy_process_group()
+
+
+def every_collective_by(algorithm: str) -> None:
+    every_collective_of(dist.new_group(algorithm=algorithm), all_types=False)
+
+
+def every_collective_of(group: dist.ProcessGroup, all_types: bool) -> None:
     every = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
-    reductions(world, every if all_types else [torch.float32, torch.int64, torch.bfloat16])
-    moves(world, every if all_types else [torch.uint8, torch.float64])
-    rank, size = world.rank(), world.size()
+    reductions(group, every if all_types else [torch.float32, torch.int64, torch.bfloat16])
+    moves(group, every if all_types else [torch.uint8, torch.float64])
+    rank, size = group.rank(), group.size()
     rows = [(rank + r) % size * 20_000 for r in range(size)]
     source = torch.cat([torch.full((n, 2), 10.0 * rank + r) for r, n in enumerate(rows)])
     output = torch.empty(sum(rows), 2)
-    dist.all_to_all_single(output, source, rows, rows)
+    dist.all_to_all_single(output, source, rows, rows, group=group)
     assert torch.equal(output, torch.cat([torch.full((n, 2), 10.0 * r + rank) for r, n in enumerate(rows)]))
     several = [torch.full((n,), float(rank)) for n in (3, 0, 100_000, 1)]
-    works = [dist.all_reduce(several, async_op=True), dist.all_reduce(torch.ones(1 << 18), async_op=True)]
+    works = [dist.all_reduce(each, group=group, async_op=True) for each in (several, torch.ones(1 << 18))]
     scalar = torch.ones(())
-    dist.all_reduce(scalar)  # waits its turn
+    dist.all_reduce(scalar, group=group)  # waits its turn
     assert scalar == size and all(work.is_completed() for work in works)
     assert all((tensor == sum(range(size))).all() for tensor in several)
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier(group)
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1), (4, 2), ([2, 1],)], ids=str)
@@ -109,10 +119,14 @@ def test_every_collective_between_hosts(hosts, layout):
     hosts(*layout)(every_collective, None, layout == (2, 2), timeout_s=110)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("layout", [(2, 2), ([1, 2],)], ids=str)
-def test_every_algorithm_between_hosts(hosts, algorithm, layout):
-    hosts(*layout)(every_collective, algorithm, False)
+BY_EACH_ALGORITHM = [partial(every_collective_by, algorithm) for algorithm in ALGORITHMS]
+BETWEEN_HOSTS = OneWorld(*BY_EACH_ALGORITHM, timeout_s=110)
+
+
+@pytest.mark.parametrize("program", list(map(name_of, BY_EACH_ALGORITHM)))
+@pytest.mark.parametrize("layout", [(2, 2), (1, 2)], ids=str)
+def test_every_algorithm_between_hosts(hosts, program, layout):
+    BETWEEN_HOSTS.require(layout, program)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -30,16 +30,6 @@ print("sum", after.item())
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_any_rank_gets_the_terminal_while_others_wait(script, rank):
     with Terminal("--nproc-per-node=2", script(SCRIPT), str(rank)) as terminal:

@@ -119,10 +119,35 @@ def in_a_group() -> None:
         assert work.source_rank() == 0
         assert work.get_future().wait()[1] is pair[1]
         assert (pair[1] == 2).all()
+    dist.barrier()  # what becomes of messages when their sender leaves is tested below
 
 
 def test_in_a_group_ranks_are_taken_as_torch_takes_them(ranks):
     ranks(3)(in_a_group)
+
+
+def leave_after_sending() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        for at in range(3):
+            dist.send(torch.full((4,), float(at)), 0, group)
+        dist.destroy_process_group()
+        return
+    received = torch.zeros(4)
+    dist.recv(received, 1, group)
+    assert (received == 0).all()
+    time.sleep(0.3)  # the goodbye is read with the first message or here
+    for at in (1, 2):
+        assert dist.recv(received, None if at == 2 else 1, group) == 1
+        assert (received == at).all()
+    with pytest.raises(dist.PeerLostError, match=r"rank 1 .*left the group"):
+        dist.recv(received, 1, group)
+
+
+def test_what_was_sent_before_a_rank_left_arrives(ranks):
+    ranks(2)(leave_after_sending)
 
 
 def send_objects() -> None:

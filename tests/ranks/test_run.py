@@ -5,34 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from launching import ENVIRONMENT, command, run
 
 import paceline as dist
 from paceline.rendezvous.rendezvous import rendezvous
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PACELINE_SECRET")}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "paceline", "run", *arguments]
-
-
-def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=ENVIRONMENT)
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
 
 
 def test_workers_find_their_place_and_every_line_has_its_rank(script):

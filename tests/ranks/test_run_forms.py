@@ -15,13 +15,6 @@ import paceline as dist
 PLACE = "import os, sys; print(os.environ['RANK'], os.environ['LOCAL_RANK'], *sys.argv[1:], __name__)"
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(PLACE)
-    return str(path)
-
-
 def old_form(*arguments: str) -> list[str]:
     command = [sys.executable, "-m", "paceline.launch", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
@@ -29,30 +22,36 @@ def old_form(*arguments: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def test_the_old_form_passes_the_local_rank(script):
+@pytest.fixture
+def place(script):
+    """The path of a script that prints its place."""
+    return script(PLACE)
+
+
+def test_the_old_form_passes_the_local_rank(place):
     expected = [f"[rank {r}] {r} {r} --local_rank={r} --x 1 __main__" for r in range(2)]
-    assert old_form("--nproc_per_node=2", script, "--x", "1") == expected
+    assert old_form("--nproc_per_node=2", place, "--x", "1") == expected
 
 
-def test_the_old_form_with_use_env_does_not(script):
-    assert old_form("--nproc_per_node=1", "--use_env", script, "y") == ["[rank 0] 0 0 y __main__"]
+def test_the_old_form_with_use_env_does_not(place):
+    assert old_form("--nproc_per_node=1", "--use_env", place, "y") == ["[rank 0] 0 0 y __main__"]
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--run-path"], lambda script: [script, "a"]),
-        (["--no-python"], lambda script: [sys.executable, script, "a"]),
-        (["-m"], lambda script: ["script", "a"]),
-        (["--start-method", "forkserver"], lambda script: [script, "a"]),
-        (["--start-method", "fork", "-m"], lambda script: ["script", "a"]),
-        (["--start-method", "forkserver", "--run-path"], lambda script: [script, "a"]),
-        (["--start-method", "forkserver", "--no-python"], lambda script: [sys.executable, script, "a"]),
-        (["--monitor-interval", "1"], lambda script: [script, "a"]),
+        (["--run-path"], lambda place: [place, "a"]),
+        (["--no-python"], lambda place: [sys.executable, place, "a"]),
+        (["-m"], lambda _: ["script", "a"]),
+        (["--start-method", "forkserver"], lambda place: [place, "a"]),
+        (["--start-method", "fork", "-m"], lambda _: ["script", "a"]),
+        (["--start-method", "forkserver", "--run-path"], lambda place: [place, "a"]),
+        (["--start-method", "forkserver", "--no-python"], lambda place: [sys.executable, place, "a"]),
+        (["--monitor-interval", "1"], lambda place: [place, "a"]),
     ],
 )
-def test_each_kind_of_command_runs(script, flags, words):
-    done = run(*flags, *words(script), cwd=os.path.dirname(script))
+def test_each_kind_of_command_runs(place, flags, words):
+    done = run(*flags, *words(place), cwd=os.path.dirname(place))
     assert (done.returncode, done.stdout) == (0, "[rank 0] 0 0 a __main__\n"), done.stderr
 
 
@@ -62,26 +61,25 @@ def test_a_program_that_is_none_is_named():
     assert "/nowhere/program cannot be executed (No such file or directory)" in done.stderr
 
 
-def test_a_role_and_a_virtual_local_rank_reach_the_worker(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("import os; print(*(os.environ[n] for n in ('ROLE_NAME', 'LOCAL_RANK', 'CUDA_VISIBLE_DEVICES')))")
+def test_a_role_and_a_virtual_local_rank_reach_the_worker(script):
+    path = script("import os; print(*(os.environ[n] for n in ('ROLE_NAME', 'LOCAL_RANK', 'CUDA_VISIBLE_DEVICES')))")
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "5,7"}
-    done = run("--role", "eval", "--virtual-local-rank", "--nproc-per-node", "2", str(path), env=environment)
+    done = run("--role", "eval", "--virtual-local-rank", "--nproc-per-node", "2", path, env=environment)
     assert sorted(done.stdout.splitlines()) == ["[rank 0] eval 0 5", "[rank 1] eval 0 7"]
 
 
-def test_a_dry_run_starts_nothing_and_says_what_it_would(script):
-    done = run("--dry-run", "--nproc-per-node=2", "--max-restarts=3", script, "--lr", "0.1", env={"PATH": "/usr/bin"})
+def test_a_dry_run_starts_nothing_and_says_what_it_would(place):
+    done = run("--dry-run", "--nproc-per-node=2", "--max-restarts=3", place, "--lr", "0.1", env={"PATH": "/usr/bin"})
     assert done.returncode == 0, done.stderr
     assert "3 restarts" in done.stdout
     assert "RANK=1" in done.stdout
     assert "WORLD_SIZE=2" in done.stdout
-    assert f"{script} --lr 0.1" in done.stdout
+    assert f"{place} --lr 0.1" in done.stdout
     assert "__main__" not in done.stdout
 
 
-def test_a_dry_run_of_one_of_two_machines_knows_its_ranks(script):
-    done = run("--dry-run", "--nnodes=2", "--node-rank=1", "--master-addr=h0", "--nproc-per-node=2", script)
+def test_a_dry_run_of_one_of_two_machines_knows_its_ranks(place):
+    done = run("--dry-run", "--nnodes=2", "--node-rank=1", "--master-addr=h0", "--nproc-per-node=2", place)
     assert "rank 3, " in done.stdout
     assert "which meet at h0:29500; this is machine 1" in done.stdout
 
@@ -113,17 +111,16 @@ def test_a_function_of_a_notebook_that_fails_raises_there():
 CORES = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
 
 
-def test_workers_are_bound_to_cores_of_their_own(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(CORES)
+def test_workers_are_bound_to_cores_of_their_own(script):
+    path = script(CORES)
     mine = sorted(os.sched_getaffinity(0))
     if len(mine) < 2:
         pytest.skip("one core")
     for method in ("spawn", "forkserver"):
-        bound = run("--nproc-per-node=2", f"--start-method={method}", str(path)).stdout.splitlines()
+        bound = run("--nproc-per-node=2", f"--start-method={method}", path).stdout.splitlines()
         sets = [set(ast.literal_eval(line.split("] ", 1)[1].rpartition(" ")[0])) for line in sorted(bound)]
         assert not sets[0] & sets[1]
-    free = run("--nproc-per-node=2", "--no-pin", str(path)).stdout.splitlines()
+    free = run("--nproc-per-node=2", "--no-pin", path).stdout.splitlines()
     assert all(str(mine) in line for line in free)
-    chosen = run("--nproc-per-node=2", str(path), env={**ENVIRONMENT, "OMP_NUM_THREADS": "7"}).stdout.splitlines()
+    chosen = run("--nproc-per-node=2", path, env={**ENVIRONMENT, "OMP_NUM_THREADS": "7"}).stdout.splitlines()
     assert all(line.endswith(" 7") for line in chosen)

@@ -12,16 +12,6 @@ from launching import ENVIRONMENT, command, processes_with, run, wait_until
 SPEAKS = "print('here')"
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str, name: str = "script.py") -> str:
-        path = tmp_path / name
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def shell(line: str, *arguments: str, cwd: str | None = None, **variables: str) -> subprocess.CompletedProcess[bytes]:
     """Runs `line`, in which "$@" is `paceline run` with the arguments."""
     words = ["bash", "-c", line, "bash", *command(*arguments)]

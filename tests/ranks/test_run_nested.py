@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 from launching import ENVIRONMENT, is_alive, run, wait_until
@@ -54,32 +53,27 @@ print("sum", sum(int(x) for x in DataLoader(range(10), batch_size=None, num_work
 """
 
 
-def _script(directory: Path, text: str, name: str = "script.py") -> str:
-    (directory / name).write_text(text)
-    return str(directory / name)
-
-
-def test_a_worker_starts_a_job_of_its_own(tmp_path):
-    ended = run(_script(tmp_path, NESTED), _script(tmp_path, INNER, "inner.py"))
+def test_a_worker_starts_a_job_of_its_own(script):
+    ended = run(script(NESTED), script(INNER, "inner.py"))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("inner 2 2") == 2
 
 
 @pytest.mark.parametrize("text", [BY_THE_JOBS_STORE, OWN_JOB], ids=["the job's store", "a secret of their own"])
-def test_children_of_workers_form_a_group(tmp_path, text):
-    ended = run("--nproc-per-node=2" if text is BY_THE_JOBS_STORE else "--nproc-per-node=1", _script(tmp_path, text))
+def test_children_of_workers_form_a_group(script, text):
+    ended = run("--nproc-per-node=2" if text is BY_THE_JOBS_STORE else "--nproc-per-node=1", script(text))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("tensor([2.])") == 2
 
 
-def test_a_taken_descriptor_number_does_not_become_the_secret(tmp_path):
-    ended = run("--nproc-per-node=2", _script(tmp_path, TAKEN))
+def test_a_taken_descriptor_number_does_not_become_the_secret(script):
+    ended = run("--nproc-per-node=2", script(TAKEN))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("met 2") == 2
 
 
-def test_loader_processes_of_a_worker_are_no_trouble(tmp_path):
-    ended = run("--nproc-per-node=2", _script(tmp_path, LOADER))
+def test_loader_processes_of_a_worker_are_no_trouble(script):
+    ended = run("--nproc-per-node=2", script(LOADER))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("sum 45") == 2
 
@@ -96,11 +90,11 @@ child.wait()
 AROUND = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'paceline', 'run', *sys.argv[1:]])"
 
 
-def test_nothing_of_a_job_within_a_killed_job_is_left(tmp_path):
+def test_nothing_of_a_job_within_a_killed_job_is_left(script, tmp_path):
     from subprocess import DEVNULL, Popen
 
     up = tmp_path / "up"
-    words = [_script(tmp_path, AROUND), _script(tmp_path, APART, "inner.py"), str(up)]
+    words = [script(AROUND), script(APART, "inner.py"), str(up)]
     launcher = Popen([sys.executable, "-m", "paceline", "run", *words], env=ENVIRONMENT, stdout=DEVNULL, stderr=DEVNULL)
     try:
         wait_until(up.exists, 30)

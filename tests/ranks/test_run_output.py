@@ -20,16 +20,6 @@ SPEAKS = "import os, sys; print('out', os.environ['RANK']); print('err', os.envi
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def logs(base: Path) -> dict[str, str]:
     return {str(path.relative_to(base)): path.read_text() for path in sorted(base.rglob("*.log"))}
 

@@ -20,16 +20,6 @@ if os.environ["RANK"] == "1" and attempt < 2:
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def test_failed_workers_are_started_anew_together(script):
     started_s = time.monotonic()
     done = run("--nproc-per-node=2", "--max-restarts=2", script(FAILS_TWICE))

@@ -14,16 +14,6 @@ from terminal import Terminal
 READS = "import os, sys; print(os.environ['RANK'], 'read', repr(sys.stdin.read()))"
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def piped(*arguments: str, given: str = "typed") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), input=given, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
 

@@ -1,4 +1,4 @@
-"""The default group's own rules; how ranks meet is in test_claims.py and test_rendezvous_rules.py."""
+"""The default group's own rules; how ranks meet is in test_check_in.py and test_rendezvous_rules.py."""
 
 from __future__ import annotations
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline import DistributedEvalSampler
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 200), st.integers(1, 32))
 def test_every_sample_is_on_exactly_one_rank(length, ranks):
     samplers = [DistributedEvalSampler(range(length), ranks, rank) for rank in range(ranks)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline import StatefulLoader
 
@@ -39,13 +40,13 @@ def in_turn(length: int, stops: Stops, **options: object) -> list[int]:
 some_stops = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 150), some_stops, st.booleans(), st.integers(0, 1000))
 def test_each_sample_is_used_exactly_once_whoever_goes_on(length, stops, shuffle, seed):
     assert sorted(in_turn(length, stops, shuffle=shuffle, seed=seed)) == list(range(length))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.integers(0, 60), st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), max_size=2))
 def test_what_workers_have_read_ahead_is_not_lost(length, stops):
     stops = stops or [(1, 2, 1)]
@@ -53,7 +54,7 @@ def test_what_workers_have_read_ahead_is_not_lost(length, stops):
     assert sorted(in_turn(length, stops, **options)) == list(range(length))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 8), st.sampled_from(["share", "repeat", "drop"]))
 def test_the_remainder_is_shared_repeated_or_dropped(length, ranks, batch_size, remainder):
     loaders = [

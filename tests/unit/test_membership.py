@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 import paceline
 from paceline.launch.failures import Failure, Record
@@ -295,7 +296,7 @@ EVENTS = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.lists(EVENTS, max_size=40), st.booleans())
 def test_whatever_happens_nobody_runs_in_two_generations(events, is_static):
     """Nodes behave as launchers do: one that was told to start or stop answers; the rest is chance."""

@@ -7,11 +7,12 @@ import pytest
 import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline import DistributedSampler
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     length=st.integers(0, 300),
     replicas=st.integers(1, 64),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline.schedule.registry import ALGORITHMS, build, offers
 from paceline.schedule.steps import ROOTED, Operation
@@ -17,6 +18,10 @@ from paceline.schedule.verify.symbolic import verify
 FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
 PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALGORITHMS[algorithm]]
 SMALL, LARGE = range(1, 41), range(41, 131)
+# In the suite the sizes around powers of two, a prime, the largest, and one of every thirteen of the rest.
+SOME_LARGE = sorted({*range(41, 131, 13), 63, 64, 65, 113, 127, 128, 129, 130})
+ALL_LARGE = pytest.param(LARGE, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="all")
+SIZES = pytest.mark.parametrize("sizes", [pytest.param(SOME_LARGE, id="some"), ALL_LARGE])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,14 +73,16 @@ def test_every_world_up_to_40_with_a_smaller_last_host_is_right(operation):
             verify(world("hierarchical", operation, world_size, root, equal_hosts(world_size, ranks_a_host)))
 
 
+@SIZES
 @pytest.mark.parametrize("algorithm", FLAT)
-def test_all_reduce_ends_right_in_every_world_up_to_130(algorithm):
-    for world_size in LARGE:
+def test_all_reduce_ends_right_in_worlds_up_to_130(algorithm, sizes):
+    for world_size in sizes:
         verify(world(algorithm, Operation.ALL_REDUCE, world_size))
 
 
-def test_hierarchical_all_reduce_ends_right_up_to_130_ranks():
-    for world_size in LARGE:
+@SIZES
+def test_hierarchical_all_reduce_ends_right_up_to_130_ranks(sizes):
+    for world_size in sizes:
         even = [divisor for divisor in divisors(world_size) if 1 < divisor <= 12]
         hosts = equal_hosts(world_size, even[-1] if even else 8)
         verify(world("hierarchical", Operation.ALL_REDUCE, world_size, hosts=hosts))
@@ -96,14 +103,14 @@ def topologies(draw, most=48):
     return [host for host in hosts if host]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(topologies(), st.sampled_from(list(ALGORITHMS["hierarchical"])), st.integers(0, 1000))
 def test_any_ranks_on_any_hosts_end_right(hosts, operation, root):
     world_size = sum(map(len, hosts))
     verify(world("hierarchical", operation, world_size, root % world_size if operation in ROOTED else -1, hosts))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 6),
     st.integers(1, 8),
@@ -117,7 +124,7 @@ def test_rails_of_shuffled_ranks_end_right(n_hosts, ranks_a_host, random, operat
     verify(world("hierarchical", operation, len(ranks), root, hosts))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(131, 600), st.sampled_from(["tree", "star"]), st.integers(0, 1000), st.data())
 def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
     operations = [
@@ -129,7 +136,7 @@ def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
     verify(world(algorithm, operation, world_size, root % world_size if operation in ROOTED else -1))
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(131, 300), st.sampled_from(["halving_doubling", "hierarchical"]), st.integers(2, 16))
 def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_a_host):
     verify(world(algorithm, Operation.ALL_REDUCE, world_size, hosts=equal_hosts(world_size, ranks_a_host)))

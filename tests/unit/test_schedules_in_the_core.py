@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline import _core
 from paceline.engine.channel import Call
@@ -94,7 +95,7 @@ steps = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(steps, max_size=6),
     st.integers(0, 5),

@@ -26,11 +26,7 @@ SECRET = "0123456789abcdef0123456789abcdef"
 KEY = derive_key(SECRET.encode(), "store")
 DEADLINE_S = 20.0
 
-
-@pytest.fixture(autouse=True)
-def _no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_secret")
 
 
 # The secret

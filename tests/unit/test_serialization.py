@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from paceline.engine.codes import DTYPE_CODES
 from paceline.group.objects.codec import MAX_DEPTH, MalformedPayload
@@ -102,7 +103,7 @@ def containers(children):
 
 
 @given(st.recursive(leaves, containers, max_leaves=20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_what_is_sent_comes_back_equal_and_of_the_same_type(value):
     assert same(there_and_back(value), value)
 
@@ -243,7 +244,7 @@ def is_refused(body: bytes, buffers: list[torch.Tensor]) -> bool:
 
 
 @given(st.binary(max_size=200), st.booleans())
-@settings(max_examples=500, deadline=1000)
+@settings(max_examples=examples(500), deadline=1000)
 def test_random_bytes_raise_nothing_but_a_refusal(data, as_msgpack):
     is_refused(bytes([Form.MSGPACK]) + data if as_msgpack else data, [torch.zeros(8, dtype=torch.uint8)])
 

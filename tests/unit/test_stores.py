@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from store_kinds import DEADLINE_S, KINDS, SECRET, SHORT
 
 from paceline import FileStore, HashStore, PrefixStore, Store, TCPStore
-from paceline.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from paceline.store.remote import StoreServerLostError, connect_unix
-from paceline.store.server import StoreServer
+from paceline.errors import StoreError, StoreTimeoutError
+from paceline.store.remote import connect_unix
 
-SHORT = timedelta(milliseconds=50)
-DEADLINE_S = 20
-SECRET = b"a secret of this test, long enough"
-
-
-def _tcp(_: Path) -> Store:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def _unix(directory: Path) -> Store:
-    server = StoreServer.on_unix_path(str(directory / "store"), SECRET)
-    store = connect_unix(str(directory / "store"), SECRET)
-    store.server = server
-    return store
-
-
-KINDS: dict[str, Callable[[Path], Store]] = {
-    "hash": lambda _: HashStore(),
-    "file": lambda directory: FileStore(directory / "store"),
-    "tcp": _tcp,
-    "unix": _unix,
-    "prefix of tcp": lambda directory: PrefixStore("a", PrefixStore("b", _tcp(directory))),
-    "prefix of file": lambda directory: PrefixStore("a", FileStore(directory / "store")),
-}
+pytestmark = pytest.mark.usefixtures("no_secret")
 
 
 @pytest.fixture(params=list(KINDS))
@@ -54,12 +27,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     made.close()
     if hasattr(made, "server"):
         made.server.close()
-
-
-@pytest.fixture(autouse=True)
-def _no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_values_are_bytes_and_strings_are_encoded(store: Store) -> None:
@@ -198,134 +165,6 @@ def test_a_prefix_is_a_name_space_of_the_store_below() -> None:
         store.wait(["a", "c"], SHORT)
 
 
-# TCP
-
-
-def test_clients_of_a_server_share_its_keys() -> None:
-    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert server.host == "localhost"
-    assert server.port > 0
-    client = TCPStore("localhost", server.port)
-    client.set("key", b"value")
-    assert server.get("key") == b"value"
-    client.close()
-    server.close()
-
-
-def test_ipv6_serves() -> None:
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6")
-    try:
-        store = TCPStore("::1", 0, is_master=True, wait_for_workers=False)
-    except OSError as error:
-        pytest.skip(f"no IPv6 loopback: {error}")
-    assert TCPStore("::1", store.port).add("n", 1) == 1
-    store.close()
-
-
-def test_the_master_waits_for_its_workers() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    joined: list[Store] = []
-    worker = threading.Thread(target=lambda: joined.append(TCPStore("127.0.0.1", port, 2)))
-    worker.start()
-    store = TCPStore("127.0.0.1", port, 2, is_master=True, master_listen_fd=listener.detach())
-    worker.join(DEADLINE_S)
-    assert len(joined) == 1
-    store.close()
-
-
-def test_workers_that_do_not_come_are_counted() -> None:
-    with pytest.raises(TimeoutError, match="for 3 clients; 1 came"):
-        TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=timedelta(seconds=0.3))
-
-
-def test_a_port_in_use_names_its_holder() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            StoreConnectionError, match=rf"port {port} of 127.0.0.1 is in use by process {os.getpid()} \("
-        ):
-            TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-
-
-def test_tenants_of_one_process_share_a_server() -> None:
-    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    second = TCPStore("127.0.0.1", first.port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    first.set("key", b"shared")
-    assert second.get("key") == b"shared"
-    second.close()
-    assert first.get("key") == b"shared"
-    first.close()
-
-
-def test_nobody_there_is_said_with_host_time_and_attempts() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with pytest.raises(
-        StoreConnectionError, match=rf"no store at 127.0.0.1:{port} after 0\.\d s and \d+ attempts; .*refused"
-    ):
-        TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.3))
-
-
-def test_a_late_server_is_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    servers: list[Store] = []
-
-    def serve() -> None:
-        servers.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-
-    timer = threading.Timer(0.3, serve)
-    timer.start()
-    client = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=DEADLINE_S))
-    assert client.add("n", 1) == 1
-    timer.join()
-    servers[0].close()
-
-
-def test_threads_that_end_a_server_at_once_all_return() -> None:
-    for _ in range(30):
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        start = threading.Barrier(4)
-
-        def end(server: TCPStore = server, start: threading.Barrier = start) -> None:
-            start.wait(DEADLINE_S)
-            server.close()
-
-        threads = [threading.Thread(target=end, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_server_that_ends_is_said_to_have_ended() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port)
-    threading.Timer(0.1, server.close).start()
-    with pytest.raises(StoreConnectionError, match="closed the connection"):
-        client.get("never")
-    server.close()
-
-
-def test_a_server_that_dies_is_told_from_one_that_ends() -> None:
-    program = (
-        "import os, sys\nfrom paceline import TCPStore\n"
-        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-        "print(store.port, flush=True)\nsys.stdin.read(1)\nos._exit(1)\n"
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdin and server.stdout
-        client = TCPStore("127.0.0.1", int(server.stdout.readline()))
-        client.set("key", "value")
-        threading.Timer(0.1, server.stdin.close).start()
-        with pytest.raises(StoreServerLostError, match="lost its server in get: the process that served it has died"):
-            client.get("never")
-
-
 @pytest.mark.parametrize("kind", ["tcp", "prefix of tcp", "unix", "file"])
 def test_the_last_will_of_a_connection_is_done_when_it_ends(kind: str, tmp_path: Path) -> None:
     store = KINDS[kind](tmp_path)
@@ -376,140 +215,3 @@ def test_a_hash_store_keeps_no_last_will() -> None:
     store.set_last_will("will", "the last")
     store.close()
     assert not store.check(["will"])
-
-
-def test_a_store_closed_here_says_so_and_wakes_its_waiters() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", server.port)
-    threading.Timer(0.1, client.close).start()
-    with pytest.raises(StoreConnectionError):
-        client.get("never")
-    with pytest.raises(StoreConnectionError, match="was closed by this process"):
-        client.add("n", 1)
-    client.close()
-    server.close()
-
-
-def test_a_forked_child_may_not_use_the_connection() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    child = os.fork()
-    if child == 0:
-        try:
-            server.add("n", 1)
-        except StoreConnectionError as error:
-            told = "forked child" in str(error)
-            server.close()
-            del server  # takes the server apart in a process without its thread
-            os._exit(0 if told else 1)
-        os._exit(2)
-    assert _exit_code(child) == 0
-    assert server.add("n", 1) == 1
-    server.close()
-
-
-def test_keyboard_interrupt_ends_a_wait() -> None:
-    script = (
-        "import paceline, sys\n"
-        "store = paceline.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-        "print('waiting', flush=True)\n"
-        "store.get('never')\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=DEADLINE_S)
-    assert b"KeyboardInterrupt" in told
-
-
-# Files
-
-
-def test_a_file_left_by_an_earlier_run_is_started_anew(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    earlier = FileStore(path)
-    assert earlier.path == str(path)
-    earlier.set("stale", b"yes")
-    earlier.close()
-    assert path.stat().st_size > 0
-    later = FileStore(path)
-    assert not later.check(["stale"])
-    later.close()
-
-
-def test_a_file_of_a_killed_process_is_started_anew(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    script = (
-        "import paceline, sys, time\n"
-        f"store = paceline.FileStore({str(path)!r})\n"
-        "store.set('stale', 'yes')\n"
-        "print('set', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    other = FileStore(path)
-    assert other.check(["stale"])  # its member lives
-    other.close()
-    process.kill()
-    process.wait(DEADLINE_S)
-    process.stdout.close()
-    store = FileStore(path)
-    assert not store.check(["stale"])
-    store.close()
-
-
-def test_half_a_record_of_a_killed_writer_is_dropped(tmp_path: Path) -> None:
-    first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
-    first.set("whole", b"1")
-    with open(tmp_path / "store", "ab") as file:
-        file.write(b"\x40\0\0\0 half a record")
-    second.set("after", b"2")
-    assert first.multi_get(["whole", "after"]) == [b"1", b"2"]
-
-
-def test_a_file_removed_in_use_is_noticed(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    (tmp_path / "store").unlink()
-    with pytest.raises(StoreError, match="was removed while"):
-        store.set("key", b"")
-
-
-def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store", 2)
-    child = os.fork()
-    if child == 0:
-        for _ in range(100):
-            store.add("n", 1)
-        os._exit(0)
-    for _ in range(100):
-        store.add("n", 1)
-    assert _exit_code(child) == 0
-    assert store.get("n") == b"200"
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"directory of .* does not exist"):
-        FileStore(tmp_path / "no" / "store")
-
-
-def test_a_closed_file_says_so(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    store.close()
-    store.close()
-    with pytest.raises(StoreError, match="was closed"):
-        store.num_keys()
-
-
-def _exit_code(child: int) -> int:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -signal.SIGKILL

@@ -1,0 +1,101 @@
+"""What ranks on several hosts see when one of them stays away, is stopped or is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import paceline as dist
+from hosts.talking import rank
+from hosts.telling import CALLS, told_by, world
+
+
+def stay_away() -> list[tuple[str, str, float]]:
+    dist.init_process_group(timeout=timedelta(seconds=20))
+    told = []
+    for of_one_call, call in [(False, call) for call in CALLS.values()] + [(True, None)]:
+        group = dist.new_group(timeout=timedelta(seconds=60 if of_one_call else 0.5))
+        for _ in range(5):  # too quick for anybody to tell the others what it waits in
+            dist.all_reduce(torch.ones(3), group=group)
+        if rank() == 1:
+            time.sleep(0.8)
+            told.append(told_by(lambda group=group: dist.all_reduce(torch.ones(3), group=group)))
+        elif call is not None:
+            told.append(told_by(lambda call=call, group=group: call(group)))
+        else:
+            limit = timedelta(seconds=0.5)
+            told.append(told_by(lambda group=group, limit=limit: dist.barrier(group, timeout=limit)))
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return told
+
+
+def test_a_rank_that_stays_away_is_named_with_its_latest_call(hosts):
+    in_time, late = hosts(2, 1)(stay_away)
+    for error, message, took_s in in_time:
+        assert error == "CollectiveTimeoutError", message
+        assert message.startswith("rank 0 (h0, pid ") and "timed out after 0.5 s" in message
+        assert "rank 1 (h1, pid " in message and "latest all_reduce(float32, 3 elements, SUM) as call 6" in message
+        assert 0.5 <= took_s < 0.8
+    for error, message, _ in late:
+        assert error == "CollectiveTimeoutError", message
+        assert message.startswith("rank 1 (h1, pid ") and " on rank 0 (h0, pid " in message
+        assert "which had waited for this rank in vain" in message and "did not come" not in message
+
+
+def receive_from_each_other() -> tuple[str, str]:
+    dist.init_process_group()
+    limit = timedelta(seconds=0.3 if rank() == 0 else 20)
+    told = told_by(lambda: world().recv(torch.empty(1), 1 - rank(), async_op=False, timeout=limit))
+    return told[1], told_by(dist.barrier)[0]
+
+
+def test_ranks_that_receive_from_each_other_are_told_the_truth(hosts):
+    (first, then_first), (second, then_second) = hosts(2, 1)(receive_from_each_other)
+    assert "rank 1 (h1, pid " in first and "did not come" in first
+    assert "on rank 0 (h0, pid " in second and "waited for this rank in vain" in second
+    assert "did not come" not in second
+    for message in (first, second):
+        assert "This group can no longer be used" in message
+    assert then_first == then_second == "CollectiveTimeoutError"
+
+
+def be_stopped() -> tuple[str, str, float] | None:
+    dist.init_process_group(timeout=timedelta(seconds=2))
+    dist.barrier()
+    if rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return told_by(lambda: dist.all_reduce(torch.ones(500_000)))
+
+
+def test_a_stopped_process_ends_in_a_time_out_that_names_it(hosts):
+    with hosts(2, 2).start(be_stopped) as run:
+        told = run.join(20, expect_dead={3})
+    for error, message, took_s in told[:3]:
+        assert error == "CollectiveTimeoutError" and took_s < 4
+        assert f"rank 3 (h1, pid {run.pids[3]}) did not come" in message
+
+
+def interrupt_one_rank() -> str:
+    dist.init_process_group()
+    dist.barrier()
+    if rank() == 1:
+        time.sleep(0.6)
+        return told_by(dist.barrier)[1]
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        world().recv(torch.empty(1), async_op=False)
+    return told_by(dist.barrier)[1]
+
+
+def test_an_interrupt_is_told_to_the_others(hosts):
+    for number, message in enumerate(hosts(2, 1)(interrupt_one_rank)):
+        assert message.startswith(f"rank {number} (h{number}, pid ") and "interrupted" in message
+        assert "  " not in message
+        assert number == 0 or "on rank 0 (h0, pid " in message, message

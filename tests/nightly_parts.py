@@ -1,0 +1,185 @@
+"""The parts of `make nightly`: what each runs, and what it needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MINUTE_S = 60
+_HOUR_S = 60 * _MINUTE_S
+_BIN = Path(sys.executable).parent
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_PROGRAMS_OF_DOCS = "tests/ranks/test_docs.py"
+_ARM_COMPILER = "aarch64-linux-gnu-g++"
+_ARM_EMULATOR = "qemu-aarch64"
+_REPEATS_UNDER_SANITIZERS = "20"
+_EXAMPLES_OF_PROPERTIES = "20"  # times as many as in the suite
+
+
+def _nothing_missing() -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands that run one after another until one fails; `obstacle` says what is missing for them."""
+
+    name: str
+    does: str
+    commands: list[list[str]]
+    limit_s: float
+    obstacle: Callable[[], str] = _nothing_missing
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def parts(root: Path) -> list[Part]:
+    """Every part, the cheap ones first."""
+    return [
+        _pictures_in_a_browser(root),
+        _soak("docs", "runs the programs in the docs", _PROGRAMS_OF_DOCS, limit_s=10 * _MINUTE_S),
+        _examples(),
+        _properties(),
+        _soak(
+            "soak", "runs the other tests that are marked `soak`", f"--ignore={_PROGRAMS_OF_DOCS}", limit_s=2 * _HOUR_S
+        ),
+        _sanitizers(),
+        _cross_build(),
+        _clang(),
+        *(_other_python(minor) for minor in range(10, 15) if minor != sys.version_info.minor),
+        _slurm(),
+        _gpu(),
+        _bench(),
+    ]
+
+
+def _soak(name: str, does: str, *arguments: str, limit_s: float) -> Part:
+    words = [sys.executable, "-m", "pytest", "-m", "soak and not gpu", *arguments]
+    return Part(name, does, [words], limit_s)
+
+
+def _pictures_in_a_browser(root: Path) -> Part:
+    browser = _first_of(*_BROWSERS)
+    pictures = sorted((root / "docs" / "pictures").glob("*.svg"))
+    shown = tempfile.gettempdir()
+    commands = [
+        ["sh", "-c", '"$0" --headless --no-sandbox --user-data-dir="$1" --dump-dom "$2" | grep -q "</svg>"', *words]
+        for picture in pictures
+        for words in [[browser or "", f"{shown}/paceline-browser-{os.getpid()}", picture.as_uri()]]
+    ]
+    return Part(
+        "browser",
+        "opens each picture of the docs in a browser",
+        commands,
+        5 * _MINUTE_S,
+        lambda: "" if browser else f"there is none of {', '.join(_BROWSERS)}",
+    )
+
+
+def _examples() -> Part:
+    commands = [
+        [str(_BIN / "paceline"), "run", "--nproc-per-node", ranks, f"examples/{script}"]
+        for script in ("digits.py", "char_lm.py")
+        for ranks in ("1", "2", "4")
+    ]
+    return Part("examples", "runs the examples in full on 1, 2 and 4 ranks", commands, _HOUR_S)
+
+
+def _properties() -> Part:
+    return Part(
+        "properties",
+        f"runs the tests of one process with {_EXAMPLES_OF_PROPERTIES} times as many random examples",
+        [[sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "--timeout=1800", "tests/unit"]],
+        2 * _HOUR_S,
+        environment={"PACELINE_TEST_EXAMPLES": _EXAMPLES_OF_PROPERTIES},
+    )
+
+
+def _sanitizers() -> Part:
+    repeated = [
+        [str(_BIN / "ctest"), "--test-dir", f"build/{kind}", "--repeat", f"until-fail:{_REPEATS_UNDER_SANITIZERS}"]
+        for kind in ("address,undefined", "thread")
+    ]
+    does = f"runs the core's own tests {_REPEATS_UNDER_SANITIZERS} times under each sanitizer"
+    return Part("sanitizers", does, [["make", "sanitize"], *repeated], 2 * _HOUR_S)
+
+
+def _core_build(directory: str, compiler: str, *options: str) -> list[list[str]]:
+    """Configures and builds the core and its tests, without Python."""
+    return [
+        [
+            str(_BIN / "cmake"),
+            *("-S", ".", "-B", directory, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={_BIN / 'ninja'}"),
+            *(f"-DCMAKE_CXX_COMPILER={compiler}", "-DPACELINE_PYTHON=OFF", "-DPACELINE_NATIVE_TESTS=ON", *options),
+        ],
+        [str(_BIN / "cmake"), "--build", directory],
+    ]
+
+
+def _cross_build() -> Part:
+    """The tests are run too where an emulator can."""
+    emulator = shutil.which(_ARM_EMULATOR)
+    options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
+    commands = _core_build("build/arm64", _ARM_COMPILER, *options)
+    if emulator:
+        commands[0].append(f"-DCMAKE_CROSSCOMPILING_EMULATOR={emulator}")
+        commands.append([str(_BIN / "ctest"), "--test-dir", "build/arm64", "--output-on-failure", "-R", "reduce"])
+    does = "builds the core for arm64" + (" and runs its reductions" if emulator else "")
+    return Part("arm64", does, commands, _HOUR_S, lambda: _missing(_ARM_COMPILER))
+
+
+def _clang() -> Part:
+    commands = _core_build("build/clang", "clang++")
+    commands.append([str(_BIN / "ctest"), "--test-dir", "build/clang", "--output-on-failure"])
+    return Part("clang", "builds the core by clang and runs its tests", commands, _HOUR_S, lambda: _missing("clang++"))
+
+
+def _other_python(minor: int) -> Part:
+    """The whole suite, in an environment of its own below build/."""
+    interpreter = _interpreter(minor)
+    words = ["make", "test", f"PYTHON={interpreter}", f"VENV=build/nightly/python3.{minor}"]
+    return Part(
+        f"python3.{minor}",
+        f"runs the suite with Python 3.{minor}",
+        [words],
+        2 * _HOUR_S,
+        lambda: "" if interpreter else f"there is no python3.{minor}",
+    )
+
+
+def _interpreter(minor: int) -> str | None:
+    """The path of an interpreter that runs: pyenv leaves names on the PATH of versions that are not chosen."""
+    name = f"python3.{minor}"
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for path in [shutil.which(name), *map(str, sorted(versions.glob(f"3.{minor}.*/bin/{name}")))]:
+        if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+            return path
+    return None
+
+
+def _slurm() -> Part:
+    words = ["srun", "--ntasks=2", str(_BIN / "paceline"), "run", "examples/digits.py", "--epochs", "1"]
+    return Part("slurm", "trains the digits example on two tasks of Slurm", [words], _HOUR_S, lambda: _missing("srun"))
+
+
+def _gpu() -> Part:
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu"]
+    return Part("gpu", "runs the tests that need a GPU", [words], _HOUR_S, lambda: _missing("nvidia-smi"))
+
+
+def _bench() -> Part:
+    more = [[sys.executable, f"bench/{name}.py"] for name in ("death", "hosts", "schedules")]
+    return Part("bench", "runs every benchmark", [["make", "bench"], *more], 3 * _HOUR_S)
+
+
+def _first_of(*names: str) -> str | None:
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _missing(tool: str) -> str:
+    return "" if shutil.which(tool) else f"there is no {tool}"

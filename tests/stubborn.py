@@ -1,0 +1,66 @@
+"""A job whose workers deserve no trust, for the tests of what is left when its launcher ends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import subprocess
+from pathlib import Path
+
+from launching import ENVIRONMENT, command, kill, processes_with, wait_until
+
+# A worker that deserves no trust: it ignores what it can and starts children, one of them in a session of its own.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if "ignore" in sys.argv:
+        signal.signal(number, signal.SIG_IGN)
+for apart in (False, True):
+    subprocess.Popen(["sleep", "300"], start_new_session=apart)
+mark = "PACELINE_TEST_MARK=" + os.environ["PACELINE_TEST_MARK"]
+subprocess.Popen(["env", "-i", mark, "sleep", "300"])
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+time.sleep(300)
+"""
+WORKERS = 2
+
+
+class Started:
+    """A launcher whose processes can be found again by a mark of the test's own."""
+
+    def __init__(self, directory: Path, *flags: str, words: str = "", terminal: int | None = None) -> None:
+        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+        self.base = directory / secrets.token_hex(4)
+        script = Path(f"{self.base}-stubborn.py")  # its own: a job may start while another one reads its script
+        script.write_text(STUBBORN)
+        arguments = command(f"--nproc-per-node={WORKERS}", *flags, str(script), str(self.base), words)
+        name, value = self.mark.split("=")
+        self.scratch = directory / f"tmp-{secrets.token_hex(4)}"
+        self.scratch.mkdir()
+        environment = {**ENVIRONMENT, name: value, "TMPDIR": str(self.scratch)}
+        streams = subprocess.DEVNULL if terminal is None else terminal
+        self.process = subprocess.Popen(
+            arguments, stdin=streams, stdout=streams, stderr=streams, env=environment, start_new_session=True
+        )
+
+    @property
+    def is_up(self) -> bool:
+        return all(Path(f"{self.base}{rank}").exists() for rank in range(WORKERS))
+
+    def wait_until_up(self) -> None:
+        wait_until(lambda: self.is_up)
+
+    def left(self) -> list[int]:
+        return [pid for pid in processes_with(self.mark) if pid != self.process.pid]
+
+    def expect_nothing_left(self, timeout_s: float = 10) -> None:
+        wait_until(lambda: not self.left(), timeout_s)
+        wait_until(lambda: not any(self.scratch.iterdir()), 2)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.left(), 5)  # the guards do it, and remove the job's directory and cgroup
+        kill(self.left())
+        self.process.wait()

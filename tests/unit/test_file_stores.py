@@ -1,0 +1,93 @@
+"""Stores in a file: what earlier runs, killed writers and forked children leave in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from store_kinds import DEADLINE_S, exit_code
+
+from paceline import FileStore
+from paceline.errors import StoreError
+
+pytestmark = pytest.mark.usefixtures("no_secret")
+
+
+def test_a_file_left_by_an_earlier_run_is_started_anew(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    earlier = FileStore(path)
+    assert earlier.path == str(path)
+    earlier.set("stale", b"yes")
+    earlier.close()
+    assert path.stat().st_size > 0
+    later = FileStore(path)
+    assert not later.check(["stale"])
+    later.close()
+
+
+def test_a_file_of_a_killed_process_is_started_anew(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    script = (
+        "import paceline, sys, time\n"
+        f"store = paceline.FileStore({str(path)!r})\n"
+        "store.set('stale', 'yes')\n"
+        "print('set', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    other = FileStore(path)
+    assert other.check(["stale"])  # its member lives
+    other.close()
+    process.kill()
+    process.wait(DEADLINE_S)
+    process.stdout.close()
+    store = FileStore(path)
+    assert not store.check(["stale"])
+    store.close()
+
+
+def test_half_a_record_of_a_killed_writer_is_dropped(tmp_path: Path) -> None:
+    first, second = FileStore(tmp_path / "store"), FileStore(tmp_path / "store")
+    first.set("whole", b"1")
+    with open(tmp_path / "store", "ab") as file:
+        file.write(b"\x40\0\0\0 half a record")
+    second.set("after", b"2")
+    assert first.multi_get(["whole", "after"]) == [b"1", b"2"]
+
+
+def test_a_file_removed_in_use_is_noticed(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    (tmp_path / "store").unlink()
+    with pytest.raises(StoreError, match="was removed while"):
+        store.set("key", b"")
+
+
+def test_a_forked_child_has_a_file_of_its_own(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store", 2)
+    child = os.fork()
+    if child == 0:
+        for _ in range(100):
+            store.add("n", 1)
+        os._exit(0)
+    for _ in range(100):
+        store.add("n", 1)
+    assert exit_code(child) == 0
+    assert store.get("n") == b"200"
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"directory of .* does not exist"):
+        FileStore(tmp_path / "no" / "store")
+
+
+def test_a_closed_file_says_so(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="was closed"):
+        store.num_keys()

@@ -1,0 +1,116 @@
+"""The nightly run: every part has its turn, and the table and the exit code tell how each ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import nightly
+import pytest
+from launching import is_alive
+from nightly import Result, chosen, run, table, with_last_run
+from nightly_parts import Part, parts
+
+ROOT = Path(__file__).parents[2]
+
+
+def a_part(name: str, *programs: str, limit_s: float = 20, missing: str = "", **environment: str) -> Part:
+    commands = [[sys.executable, "-c", program] for program in programs]
+    return Part(name, f"runs {name}", commands, limit_s, lambda: missing, environment)
+
+
+def test_a_part_that_succeeds_passes_with_what_pytest_counted(tmp_path):
+    result = run(a_part("good", "print('==== 3 passed, 1 skipped in 0.1s ====')"), tmp_path)
+    assert (result.verdict, result.detail) == ("passed", "3 passed, 1 skipped")
+
+
+def test_a_part_ends_with_its_first_command_that_fails(tmp_path):
+    result = run(a_part("bad", "print('one')", "print('two'); exit(3)", "print('three')"), tmp_path)
+    assert result.verdict == "failed" and "exit code 3" in result.detail
+    log = (tmp_path / "bad.log").read_text()
+    assert "\ntwo\n" in log and "\nthree\n" not in log
+
+
+def test_a_part_whose_tools_are_missing_is_skipped(tmp_path):
+    result = run(a_part("unable", "exit(1)", missing="there is no srun"), tmp_path)
+    assert (result.verdict, result.detail) == ("skipped", "there is no srun")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_cannot_be_started_fails(tmp_path):
+    result = run(Part("absent", "", [["/nowhere/program"]], 20), tmp_path)
+    assert (result.verdict, result.detail) == (
+        "failed",
+        "`/nowhere/program` could not be started: No such file or directory",
+    )
+
+
+def test_a_part_that_does_not_end_is_killed_with_its_children(tmp_path):
+    child = tmp_path / "child"
+    program = (
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(300)"
+    )
+    result = run(a_part("endless", program, limit_s=1.5), tmp_path / "logs")
+    assert result.verdict == "failed" and "still running" in result.detail
+    deadline = time.monotonic() + 20
+    while is_alive(int(child.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_part_has_its_environment(tmp_path):
+    program = "import os; exit(os.environ['PACELINE_TEST_EXAMPLES'] != '7')"
+    assert run(a_part("many", program, PACELINE_TEST_EXAMPLES="7"), tmp_path).verdict == "passed"
+
+
+@pytest.mark.parametrize(("programs", "code"), [(["pass", "exit(1)", "pass"], 1), (["pass", "pass"], 0)])
+def test_later_parts_run_after_a_failure(monkeypatch, capsys, tmp_path, programs, code):
+    made = [a_part(f"part{at}", program) for at, program in enumerate(programs)]
+    monkeypatch.setattr(nightly, "parts", lambda _: made)
+    monkeypatch.setattr(nightly, "LOGS", tmp_path)
+    assert nightly.main([]) == code
+    told = capsys.readouterr().out
+    assert "only " not in told
+    for at, program in enumerate(programs):
+        assert f"| part{at} | {'failed' if program != 'pass' else 'passed'} |" in told
+
+
+def test_a_recorded_run_of_some_parts_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(nightly, "parts", lambda _: [a_part("one", "pass"), a_part("two", "pass")])
+    monkeypatch.setattr(nightly, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(nightly, "PAGE", tmp_path / "nightly.md")
+    nightly.PAGE.write_text(f"# Title\n\n{nightly.LAST_RUN}\nolder\n")
+    assert nightly.main(["--record", "two"]) == 0
+    page = nightly.PAGE.read_text()
+    assert ", only two, on " in page and "| two | passed |" in page and "older" not in page
+
+
+def test_the_table_has_a_row_for_each_part():
+    rows = table([Result("soak", "passed", 125.0, "5 passed"), Result("gpu", "skipped", 0.0, "no GPU")]).splitlines()
+    assert rows[2:] == ["| soak | passed | 2.1 min | 5 passed |", "| gpu | skipped |  | no GPU |"]
+
+
+def test_parts_can_be_chosen_by_name():
+    every = [a_part("one"), a_part("two"), a_part("three")]
+    assert [part.name for part in chosen(["three", "one"], every)] == ["one", "three"]
+    assert chosen([], every) == every
+    with pytest.raises(SystemExit, match="there is no part four; the parts are one, two, three"):
+        chosen(["four"], every)
+
+
+def test_a_report_replaces_the_last_one():
+    page = "# Title\n\n## The last run\n\nolder\n"
+    assert with_last_run(page, "newer") == "# Title\n\n## The last run\n\nnewer\n"
+    with pytest.raises(ValueError, match="has no line '## The last run'"):
+        with_last_run("# Title\n", "newer")
+
+
+def test_the_page_describes_every_part():
+    page = (ROOT / "docs" / "nightly.md").read_text()
+    described = page.partition(nightly.LAST_RUN)[0]
+    for part in parts(ROOT):
+        assert f"| `{part.name}` |" in described, part.name
