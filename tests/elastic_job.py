@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import paceline as dist
+from paceline.elastic import messages
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.orders import Begin, End, Order, Say, Tell
 from paceline.elastic.policy import Policy
-
-import paceline as dist
-from paceline.elastic import messages
 from paceline.store.server import StoreServer
 
 MACHINE = "0"

@@ -44,6 +44,7 @@ LAYERS = (
     Layer("cli", "parses commands", ("src/paceline/cli",)),
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
     Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
+    Layer("elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/elastic",)),
     Layer(
         "parallel, data,\nfunctional",
         "modules, samplers, and\ncollectives with gradients",

@@ -75,8 +75,20 @@ class Group:
 class Site:
     """A machine and its launcher."""
 
-    __slots__ = ("attempts", "cuts", "has_begun", "is_cut", "is_gone", "is_isolated", "is_known_lost", "fingerprint",
-                 "name", "replaces", "slots", "unheard")  # fmt: skip
+    __slots__ = (
+        "attempts",
+        "cuts",
+        "fingerprint",
+        "has_begun",
+        "is_cut",
+        "is_gone",
+        "is_isolated",
+        "is_known_lost",
+        "name",
+        "replaces",
+        "slots",
+        "unheard",
+    )  # fmt: skip
 
     def __init__(self, name: str, slots: int, attempts: int) -> None:
         self.name, self.slots, self.attempts = name, slots, attempts

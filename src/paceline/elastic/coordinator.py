@@ -168,5 +168,3 @@ class Coordinator:
             if isinstance(message, Ready) and is_known and (is_in or was_left_out):
                 continue  # an old one: a worker that is told again that it is left out asks again
             self._hear(worker, message, now_s)
-
-

@@ -375,7 +375,9 @@ class Decisions:
         until_s = self._few_s + self.policy.join_timeout_s
         self._due.append(until_s)
         if now_s >= until_s or not self._can_grow():
-            waited = f"waited {now_s - self._few_s:.0f} s for others" if self._can_grow() else "no other will be started"
+            waited = (
+                f"waited {now_s - self._few_s:.0f} s for others" if self._can_grow() else "no other will be started"
+            )
             few = f"{len(latest.members)} of at least {self.policy.min_workers} workers are left"
             self._end(End(1, f"{few}, and {waited}; look at the output of those that ended."))
 

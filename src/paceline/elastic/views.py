@@ -31,7 +31,9 @@ class Views:
     base: View | None = None
     has_begun: bool = False  # some view was entered by all its members, so that rounds may have been committed
     is_complete: bool = False  # the latest view has
-    since_complete: list[tuple[str, ...]] = field(default_factory=list)  # that view's members, and of all given out since
+    since_complete: list[tuple[str, ...]] = field(
+        default_factory=list
+    )  # that view's members, and of all given out since
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _missing_in: dict[int, set[str]] = field(default_factory=dict)  # who has not entered a view
@@ -107,7 +109,9 @@ class Views:
 
     def sources(self) -> list[Worker]:
         """Returns the members that may go on in a forced view: those that hold the job's state, or may make it."""
-        base = [each for each in self.roster.named(self.base_members) if each.trains and may_go_on(each, self.has_begun)]
+        base = [
+            each for each in self.roster.named(self.base_members) if each.trains and may_go_on(each, self.has_begun)
+        ]
         return base + [each for each in self.newcomers() if each.trains and has_arrived(each)]
 
     def is_explained(self, generation: int) -> bool:
