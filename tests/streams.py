@@ -94,6 +94,13 @@ class RemembersOnItself(Plain):
         self.place = state["place"]
 
 
+class KeepsItsDictionary(RemembersOnItself):
+    """Takes the dictionary of what it is copied from, as Hugging Face's streams do."""
+
+    def __setstate__(self, attributes: dict[str, object]) -> None:
+        self.__dict__ = attributes
+
+
 class RemembersInItsIterator(Plain):
     """Has an iterator with a state."""
 

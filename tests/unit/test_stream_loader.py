@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import (
     Advances,
+    KeepsItsDictionary,
     NumberIterator,
     Plain,
     RemembersInItsIterator,
@@ -30,6 +31,7 @@ KINDS = (
     (Advances, False),
     (RemembersOnItself, False),
     (RemembersOnItself, True),
+    (KeepsItsDictionary, True),
     (RemembersInItsIterator, True),
     (ShuffledByEpoch, False),
 )

@@ -42,7 +42,7 @@ class StreamReader:
         self._epoch = epoch
         self._source = dataset
         self._keeps_states = keeps_states
-        self._dataset: Any = _at_epoch(copy.copy(dataset), epoch)
+        self._dataset: Any = _at_epoch(_copied(dataset), epoch)
         if start.state is None and start.position and hasattr(dataset, "skip"):
             self._dataset = _at_epoch(_without_first(self._dataset, start.position), epoch)
             self.position = start.position
@@ -139,6 +139,13 @@ class StreamReader:
             f"neither {type(self._dataset).__name__} nor its iterator has state_dict and load_state_dict, which "
             "dataset_state=True needs; add them, or leave dataset_state out"
         )
+
+
+def _copied(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
+    twin = copy.copy(dataset)
+    if vars(twin) is vars(dataset):  # a __setstate__ that takes the dictionary as it is, as in Hugging Face's streams
+        twin.__dict__ = dict(vars(dataset))
+    return twin
 
 
 def _at_epoch(dataset: Any, epoch: int) -> Any:
