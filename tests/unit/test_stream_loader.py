@@ -139,6 +139,18 @@ def test_a_left_epoch_goes_on_and_the_next_is_whole(stream, dataset_state, worke
         assert numbers(used) == list(expected)
 
 
+@pytest.mark.parametrize("dataset", [Plain(12), range(12)])
+def test_an_earlier_iterator_takes_nothing_from_a_later(dataset):
+    [loader] = loaders_of(dataset, 1, 2, **IN_WORKERS, persistent_workers=True)
+    earlier = iter(loader)
+    used = [next(earlier).tolist()]
+    later = iter(loader)
+    used.append(next(later).tolist())
+    assert list(earlier) == []
+    used += [batch.tolist() for batch in later]
+    assert numbers(used) == list(range(12))
+
+
 def test_an_epoch_goes_on_without_a_second_reading():
     readings = []
 

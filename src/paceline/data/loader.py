@@ -206,12 +206,11 @@ class StatefulLoader(Generic[Sample]):
         if iteration != self._iteration:
             return
         for batch, bookmark, end in self._read():
-            if iteration != self._iteration:
-                return
             self._position, self._bookmark = end, bookmark
             yield batch
-        if iteration == self._iteration:
-            self._go_to(self.epoch + 1, 0)
+            if iteration != self._iteration:  # persistent workers serve the later iteration now
+                return
+        self._go_to(self.epoch + 1, 0)
 
 
 def _check_dataset(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:
