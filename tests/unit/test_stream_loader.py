@@ -175,6 +175,15 @@ def test_set_epoch_chooses_the_order_of_the_stream():
     assert numbers([batch.tolist() for batch in loader]) == list(expected)
 
 
+def test_a_loaded_state_chooses_the_order_of_its_epoch():
+    [loader] = loaders_of(ShuffledByEpoch(20), 1, 4)
+    next(iter(loader))
+    later = ShuffledByEpoch(20)
+    later.set_epoch(3)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 3, "position": 8})
+    assert numbers([batch.tolist() for batch in loader]) == list(later)[8:]
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_samples_that_can_be_passed_over_are_not_made(rank):
     stream = Advances(40)
@@ -271,6 +280,15 @@ def test_a_stream_without_a_length_gives_the_loader_none():
     [loader] = loaders_of(Plain(8), 1, 2)
     with pytest.raises(TypeError, match=r"object of type 'Plain' has no len"):
         len(loader)
+
+
+def test_a_chain_of_streams_is_a_stream():
+    [loader] = loaders_of(Plain(4) + Plain(5), 1, 3)
+    used = [next(iter(loader)).tolist()]
+    [again] = loaders_of(Plain(4) + Plain(5), 1, 3)
+    again.load_state_dict(loader.state_dict())
+    used += [batch.tolist() for batch in again]
+    assert used == [[0, 1, 2], [3, 0, 1], [2, 3, 4]]
 
 
 def test_a_state_beyond_the_end_of_the_stream_is_refused():

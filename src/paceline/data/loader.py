@@ -184,7 +184,10 @@ class StatefulLoader(Generic[Sample]):
         return Deal(self.batch_size, num_replicas, rank, self.remainder)
 
     def _length(self) -> int | None:
-        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError:  # torch's ChainDataset has a __len__ that works only if all its parts have one
+            return None
 
     def _go_to(self, epoch: int, position: int) -> None:
         self.epoch = epoch
