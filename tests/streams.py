@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -126,3 +127,17 @@ class ShuffledByEpoch(Plain):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class SkipsInTheOrderOfTheEpoch(ShuffledByEpoch):
+    """Forgets the epoch where it leaves out samples, as Hugging Face's streams do."""
+
+    first = 0
+
+    def skip(self, count: int) -> SkipsInTheOrderOfTheEpoch:
+        rest = SkipsInTheOrderOfTheEpoch(self.length)
+        rest.first = count
+        return rest
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.first, None)
