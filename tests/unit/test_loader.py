@@ -154,10 +154,6 @@ def test_a_wrong_argument_is_refused_with_what_is_right(options, message):
         StatefulLoader(range(8), **options)
 
 
-def test_a_stream_is_refused_with_the_reason():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(())
-
-    with pytest.raises(TypeError, match="got a Stream; it needs a dataset with __len__ and __getitem__"):
-        StatefulLoader(Stream())
+def test_what_is_neither_indexed_nor_a_stream_is_refused():
+    with pytest.raises(TypeError, match="got a set; it needs an IterableDataset, or a dataset with __len__ and"):
+        StatefulLoader({1, 2})

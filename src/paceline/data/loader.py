@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, get_args
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from paceline.data.order import Remainder, Share, epoch_order, shares
+from paceline.data.indexed import IndexedBatches
+from paceline.data.order import Deal, Remainder, epoch_order
+from paceline.data.reader import Bookmark
 from paceline.data.sampler import which_part
+from paceline.data.stream import Order, StreamBatches
 
 Sample = TypeVar("Sample")
 
@@ -22,20 +25,41 @@ class StatefulLoader(Generic[Sample]):
     on every rank, is a single position. Any number of ranks, with any batch size, can resume from there, and each
     sample is used exactly once.
 
+    A stream (an `IterableDataset`) is dealt out in the order in which it yields its samples, by the same rules and
+    without communication. Every rank, and every loader worker, reads the whole stream and keeps its own part, unless
+    the stream can do better:
+
+    - `__iter__` returns an iterator with `advance(n)`, which moves past n samples without making them and returns how
+      many there were. Others' samples then cost no more than that call.
+    - The dataset has `skip(n)`, which returns a dataset without the first n samples. It is called when an epoch is
+      resumed; otherwise the samples before the position are read again, or advanced past.
+    - The dataset, or its iterator, has `state_dict` and `load_state_dict`, and `dataset_state` is true. To resume an
+      epoch, at most one step is read again.
+    - The dataset has `set_epoch`. It is called with the epoch before each reading, also in workers.
+
+    In an epoch, a stream must yield the same samples in the same order to every rank and in every reading. While it is
+    read, `get_worker_info` returns None, also in workers, so that a dataset does not split itself.
+
     Args:
-        dataset: a dataset with a length that can be indexed.
+        dataset: a dataset with a length that can be indexed, or an `IterableDataset`.
         batch_size: the number of samples of each rank in a step.
-        shuffle, seed: permute the indices, seeded by `seed` plus the epoch; the same on every rank.
+        shuffle, seed: permute the indices, seeded by `seed` plus the epoch; the same on every rank. By default, and
+            always, a stream stays in its own order, and all others are shuffled.
         num_replicas, rank: the number of parts and which to take; None for the default group's at each iteration.
         remainder: what to do with the samples at the end that do not fill a step. "share": divide them; if there are
             fewer than ranks, some ranks have one step less than others. "repeat": those ranks take a sample that
             another rank has as well. "drop": leave them out.
+        dataset_state: save the state of the stream with each position and resume from it. It must be exact: a state
+            that was taken after n samples leads to sample n, in any process. It travels from the workers with each
+            batch, so it should be small.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
-            persistent_workers: as for torch's DataLoader.
+            persistent_workers: as for torch's DataLoader. `collate_fn` gets this rank's samples only, in the worker,
+            which makes it the place for expensive work on the samples of a stream.
 
     Raises:
-        TypeError: the dataset has no length or index.
-        ValueError: `batch_size` is not positive, or an argument is refused by the DataLoader.
+        TypeError: the dataset is neither a stream nor has a length and an index.
+        ValueError: `batch_size` is not positive, `shuffle` is true for a stream, `dataset_state` is true for another
+            dataset, or an argument is refused by the DataLoader.
 
     >>> loader = StatefulLoader(range(8), batch_size=2, shuffle=False, num_replicas=2, rank=0)
     >>> batch = next(iter(loader))  # rank 1 has the samples 2 and 3
@@ -50,11 +74,12 @@ class StatefulLoader(Generic[Sample]):
         dataset: Dataset[Sample],
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
         remainder: Remainder = "share",
+        dataset_state: bool = False,
         num_workers: int = 0,
         collate_fn: Callable[[list[Sample]], Any] | None = None,
         pin_memory: bool = False,
@@ -64,13 +89,7 @@ class StatefulLoader(Generic[Sample]):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
-            raise TypeError(
-                f"StatefulLoader got a {type(dataset).__name__}; it needs a dataset with __len__ and __getitem__, "
-                "because samples are handed out, and remembered, by index"
-            )
+        _check_dataset(dataset, shuffle, dataset_state)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         if remainder not in get_args(Remainder):
@@ -79,26 +98,31 @@ class StatefulLoader(Generic[Sample]):
             which_part(num_replicas, rank)
         self.dataset = dataset
         self.batch_size = batch_size
-        self.shuffle = shuffle
+        self.shuffle = not isinstance(dataset, IterableDataset) if shuffle is None else shuffle
         self.seed = seed
         self.num_replicas = num_replicas
         self.rank = rank
         self.remainder = remainder
+        self.dataset_state = dataset_state
         self.epoch = 0
         self._position = 0
+        self._bookmark = Bookmark(0)  # at most a step before the position, if it has a state
         self._iteration = 0
-        self._plan: list[Share] = []
-        self._loader: DataLoader[Sample] = DataLoader(
-            dataset,
-            batch_sampler=_Batches(self),
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
+        self._reading = 0
+        options = {
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+        }
+        self._batches: StreamBatches | IndexedBatches = (
+            StreamBatches(dataset, dataset_state, options)
+            if isinstance(dataset, IterableDataset)
+            else IndexedBatches(dataset, options)
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -107,74 +131,110 @@ class StatefulLoader(Generic[Sample]):
         return self._hand_out(self._iteration)
 
     def __len__(self) -> int:
-        """Returns the number of batches that this rank has left in the epoch."""
-        return len(self._shares_left())
+        """Returns the number of batches that this rank has left in the epoch.
+
+        Raises:
+            TypeError: the dataset is a stream that has no length.
+        """
+        return self._deal().batches(max(len(self.dataset) - self._position, 0))  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch: a different one begins at its start, the current one stays where it is."""
         if epoch != self.epoch:
-            self.epoch = epoch
-            self._position = 0
+            self._go_to(epoch, 0)
             self._iteration += 1
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch after the batches that were yielded so far, as a few numbers.
 
         It is the same on every rank, except while some ranks are in a last step that others do not have; rank 0 has
-        all steps, so save rank 0's.
+        all steps, so save rank 0's. With `dataset_state`, the state of the stream is part of it.
         """
-        return {
+        state: dict[str, Any] = {
             "epoch": self.epoch,
             "position": self._position,
-            "length": len(self.dataset),
+            "length": self._length(),
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
+        if self._bookmark.state is not None:
+            state["stream"] = self._bookmark._asdict()
+        return state
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resumes where `state` was taken, with its seed.
 
         Raises:
             ValueError: the state was taken with another length of the dataset, or another `shuffle`.
         """
-        length = len(self.dataset)
+        length = self._length()
         if state["length"] != length or state["shuffle"] != self.shuffle:
             raise ValueError(
-                f"the state is of {state['length']} samples with shuffle={state['shuffle']}, this loader has {length} "
-                f"with shuffle={self.shuffle}; load it into a loader of the same dataset and order"
+                f"the state is of {_counted(state['length'])} samples with shuffle={state['shuffle']}, this loader has "
+                f"{_counted(length)} with shuffle={self.shuffle}; load it into a loader of the same dataset and order"
             )
-        self.epoch = int(state["epoch"])
         self.seed = int(state["seed"])
-        self._position = int(state["position"])
+        self._go_to(int(state["epoch"]), int(state["position"]))
+        if self.dataset_state and "stream" in state:
+            self._bookmark = Bookmark(**state["stream"])
         self._iteration += 1
 
-    def _shares_left(self) -> list[Share]:
+    def _deal(self) -> Deal:
         num_replicas, rank = which_part(self.num_replicas, self.rank)
-        length = len(self.dataset)
-        return list(shares(self._position, length, self.batch_size, num_replicas, rank, self.remainder))
+        return Deal(self.batch_size, num_replicas, rank, self.remainder)
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError:  # torch's ChainDataset has a __len__ that works only if all its parts have one
+            return None
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self.epoch = epoch
+        self._position = position
+        self._bookmark = Bookmark(0)
+        self._reading += 1
+
+    def _read(self) -> Iterator[tuple[Any, Bookmark, int]]:
+        deal = self._deal()
+        if isinstance(self._batches, StreamBatches):
+            start = Bookmark(self._position) if self._bookmark.state is None else self._bookmark
+            yield from self._batches.read(Order(self._reading, self.epoch, self._position, start, deal))
+        else:
+            order = epoch_order(len(self.dataset), self.shuffle, self.seed, self.epoch)  # type: ignore[arg-type]
+            for batch, end in self._batches.read(order, self._position, deal):
+                yield batch, Bookmark(0), end
 
     def _hand_out(self, iteration: int) -> Iterator[Any]:
         if iteration != self._iteration:
             return
-        plan = self._plan = self._shares_left()
-        # The DataLoader returns batches in the order in which it was asked for them.
-        for share, batch in zip(plan, self._loader, strict=True):
-            if iteration != self._iteration:
-                return
-            self._position = share.end
+        for batch, bookmark, end in self._read():
+            self._position, self._bookmark = end, bookmark
             yield batch
-        if iteration == self._iteration:
-            self.epoch += 1
-            self._position = 0
+            if iteration != self._iteration:  # persistent workers serve the later iteration now
+                return
+        self._go_to(self.epoch + 1, 0)
 
 
-class _Batches:
-    """The indices of the remaining batches, for the DataLoader."""
+def _check_dataset(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise ValueError(
+                f"StatefulLoader got shuffle=True with a {kind}, which is a stream and has only its own order; shuffle "
+                "in the dataset, seeded by the epoch that its set_epoch receives, and leave shuffle out"
+            )
+    elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"StatefulLoader got a {kind}; it needs an IterableDataset, or a dataset with __len__ and __getitem__, "
+            "because samples are dealt out by their place in the stream or by their index"
+        )
+    elif dataset_state:
+        raise ValueError(
+            f"StatefulLoader got dataset_state=True with a {kind}, which is not a stream; leave it out, because the "
+            "position is the whole state of an epoch of indices"
+        )
 
-    def __init__(self, owner: StatefulLoader[Any]) -> None:
-        self._owner = owner
 
-    def __iter__(self) -> Iterator[list[int]]:
-        owner = self._owner
-        order = epoch_order(len(owner.dataset), owner.shuffle, owner.seed, owner.epoch)
-        return iter([[order[place] for place in share.places] for share in owner._plan])
+def _counted(length: int | None) -> str:
+    return "an unknown number of" if length is None else str(length)

@@ -1,0 +1,36 @@
+"""Deals out the batches of a dataset that can be indexed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.order import Deal, shares
+
+
+class IndexedBatches:
+    """The batches of an indexable dataset for one rank, read by a DataLoader."""
+
+    def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
+        self._indices: list[list[int]] = []
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=_Indices(self), **options)
+
+    def read(self, order: list[int], position: int, deal: Deal) -> Iterator[tuple[Any, int]]:
+        """Yields the batches of the epoch's `order` from `position` on, and where each batch's step ends."""
+        plan = list(shares(position, len(order), deal))
+        self._indices = [[order[place] for place in share.places] for share in plan]
+        # The DataLoader returns batches in the order in which it was asked for them.
+        for share, batch in zip(plan, self._loader, strict=True):
+            yield batch, share.end
+
+
+class _Indices:
+    """The indices of the remaining batches, for the DataLoader."""
+
+    def __init__(self, owner: IndexedBatches) -> None:
+        self._owner = owner
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._owner._indices)
