@@ -21,10 +21,15 @@ Deal = list[list[Node]]  # for each rank the nodes of the tree whose sums it com
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says about itself when it enters a view: its round, and the nodes it has the sums of."""
+    """What a member says about itself when it enters a view.
+
+    `round` is its round, `held` the nodes of that round that it has the sums of, and `shard_ns` how long a shard takes
+    on it, 0 if it has not computed any.
+    """
 
     round: int
     held: tuple[tuple[int, int], ...] = ()
+    shard_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,26 +70,20 @@ def agree(statuses: Sequence[Status], shards: int) -> Agreement:
     return Agreement(latest, complete([[Node(*each) for each in nodes] for nodes in held], shards), source, fresh)
 
 
+def deal_runs(counts: Sequence[int]) -> Deal:
+    """Returns a deal in which rank r has a run of `counts[r]` consecutive shards.
+
+    >>> deal_runs([2, 1, 1])[1:]
+    [[Node(first=2, stop=3)], [Node(first=3, stop=4)]]
+    """
+    root = Node(0, sum(counts))
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    return [nodes_within(range(at, at + count), root) for at, count in zip(starts, counts, strict=True)]
+
+
 def deal_evenly(shards: int, ranks: int) -> Deal:
     """Returns a deal in which each rank has a run of consecutive shards, of lengths that differ by one at most."""
     return [nodes_within(run_of_rank(shards, ranks, rank), Node(0, shards)) for rank in range(ranks)]
-
-
-def deal_by_weight(shards: int, weights: Sequence[float]) -> Deal:
-    """Returns a deal of consecutive runs in proportion to the ranks' weights, by largest remainders.
-
-    >>> [sum(node.stop - node.first for node in nodes) for nodes in deal_by_weight(12, [1.0, 1.0, 0.5, 0.5])]
-    [4, 4, 2, 2]
-    """
-    total = sum(weights)
-    exact = [shards * weight / total for weight in weights]
-    counts = [int(each) for each in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda rank: (counts[rank] - exact[rank], rank))
-    for rank in by_remainder[: shards - sum(counts)]:
-        counts[rank] += 1
-    starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    root = Node(0, shards)
-    return [nodes_within(range(at, at + count), root) for at, count in zip(starts, counts, strict=True)]
 
 
 def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:

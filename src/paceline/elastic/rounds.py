@@ -10,22 +10,26 @@ that. What a member does again is a pure function of the shard, so doing it agai
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from paceline.elastic.agreement import FRESH, Agreement, Deal, Status, agree, deal_evenly
+from paceline.elastic import speeds
+from paceline.elastic.agreement import FRESH, Agreement, Deal, Status, agree, deal_runs
+from paceline.elastic.audit import Audit, audit_of
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.failpoints import reach
 from paceline.elastic.meeting import LOST, Meeting, describe_self, exchange_statuses
 from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Ready, View
 from paceline.elastic.registry import Registry, digest_of
+from paceline.elastic.speeds import even_counts, fair_counts, smoothed
 from paceline.elastic.vote import Ballot, OutvotedError, vote
 from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
-from paceline.parallel.sharded.tree import Node, add_up, run_of_rank
+from paceline.parallel.sharded.tree import Node, add_up
 
 _LEFT_OUT, _OUTVOTED = 75, 76  # exit codes of workers that the launcher replaces
 
@@ -60,6 +64,9 @@ class Rounds:
         self._result: Values = {}  # of the round before
         self._given: Values | None = None  # the result of this round, from a member that had it already
         self.is_leaving = False  # this worker was asked to end
+        self._counts: list[int] = []  # of shards, by rank, in rounds to come
+        self._shard_ns = 0  # how long a shard takes here
+        self._audited = 0  # a digest of the shard that is audited in this round, if it was computed here
         self._agreed = 0  # the generation of a view that all members have heard of
 
     def join(self, fingerprint: str) -> None:
@@ -73,8 +80,10 @@ class Rounds:
         self._until_it_holds(self._enter_next)
         self._tell_deal()
 
-    def total(self, value_of: Callable[[int], Values]) -> Values:
+    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Runs a round; returns the sum over all shards, of which `value_of` computes any one.
+
+        The rounds that are steps of the training show how fast the members are, and are audited.
 
         Raises:
             DivergenceError: the members' results or states differ.
@@ -86,7 +95,7 @@ class Rounds:
                 self._enter_next()
             if self._given is not None:
                 return self._given
-            return self._sum(self._group_now(), value_of)
+            return self._sum(self._group_now(), value_of, is_step)
 
         reach("round.begun")
         result: Values = self._until_it_holds(attempt)
@@ -107,10 +116,8 @@ class Rounds:
             while self._group is None or self._view.must_wait:
                 self._enter_next()
 
-        before = self._view
         self._until_it_holds(attempt)
-        if self._view is not before:
-            self._tell_deal()
+        self._tell_deal()
 
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another any more."""
@@ -154,13 +161,16 @@ class Rounds:
         reach("view.entering")
         group = self._meeting.enter(view)
         reach("view.formed")
-        statuses = exchange_statuses(group, Status(self.number, tuple((node.first, node.stop) for node in self._held)))
+        held = tuple((node.first, node.stop) for node in self._held)
+        statuses = exchange_statuses(group, Status(self.number, held, self._shard_ns))
         agreed = agree(statuses, self._shards)
+        even = even_counts(self._shards, len(statuses))
+        self._counts = fair_counts(self._shards, [status.shard_ns for status in statuses], even)
         self._share(group, agreed)
         # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
         group.barrier()
         reach("view.agreed")
-        self._deal = agreed.deal
+        self._deal = agreed.deal if any(status.held for status in statuses) else deal_runs(self._counts)
         self._group = group
         self._connection.send(Installed(view.generation, self.number))
 
@@ -189,33 +199,66 @@ class Rounds:
             self._held = {}
             reach("result.received")
 
-    def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values]) -> Values:
-        for node in self._deal[group.rank()]:
-            if node not in self._held:
-                self._held[node] = add_up(node, add, value_of, {})
+    def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values], is_step: bool) -> Values:
+        audit = audit_of(self.number, self._deal, self._shards) if is_step else None
+        began_ns = time.perf_counter_ns()
+        mine = self._deal[group.rank()]
+        missing = [node for node in mine if node not in self._held]
+        for node in missing:
+            self._held[node] = add_up(node, add, self._audited_value(value_of, audit), {})
+        if is_step and missing:
+            computed = sum(node.stop - node.first for node in missing)
+            self._shard_ns = smoothed(self._shard_ns, (time.perf_counter_ns() - began_ns) // computed)
+        if audit is not None and group.rank() in audit.others:
+            self._audited = digest_of(value_of(audit.shard))
         reach("round.computed")
         result = sum_over_ranks(self._held, self._deal, self._shards, group)
         reach("round.summed")
-        ballot = Ballot(digest_of(result), self._registry.rolling_digest(self.number), self._connection.heard)
-        try:
-            self._agreed = vote(group, ballot, self.number, self._view.members)
-        except OutvotedError as error:
-            self._end(str(error), _OUTVOTED)
+        self._vote(group, result, audit)
         reach("round.voted")
         return result
 
+    def _audited_value(self, value_of: Callable[[int], Values], audit: Audit | None) -> Callable[[int], Values]:
+        """Returns `value_of`, which keeps a digest of the shard that is audited, if there is one."""
+        if audit is None:
+            return value_of
+
+        def value_and_digest(shard: int) -> Values:
+            value = value_of(shard)
+            if shard == audit.shard:
+                self._audited = digest_of(value)
+            return value
+
+        return value_and_digest
+
+    def _vote(self, group: ProcessGroup, result: Values, audit: Audit | None) -> None:
+        state = self._registry.rolling_digest(self.number)
+        mine = Ballot(digest_of(result), state, self._connection.heard, self._shard_ns, self._audited)
+        try:
+            ballots = vote(group, mine, self.number, self._view.members, audit)
+        except OutvotedError as error:
+            self._end(str(error), _OUTVOTED)
+        self._agreed = min(ballot.heard for ballot in ballots)
+        if self.number % speeds.EVERY == 0:
+            counts = fair_counts(self._shards, [ballot.shard_ns for ballot in ballots], self._counts)
+            if counts != self._counts and group.rank() == 0:
+                taken = ", ".join(f"{ballot.shard_ns / 1e6:.1f}" for ballot in ballots)
+                sys.stderr.write(f"paceline: shards are now dealt {counts}, since one takes {taken} ms\n")
+            self._counts = counts
+
     def _commit(self, result: Values) -> None:
         is_given = self._given is not None
-        self._result, self._given, self._held = result, None, {}
+        self._result, self._given, self._held, self._audited = result, None, {}, 0
         self.number += 1
         if not is_given:  # otherwise the members agreed on the deal of the round that comes now
-            self._deal = deal_evenly(self._shards, len(self._view.members))
+            self._deal = deal_runs(self._counts)
         reach("round.committed")
 
     def _tell_deal(self) -> None:
         """Announces the shards of this worker in rounds to come; those that it owes in this round may be others."""
-        members = self._view.members
-        self._on_deal(run_of_rank(self._shards, len(members), members.index(self._connection.name)))
+        rank = self._view.members.index(self._connection.name)
+        first = sum(self._counts[:rank])
+        self._on_deal(range(first, first + self._counts[rank]))
 
     def _group_now(self) -> ProcessGroup:
         assert self._group is not None

@@ -8,8 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.elastic.audit import Audit, suspects
 from paceline.errors import PacelineError
 from paceline.group.process_group import ProcessGroup
+
+_CAUSES = (
+    "The cause is corrupted memory, an operator that is not deterministic, or state that the workers do not share and "
+    "ElasticState was not given"
+)
 
 
 class DivergenceError(PacelineError):
@@ -29,15 +35,26 @@ class OutvotedError(PacelineError):
 
 
 class Ballot(NamedTuple):
-    """What a member says in a vote: digests of its result and of a part of its state, and the latest view it knows."""
+    """What a member says in a vote.
+
+    Attributes:
+        result, state: digests of its result and of a part of its state, which must be those of all.
+        heard: the latest generation it knows.
+        shard_ns: how long a shard takes on it, 0 if it does not know.
+        audited: a digest of the shard that is audited in this round, 0 if it did not compute that.
+    """
 
     result: int
     state: int
     heard: int
+    shard_ns: int = 0
+    audited: int = 0
 
 
-def vote(group: ProcessGroup, mine: Ballot, round_number: int, names: Sequence[str]) -> int:
-    """Compares the members' ballots; returns the latest generation that all of them have heard of.
+def vote(
+    group: ProcessGroup, mine: Ballot, round_number: int, names: Sequence[str], audit: Audit | None = None
+) -> list[Ballot]:
+    """Compares the members' ballots; returns them by rank.
 
     Raises:
         OutvotedError: more than half of the members agree with each other, and not with this one.
@@ -47,7 +64,28 @@ def vote(group: ProcessGroup, mine: Ballot, round_number: int, names: Sequence[s
     group.all_gather(ballots, torch.tensor(mine))
     read = [Ballot(*ballot.tolist()) for ballot in ballots]
     judge(read, group.rank(), round_number, names)
-    return min(ballot.heard for ballot in read)
+    if audit is not None:
+        _judge_audit(read, audit, group.rank(), round_number, names)
+    return read
+
+
+def _judge_audit(ballots: Sequence[Ballot], audit: Audit, rank: int, round_number: int, names: Sequence[str]) -> None:
+    wrong = suspects(audit, [ballot.audited for ballot in ballots])
+    if not wrong:
+        return
+    named = tuple(names[each] for each in wrong)
+    if len(wrong) > 1:
+        raise DivergenceError(
+            f"round {round_number}: the workers {', '.join(named)} computed different sums of shard {audit.shard} from "
+            f"the same state. {_CAUSES}",
+            round_number=round_number,
+            workers=named,
+        )
+    if rank in wrong:
+        raise OutvotedError(
+            f"round {round_number}: worker {named[0]} computes another sum of shard {audit.shard} than two others do "
+            f"from the same state. {_CAUSES}"
+        )
 
 
 def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequence[str]) -> None:
@@ -61,14 +99,12 @@ def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequen
     if 2 * votes <= len(ballots):
         raise DivergenceError(
             f"round {round_number}: the {what} differs between the workers {', '.join(names)}, and no majority of them "
-            "agrees. The cause is corrupted memory, an operator that is not deterministic, or state that the workers "
-            "do not share and ElasticState was not given",
+            f"agrees. {_CAUSES}",
             round_number=round_number,
             workers=tuple(names),
         )
     if (ballots[rank].result, ballots[rank].state) != winner:
         raise OutvotedError(
             f"round {round_number}: the {what} of worker {names[rank]} differs from that of {votes} of {len(ballots)} "
-            "workers. The cause is corrupted memory, an operator that is not deterministic, or state that the workers "
-            f"do not share and ElasticState was not given (outvoted: {', '.join(others)})"
+            f"workers (outvoted: {', '.join(others)}). {_CAUSES}"
         )

@@ -35,8 +35,11 @@ class Evaluated(Protocol):
 class Sums(Protocol):
     """Adds up the values of all shards."""
 
-    def total(self, value_of: Callable[[int], Values]) -> Values:
-        """Returns the sum over all shards in the tree's order; `value_of` computes the value of one of them."""
+    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
+        """Returns the sum over all shards in the tree's order; `value_of` computes the value of one of them.
+
+        `is_step` says that it is the gradient of a training step.
+        """
         ...
 
 
@@ -46,7 +49,7 @@ class GroupSums:
     def __init__(self, count: int, group: ProcessGroup) -> None:
         self._count, self._group = count, group
 
-    def total(self, value_of: Callable[[int], Values]) -> Values:
+    def total(self, value_of: Callable[[int], Values], is_step: bool = False) -> Values:
         """Returns the sum over all shards."""
         size = self._group.size()
         root = Node(0, self._count)
@@ -146,7 +149,7 @@ class LogicalShards:
         def value_of(shard: int) -> Values:
             return self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
 
-        total = self._sums.total(value_of)
+        total = self._sums.total(value_of, is_step=True)
         like = [torch.zeros(()), torch.zeros(len(params)), *params, *map(_summable, before)]
         loss, found, *rest = unpack(total, like)
         for param, gradient, old, times in zip(params, rest, earlier, found.tolist(), strict=False):

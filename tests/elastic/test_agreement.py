@@ -1,0 +1,139 @@
+"""What members agree on: every shard is dealt once, what is held stays where it is, and the latest round wins."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.elastic.agreement import FRESH, Status, agree, complete, deal_evenly, deal_runs
+from paceline.elastic.audit import EVERY, Audit, audit_of, suspects
+from paceline.elastic.speeds import even_counts, fair_counts
+from paceline.elastic.vote import Ballot, DivergenceError, OutvotedError, judge
+from paceline.parallel.sharded.tree import Node, add_up
+
+SHARDS = 12
+
+
+def shards_of(deal: list[list[Node]]) -> list[int]:
+    return sorted(shard for nodes in deal for node in nodes for shard in range(node.first, node.stop))
+
+
+def sum_is_found(deal: list[list[Node]], shards: int) -> bool:
+    """Whether the sum over all shards can be added up in the tree's order from the sums of the dealt nodes."""
+    known = {node: list(range(node.first, node.stop)) for nodes in deal for node in nodes}
+
+    def unknown(shard: int) -> list[int]:
+        raise AssertionError(f"nobody has shard {shard}")
+
+    return add_up(Node(0, shards), lambda left, right: left + right, unknown, known) == list(range(shards))
+
+
+@given(st.integers(1, 9), st.sets(st.integers(0, 8)), st.integers(1, 40))
+def test_survivors_keep_what_they_hold(ranks, lost, shards):
+    deal = deal_evenly(shards, ranks)
+    survivors = [nodes for rank, nodes in enumerate(deal) if rank not in lost] or [[]]
+    after = complete(survivors, shards)
+    assert shards_of(after) == list(range(shards))
+    assert all(mine[: len(held)] == held for held, mine in zip(survivors, after, strict=True))
+    assert sum_is_found(after, shards)
+    # What was lost is dealt out evenly.
+    added = [sum(n.stop - n.first for n in mine[len(held) :]) for held, mine in zip(survivors, after, strict=True)]
+    assert max(added) - min(added) <= 1
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any))
+def test_runs_hold_every_shard_once(counts):
+    deal = deal_runs(counts)
+    assert [sum(node.stop - node.first for node in nodes) for nodes in deal] == counts
+    assert sum_is_found(deal, sum(counts))
+
+
+def test_sums_that_two_members_hold_count_once():
+    deal = complete([[Node(0, 4)], [Node(2, 4), Node(4, 6)]], 8)
+    assert deal == [[Node(0, 4), Node(6, 7)], [Node(4, 6), Node(7, 8)]]
+
+
+def test_at_the_beginning_rank_0_gives_the_state():
+    agreed = agree([Status(FRESH)] * 3, SHARDS)
+    assert (agreed.round, agreed.source, agreed.needs_state) == (0, (None, 0, 0), {1, 2})
+
+
+def test_members_that_are_behind_get_the_result():
+    agreed = agree([Status(6), Status(7, ((0, 4),)), Status(FRESH), Status(7)], SHARDS)
+    assert agreed.round == 7
+    assert agreed.source == (1, None, 3, None)
+    assert agreed.needs_state == {2}
+    assert Node(0, 4) in agreed.deal[1]
+    assert shards_of(agreed.deal) == list(range(SHARDS))
+
+
+def test_sums_of_a_round_that_is_over_do_not_count():
+    agreed = agree([Status(6, ((0, 12),)), Status(7)], SHARDS)
+    assert agreed.deal == deal_evenly(SHARDS, 2)
+
+
+def test_nobody_may_be_two_rounds_behind():
+    with pytest.raises(ValueError, match=r"ranks \[0\] are more than one round behind round 7"):
+        agree([Status(5), Status(7)], SHARDS)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.integers(6, 40))
+def test_no_deal_makes_the_longest_share_shorter(costs, shards):
+    now = even_counts(shards, len(costs))
+    counts = fair_counts(shards, costs, now)
+    assert sum(counts) == shards
+    assert min(counts) >= 1
+    longest = max(count * cost for count, cost in zip(counts, costs, strict=True))
+    assert longest <= max(count * cost for count, cost in zip(now, costs, strict=True))
+    if counts != now:  # moving one shard from the slowest rank to any other does not help
+        slowest = max(range(len(costs)), key=lambda rank: counts[rank] * costs[rank])
+        others = [(counts[rank] + 1) * cost for rank, cost in enumerate(costs) if rank != slowest]
+        assert counts[slowest] == 1 or all(each >= longest for each in others)
+
+
+def test_small_differences_of_speed_change_nothing():
+    assert fair_counts(12, [100, 105, 98, 103], [3, 3, 3, 3]) == [3, 3, 3, 3]
+
+
+def test_a_member_of_unknown_speed_counts_as_a_usual_one():
+    assert fair_counts(12, [10, 0, 30, 10], [3, 3, 3, 3]) == fair_counts(12, [10, 10, 30, 10], [3, 3, 3, 3])
+
+
+def test_equal_ballots_pass():
+    judge([Ballot(1, 2, 3), Ballot(1, 2, 9)], 0, 5, ["a", "b"])
+
+
+def test_the_minority_is_outvoted_and_the_majority_goes_on():
+    ballots = [Ballot(1, 2, 3), Ballot(1, 4, 3), Ballot(1, 2, 3)]
+    judge(ballots, 0, 5, ["a", "b", "c"])
+    with pytest.raises(OutvotedError, match=r"round 5: the state of worker b differs from that of 2 of 3 workers"):
+        judge(ballots, 1, 5, ["a", "b", "c"])
+
+
+def test_without_a_majority_all_get_an_error():
+    for rank in range(2):
+        with pytest.raises(DivergenceError, match=r"round 5: the result differs between the workers a, b") as raised:
+            judge([Ballot(1, 2, 3), Ballot(7, 2, 3)], rank, 5, ["a", "b"])
+        assert raised.value.workers == ("a", "b")
+
+
+def test_audits_come_in_turns_and_name_their_owner():
+    deal = deal_evenly(8, 4)
+    audits = [audit for number in range(40 * EVERY) if (audit := audit_of(number, deal, 8)) is not None]
+    assert len(audits) == 40
+    assert {audit.shard for audit in audits} == set(range(8))
+    for audit in audits:
+        assert audit.owner == audit.shard // 2
+        assert len(audit.others) == 2
+        assert audit.owner not in audit.others
+
+
+def test_an_audit_names_whom_two_others_contradict():
+    audit = Audit(shard=3, owner=1, others=(2, 3))
+    assert suspects(audit, [0, 5, 5, 5]) == ()
+    assert suspects(audit, [0, 6, 5, 5]) == (1,)
+    assert suspects(audit, [0, 5, 5, 6]) == (3,)
+    assert suspects(audit, [0, 5, 6, 7]) == (1, 2, 3)
+    assert suspects(Audit(shard=0, owner=0, others=(1,)), [4, 5]) == (0, 1)
+    assert suspects(audit, [0, 0, 5, 5]) == ()
