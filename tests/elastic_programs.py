@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -54,3 +55,27 @@ class Seen:
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Continues after those that another worker has seen."""
         self.losses = list(state["losses"])
+
+
+def train_with_a_fault(epochs: int, worker: str, fault: str) -> str:
+    """Trains as `train` does, on one worker with memory that changes, or with sums that are wrong, from step 5 on."""
+    dist.init_process_group(elastic=True)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    logical = dist.LogicalShards(model, SHARDS)
+    loader = dist.ShardLoader(torch.utils.data.TensorDataset(inputs), 3, logical)
+    state = dist.ElasticState(logical, optimizer=optimizer, loader=loader)
+    is_faulty = os.environ["PACELINE_WORKER"] == worker
+    step = 0
+    for _ in state.epochs(epochs):
+        for batches in loader:
+            step += 1
+            if is_faulty and fault == "memory" and step == 5:
+                model.weight.data[0, 0] += 1e-3
+            factor = 1.0001 if is_faulty and fault == "sums" and step >= 5 else 1.0
+            optimizer.zero_grad()
+            logical.backward(lambda x, factor=factor: model(x[0]).square().mean() * factor, batches)
+            optimizer.step()
+    return state.digest()

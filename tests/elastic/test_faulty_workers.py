@@ -1,0 +1,32 @@
+"""Workers whose memory or whose sums are wrong are noticed and named, and do not make the others wrong."""
+
+from __future__ import annotations
+
+import elastic_job
+import elastic_programs
+
+
+def test_a_worker_whose_memory_changed_is_replaced():
+    outcome = elastic_job.run(elastic_programs.train_with_a_fault, 20, "0.1.0", "memory", policy={"gather_s": 0.02})
+    assert outcome.code == 0, outcome
+    assert outcome.ended["0.1.0"] == 76
+    assert len(set(outcome.results.values())) == 1
+    assert {"0.0.0", "0.2.0"} <= outcome.results.keys()
+
+
+def test_without_a_majority_changed_memory_ends_the_job():
+    outcome = elastic_job.run(
+        elastic_programs.train_with_a_fault, 20, "0.1.0", "memory", workers=2, replaces=False, timeout_s=30
+    )
+    assert outcome.code == 1
+    (error,) = set(outcome.errors.values())
+    assert error.startswith("DivergenceError: round ")
+    assert "differs between the workers 0.0.0, 0.1.0, and no majority of them agrees" in error
+
+
+def test_an_audit_replaces_a_worker_whose_sums_are_wrong():
+    # The first audit is in round 99, and the wrong sums are in everybody's state until then.
+    outcome = elastic_job.run(elastic_programs.train_with_a_fault, 120, "0.1.0", "sums", policy={"gather_s": 0.02})
+    assert outcome.code == 0, outcome
+    assert outcome.ended["0.1.0"] == 76
+    assert len(set(outcome.results.values())) == 1
