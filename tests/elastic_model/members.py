@@ -1,4 +1,4 @@
-"""A worker as the coordinator sees one: the rules by which it follows views, on rounds that only make a chain of hashes.
+"""A worker as the coordinator sees one: how it follows views, on rounds that only make a chain of hashes.
 
 A worker's state is (rounds committed, digest); -1 rounds is no state. The groups stand for the connections between the
 members of one view: they form when all have come, break when one is gone, and let a round commit, at each member at a
@@ -75,8 +75,10 @@ class Group:
 class Site:
     """A machine and its launcher."""
 
-    __slots__ = ("attempts", "cuts", "has_begun", "is_cut", "is_gone", "is_isolated", "is_known_lost", "fingerprint",
-                 "name", "replaces", "slots", "unheard")  # fmt: skip
+    __slots__ = (
+        *("attempts", "cuts", "fingerprint", "has_begun", "is_cut", "is_gone", "is_isolated", "is_known_lost", "name"),
+        *("replaces", "slots", "unheard"),
+    )  # fmt: skip
 
     def __init__(self, name: str, slots: int, attempts: int) -> None:
         self.name, self.slots, self.attempts = name, slots, attempts
@@ -94,8 +96,9 @@ class Member:
     """A worker's process."""
 
     __slots__ = (
-        "backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "lag", "last_down_s", "last_up_s",
-        "latest", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world",
+        *("backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "lag"),
+        *("last_down_s", "last_up_s", "latest", "number", "round", "site", "slot", "standing", "state", "uid"),
+        *("was_stalled", "world"),
     )  # fmt: skip
 
     def __init__(self, world: World, number: int, site: Site, slot: int) -> None:
@@ -172,7 +175,9 @@ class Member:
             if NO_STATE < self.round < top - 1:
                 raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
             if self.round == NO_STATE and top % self.world.batch and not group.view.is_planned:
-                raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
+                raise Violation(
+                    f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}"
+                )
             self.digest = source.digest
         group.formed += 1
         if group.formed == len(group.view.members):

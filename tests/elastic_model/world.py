@@ -256,8 +256,8 @@ class World:
 
     def current(self) -> set[str]:
         """Returns the workers that the coordinator counts among the members."""
-        views = self.coordinator._decisions.views
-        return {each.uid for each in views.concerned()}
+        views = self.coordinator._job.views
+        return {each.uid for each in views.concerned}
 
     def tick(self, due_s: float) -> None:
         """The coordinator's clock."""
