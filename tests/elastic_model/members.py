@@ -96,8 +96,8 @@ class Member:
     """A worker's process."""
 
     __slots__ = (
-        *("backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "lag"),
-        *("last_down_s", "last_up_s", "latest", "number", "round", "site", "slot", "standing", "state", "uid"),
+        *("backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving"),
+        *("lag", "last_down_s", "last_up_s", "latest", "number", "round", "site", "slot", "standing", "state", "uid"),
         *("was_stalled", "world"),
     )  # fmt: skip
 

@@ -84,6 +84,7 @@ class Coordinator:
             if worker.machine is found and worker.lives and worker.uid not in found.named:
                 worker.ended, worker.was_drained = "while its machine was out of reach", False
         found.named = None
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float) -> Orders:
@@ -93,6 +94,7 @@ class Coordinator:
             return []
         found.is_reachable = False
         self._job.say(f"{found.host} cannot be reached: {why}")
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def machine_left(self, machine: str, why: str, now_s: float) -> Orders:
@@ -105,6 +107,7 @@ class Coordinator:
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
         self._job.say(f"{found.host} left: {why}")
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> Orders:
@@ -113,6 +116,7 @@ class Coordinator:
         if found is None:
             return []
         found.slots = slots
+        begin_machines(self._job)
         return self._settle(now_s)
 
     def worker_started(self, uid: str, machine: str, now_s: float, said: Sequence[FromWorker] = ()) -> Orders:
@@ -184,7 +188,6 @@ class Coordinator:
 
     def _step(self, job: Job, now_s: float) -> bool:
         """Applies the first rule that does something; returns whether one did, so that another may follow."""
-        begin_machines(job)
         finish(job, now_s)
         if job.over is not None:
             return False
@@ -216,7 +219,9 @@ class Coordinator:
                 if worker.place is not Place.MEMBER:
                     self._job.dismiss(worker, f"asked to end: {message.reason}")
             case Finished():
-                worker.has_finished = True
+                if not worker.has_finished:
+                    worker.has_finished = True
+                    self._job.finished.append(worker)
 
     def _asked(self, worker: Worker, fingerprint: str, now_s: float) -> None:
         """Lets a worker wait for a view; one that was a member says by this that it has no state any more."""

@@ -9,7 +9,7 @@ from paceline.elastic.roster import Place, Worker
 
 def finish(job: Job, now_s: float) -> None:
     """Ends the job when a worker has finished, and all others of which that is expected."""
-    finished = [each for each in job.roster.workers.values() if each.has_finished]
+    finished = job.finished
     if not finished:
         return
     if job.ending_s is None:

@@ -21,7 +21,8 @@ class Job:
         began_s: when it began.
         over: how it ended.
         fingerprint: of the first view's members, and thus of all.
-        ending_s: since when a member has finished.
+        finished: the workers that have finished.
+        ending_s: since when there are any.
         leaving_s: since when all members have been asked to leave.
         few_s: since when there are fewer members than the job needs.
         held: for whom everybody waits, and why.
@@ -37,6 +38,7 @@ class Job:
     breaks: Breaks = field(default_factory=Breaks)
     over: End | None = None
     fingerprint: str | None = None
+    finished: list[Worker] = field(default_factory=list)
     ending_s: float | None = None
     leaving_s: float | None = None
     few_s: float | None = None
