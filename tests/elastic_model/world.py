@@ -48,6 +48,7 @@ class World:
         self.count = 0
         self.batch = random.choice((1, 2, 3))
         self.rounds = random.randint(1, 3) * self.batch
+        self.left_out_ends = self.chance() < 0.5  # a worker that a view leaves out ends, and does not ask again
         self.is_rude = self.chance() < 0.3
         self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # of messages, as compared to the workers
         number = sites or random.choice((1, 1, 2, 3))

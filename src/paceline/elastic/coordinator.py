@@ -8,22 +8,21 @@ order in which they are applied:
 1. Once a member has finished, all rounds are committed and every member has the final state: nobody comes in any more,
    no quorum is needed, and the job ends when all members have finished and ended (`ending.py`).
 2. The first view is given when all workers are ready, or some time after enough of them are (`starting.py`).
-3. When a member of the base is gone (ended, stalled, or on a machine out of reach), or when connections broke and the
-   death that would explain it has not been reported for `break_patience_s`, a forced view takes the other members of
-   the base, and those newcomers that have entered the planned view (`forcing.py`). It needs a quorum.
+3. When a member is gone (ended, stalled, or on a machine out of reach), or when connections broke and the death that
+   would explain it has not been reported for `break_patience_s`, a forced view takes the other members of the base, and
+   those newcomers that have the state (`forcing.py`). It needs a quorum.
    If nobody who holds the state is left: members that may still come back are awaited; newcomers of which it is not
    known are given time to say so (they report what they hold when their connections break); if no round can have
    been committed, the job begins again; otherwise its state is lost, and it ends.
-4. When a newcomer is gone before anybody has entered the planned view, another planned view replaces it: the members
-   of the base are not disturbed (`planning.py`).
-5. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view.
+4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
+   (`planning.py`).
 
-What is expected of workers: a forced view is entered at once, wherever a worker is. A planned view is entered at the
-beginning of a batch, by agreement; a worker whose connections broke within a batch does *not* enter it, since newcomers
-cannot begin in the middle of one, but waits for a forced view. A worker that waits for the others between two batches
-(in a view that must wait, or because the planned view is not formed yet) enters any newer view that contains it. In a
-view that must wait, nobody commits the first round of a batch, whether it has begun to compute it or not. A worker that
-receives a view without itself is ready again, with no state, unless it was asked to end: then it ends with code 0, at
+What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members
+of another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in
+a view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
+batch, where newcomers cannot begin. No member goes on in a view before all its members have the state. In a view that
+must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a view
+without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code 0, at
 once, or at the agreed batch if the view is planned and its own connections work.
 """
 
@@ -37,7 +36,7 @@ from paceline.elastic.forcing import force, why_forced
 from paceline.elastic.job import Job
 from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, Leaving, Ready
 from paceline.elastic.orders import Orders
-from paceline.elastic.planning import grow, must_replace, plan
+from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
 from paceline.elastic.roster import Machine, Place, Roster, Worker
 from paceline.elastic.starting import begin_machines, give_first, refuse
@@ -200,9 +199,6 @@ class Coordinator:
         job.held = None
         if job.ending_s is not None:
             return False
-        if must_replace(job):
-            plan(job)
-            return True
         return grow(job, now_s)
 
     def _hear(self, worker: Worker, message: FromWorker, now_s: float) -> None:
@@ -243,16 +239,19 @@ class Coordinator:
         views, breaks = self._job.views, self._job.breaks
         breaks.went_on(message.round)
         generation = message.generation
-        if worker.place is not Place.MEMBER or views.latest is None or views.base is None:
+        if (
+            worker.place is not Place.MEMBER
+            or views.base is None
+            or generation < max(views.base.generation, worker.since)
+        ):
             return
-        is_forming = generation > views.base.generation and worker.installed < generation
-        if generation < (views.latest if is_forming else views.base).generation:
-            return
-        if is_forming and not worker.has_state:
-            worker.place, worker.denies = Place.OUTSIDE, True
-            return
-        report = Break(generation, now_s + self._job.policy.break_patience_s, is_between=is_forming)
-        breaks.reported(worker.uid, report, message.reason)
+        if worker.has_state or worker in views.base_team:
+            report = Break(generation, now_s + self._job.policy.break_patience_s)
+            breaks.reported(worker.uid, report, message.reason)
+        elif message.round >= 0:
+            worker.has_state = True  # it was given the state, and lost the others before it could say so
+        else:
+            worker.place = Place.OUTSIDE
 
     def _heard_again(self, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:
         """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""

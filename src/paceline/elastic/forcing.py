@@ -14,10 +14,8 @@ def why_forced(job: Job, now_s: float) -> str | None:
     for each in views.base_team:
         if not each.trains and not each.has_finished and not (each.has_left_well and each not in views.team):
             return each.absence
-    if views.was_entered():
-        for each in views.newcomers:
-            if not each.trains and not each.has_finished:
-                return each.absence
+    if job.ending_s is None and (gone := [each for each in views.newcomers if not each.trains]):
+        return gone[0].absence
     if views.latest is not None and not views.latest.is_planned:
         for each in views.team:
             if each.has_finished and each.installed < views.latest.generation:
@@ -56,13 +54,13 @@ def _nobody_left(job: Job, now_s: float) -> bool:
     members = job.views.concerned
     if away := [each for each in members if each.may_return]:
         return _must_end(job, away, "nobody else holds the job's state", now_s)
-    unsure = [each for each in job.views.newcomers if each.trains and not each.denies]
+    unsure = [each for each in job.views.newcomers if each.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
         return False
-    if not job.views.has_begun and all(not each.lives and each.was_drained for each in members):
+    if not job.views.may_have_begun():
         job.say("all workers ended before the first round; the job begins again")
         job.views.forget()
-        job.breaks.answered(is_planned=False)
+        job.breaks.answered()
         job.fingerprint = job.held = None
         return True
     ends = "; ".join(each.absence for each in members if not each.is_here)

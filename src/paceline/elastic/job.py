@@ -69,7 +69,8 @@ class Job:
         told = {each.uid: each for each in [*members, *self.views.concerned]}
         must_wait = len(members) < self.policy.min_workers and self.ending_s is None
         view = self.views.give(members, is_planned=is_planned, must_wait=must_wait)
-        self.breaks.answered(is_planned=is_planned)
+        if not is_planned:
+            self.breaks.answered()
         for worker in told.values():
             self.tell(worker, view)
 

@@ -8,24 +8,11 @@ from paceline.elastic.orders import End
 from paceline.elastic.roster import Worker
 
 
-def must_replace(job: Job) -> bool:
-    """Returns whether the planned view cannot come about, and nobody has entered it."""
-    return not job.views.is_complete and any(not each.trains for each in job.views.newcomers)
-
-
-def plan(job: Job) -> None:
-    """Gives a planned view of the base's members, the newcomers that are still there and those who are ready.
-
-    Those who were asked to end are left out, unless nobody else holds the state yet.
-    """
-    base = [each for each in job.views.base_team if each.trains]
-    staying = [each for each in base if each.leaving is None] or base
-    newcomers = [each for each in job.views.newcomers if each.trains]
-    job.give([*staying, *newcomers, *job.roster.ready()], is_planned=True)
-
-
 def grow(job: Job, now_s: float) -> bool:
-    """Lets workers in and out once everybody has entered the latest view; returns whether it did."""
+    """Lets workers in and out once everybody has entered the latest view; returns whether it did.
+
+    Those who were asked to end stay until somebody else holds the state.
+    """
     views = job.views
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
@@ -43,7 +30,8 @@ def grow(job: Job, now_s: float) -> bool:
         return False
     if not views.is_allowed():
         return False
-    plan(job)
+    staying = [each for each in views.team if each.leaving is None] or views.team
+    job.give([*staying, *ready], is_planned=True)
     return True
 
 

@@ -36,7 +36,6 @@ class Worker:
         since: the first view that contains it, since it was ready last.
         installed: the latest view that it has entered.
         has_state: it has entered a view that contains it, so that its state is the job's.
-        denies: it has reported that it holds no state.
         leaving: why it was asked to end, if it was.
         stalled: why its launcher thinks that it does nothing, if so.
         ended: how it ended.
@@ -51,7 +50,6 @@ class Worker:
     since: int = 0
     installed: int = 0
     has_state: bool = False
-    denies: bool = False
     leaving: str | None = None
     has_finished: bool = False
     stalled: str | None = None
@@ -91,7 +89,9 @@ class Worker:
             return f"worker {self.uid} on {self.machine.host} has ended ({self.ended})"
         if not self.machine.is_reachable:
             return f"{self.machine.host}, with worker {self.uid}, cannot be reached"
-        return f"worker {self.uid} on {self.machine.host} does not answer ({self.stalled})"
+        if self.stalled is not None:
+            return f"worker {self.uid} on {self.machine.host} does not answer ({self.stalled})"
+        return f"worker {self.uid} on {self.machine.host} has not reached the others"
 
 
 @dataclass

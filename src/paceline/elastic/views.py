@@ -61,7 +61,7 @@ class Views:
         for worker in team:
             if worker.place is not Place.MEMBER:
                 worker.place, worker.since = Place.MEMBER, view.generation
-                worker.has_state = worker.denies = False
+                worker.has_state = False
         self.latest, self.team, self.is_complete = view, team, False
         if not is_planned:
             self._rest_on_latest()
@@ -103,6 +103,14 @@ class Views:
         """The members of the base and the newcomers."""
         return self.base_team + self.newcomers
 
+    def may_have_begun(self) -> bool:
+        """Returns whether a round may have been committed, as far as is known of all that were ever members.
+
+        It takes all members of a view. What the dead have said is known, unless their machine was out of reach.
+        """
+        workers = {uid: self.roster.workers[uid] for members in self.since_complete for uid in members}
+        return self.has_begun or any(each.lives or not each.was_drained for each in workers.values())
+
     def sources(self) -> list[Worker]:
         """Returns the members that may go on in a forced view.
 
@@ -111,10 +119,6 @@ class Views:
         """
         base = [each for each in self.base_team if each.trains]
         return base + [each for each in self.newcomers if each.trains and has_arrived(each)]
-
-    def was_entered(self) -> bool:
-        """Returns whether anybody has entered the latest view."""
-        return self.latest is not None and any(each.installed >= self.latest.generation for each in self.team)
 
     def members_of(self, generation: int) -> tuple[str, ...]:
         """Returns the names of the members of a view, if it is not too long ago."""
