@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 STALLED_S = 2.0  # after which a launcher reports a worker that does nothing
 SILENT_S = 2.5  # after which the coordinator's launcher takes a machine for lost
 KINDS = (
-    *("kill", "kill", "kill", "kill newest", "kill newest", "storm", "freeze", "leave", "cut", "unplug", "grow", "grow"),
-    *("depart", "crash", "shrink", "reset", "reset", "curse", "evacuate"),
+    *("kill", "kill", "kill", "kill newest", "kill newest", "storm", "freeze", "leave", "cut", "unplug"),
+    *("grow", "grow", "depart", "crash", "shrink", "reset", "reset", "curse", "evacuate"),
 )  # fmt: skip
 GENTLE = {"grow", "leave", "shrink"}  # no connection breaks because of these
 

@@ -1,4 +1,4 @@
-"""A worker as the coordinator sees one: the rules by which it follows views, on rounds that only make a chain of hashes.
+"""A worker as the coordinator sees one: how it follows views, on rounds that only make a chain of hashes.
 
 A worker's state is (rounds committed, digest); -1 rounds is no state. The groups stand for the connections between the
 members of one view: they form when all have come, break when one is gone, and let a round commit, at each member at a
@@ -26,7 +26,7 @@ class Violation(AssertionError):
 class Group:
     """The connections of one view."""
 
-    __slots__ = ("arrived", "contributions", "formed", "has_failed", "top", "view", "world")
+    __slots__ = ("arrived", "contributions", "formed", "has_failed", "is_inside", "top", "view", "world")
 
     def __init__(self, world: World, view: View) -> None:
         self.world, self.view = world, view
@@ -35,6 +35,7 @@ class Group:
         self.has_failed = False
         self.formed = 0
         self.top = NO_STATE
+        self.is_inside = False  # some member has begun the batch that comes next
 
     def arrive(self, member: Member) -> None:
         """A member has come; when all have, each takes the state that the others have."""
@@ -42,6 +43,7 @@ class Group:
         if self.has_failed or len(self.arrived) < len(self.view.members) or not self.world.connects(self.arrived):
             return
         self.top = max(each.round for each in self.arrived.values())
+        self.is_inside = any(each.is_inside and each.round == self.top for each in self.arrived.values())
         for each in self.arrived.values():
             most_s = self.world.copy_s if each.round == NO_STATE else 0.03
             self.world.later(most_s, each, each.formed, self)
@@ -76,18 +78,8 @@ class Site:
     """A machine and its launcher."""
 
     __slots__ = (
-        "attempts",
-        "cuts",
-        "fingerprint",
-        "has_begun",
-        "is_cut",
-        "is_gone",
-        "is_isolated",
-        "is_known_lost",
-        "name",
-        "replaces",
-        "slots",
-        "unheard",
+        *("attempts", "cuts", "fingerprint", "has_begun", "is_cut", "is_gone", "is_isolated", "is_known_lost", "name"),
+        *("replaces", "slots", "unheard"),
     )  # fmt: skip
 
     def __init__(self, name: str, slots: int, attempts: int) -> None:
@@ -106,8 +98,9 @@ class Member:
     """A worker's process."""
 
     __slots__ = (
-        "backlog", "code", "digest", "group", "has_finished", "heard", "is_between", "is_frozen", "is_leaving", "lag", "last_down_s", "last_up_s",
-        "latest", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world",
+        *("backlog", "code", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
+        *("is_inside", "lag", "last_down_s", "last_up_s", "latest", "number", "round", "site", "slot", "standing"),
+        *("state", "uid", "was_stalled", "world"),
     )  # fmt: skip
 
     def __init__(self, world: World, number: int, site: Site, slot: int) -> None:
@@ -118,7 +111,7 @@ class Member:
         self.group: Group | None = None
         self.heard = 0  # the largest view heard of
         self.latest: View | None = None
-        self.is_between = False  # it waits between two batches
+        self.is_inside = False  # it has begun the batch whose first round comes next
         self.code = 0
         self.has_finished = self.is_leaving = self.is_frozen = self.was_stalled = False
         self.backlog: list[tuple[object, tuple[object, ...]]] = []
@@ -143,19 +136,22 @@ class Member:
             return
         self.heard, self.latest = message.generation, message
         if self.uid in message.members:
-            if not message.is_planned or self.state in ("ready", "idle") or self.is_between:
+            if not message.is_planned or self.state in ("ready", "idle"):
                 self.enter(message)
-        elif not self.is_leaving:
+        elif self.is_leaving:
+            if not message.is_planned or self.state != "working":
+                self.exit(0)
+        elif self.world.left_out_ends:
+            self.exit(75)
+        else:
             self.leave_group()
-            self.state, self.round, self.is_between = "ready", NO_STATE, False
+            self.state, self.round, self.is_inside = "ready", NO_STATE, False
             self.world.up(self, Ready(self.site.fingerprint))
-        elif not message.is_planned or self.state != "working":
-            self.exit(0)
 
     def enter(self, view: View) -> None:
         """Meets the members of a view."""
         self.leave_group(is_agreed=view.is_planned)
-        self.state, self.is_between = "forming", view.is_planned
+        self.state = "forming"
         self.group = self.world.group(view)
         self.world.after(FORMING_S, self, self.timed_out, self.group)
         self.group.arrive(self)
@@ -177,35 +173,45 @@ class Member:
                 return
             self.digest = hash((source.number, group.view.generation))  # as random as the weights of a new model
         elif self.round < top:
-            source = group.holder(self)
-            if source is None:
+            self.take_state(group)
+            if self.round < top:
                 self.broke(group, "nobody gives the state")
                 return
-            if NO_STATE < self.round < top - 1:
-                raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
-            if self.round == NO_STATE and top % self.world.batch and not group.view.is_planned:
-                raise Violation(
-                    f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}"
-                )
-            self.digest = source.digest
+        self.round = max(top, 0)
         group.formed += 1
         if group.formed == len(group.view.members):
             self.world.last_formed = group.view
-        self.round = max(top, 0)
-        self.world.up(self, Installed(group.view.generation, self.round))
-        self.begin_round()
+            for each in group.arrived.values():
+                self.world.later(0.02, each, each.installed, group)
+
+    def take_state(self, group: Group) -> None:
+        """Gets the state, or the result of the last round, from a member that has it and lives."""
+        source, top = group.holder(self), group.top
+        if source is None:
+            return
+        if NO_STATE < self.round < top - 1:
+            raise Violation(f"{self.uid} has {self.round} rounds and {source.uid} has {top}: not one apart")
+        if self.round == NO_STATE and (top % self.world.batch or group.is_inside):
+            raise Violation(f"{self.uid} comes in after round {top}, in the middle of a batch; {self.world.story()}")
+        self.digest, self.round, self.is_inside = source.digest, top, False
+
+    def installed(self, group: Group) -> None:
+        """All members have the state."""
+        if self.group is group and self.state == "forming":
+            self.world.up(self, Installed(group.view.generation, self.round))
+            self.begin_round()
 
     def begin_round(self) -> None:
         """Begins the next round, unless the view has too few members for a further batch."""
-        view = self.group.view
-        world = self.world
-        if view.must_wait and self.round % world.batch == 0 and self.round < world.rounds:
-            self.state, self.is_between = "idle", True
-            if self.heard > view.generation:
+        group, world = self.group, self.world
+        at_batch = self.round % world.batch == 0 and self.round < world.rounds
+        if group.view.must_wait and at_batch and not group.is_inside:
+            self.state = "idle"
+            if self.heard > group.view.generation:
                 self.follow_latest()
             return
-        self.state, self.is_between = "working", False
-        world.later(0.05, self, self.contribute, self.group, self.round)
+        self.state, self.is_inside = "working", at_batch
+        world.later(0.05, self, self.contribute, group, self.round)
 
     def contribute(self, group: Group, round_: int) -> None:
         """Has computed its part."""
@@ -226,6 +232,7 @@ class Member:
             return
         self.digest = hash((self.digest, round_))
         self.round += 1
+        self.is_inside = group.is_inside = False
         world.committed(self, round_)
         at_batch = self.round % world.batch == 0 and self.round < world.rounds
         if not world.agrees_on_views:
@@ -250,8 +257,8 @@ class Member:
         self.leave_group()
         self.state = "broken"
         self.world.up(self, Broken(group.view.generation, self.round, reason))
-        if self.is_between and self.heard > group.view.generation:
-            self.follow_latest()
+        if self.is_leaving and self.latest is not None and self.uid not in self.latest.members:
+            self.exit(0)
 
     def asked_to_leave(self) -> None:
         """SIGTERM."""

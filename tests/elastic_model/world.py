@@ -4,13 +4,14 @@
 - one history: whoever commits a round has the digest that everybody had who committed it, and nobody begins again
   from a fresh state, which is another each time;
 - numbers of views grow, and each number has one list of members;
-- no view leaves the majority of the last view in which a round was committed;
+- nobody reports broken connections where nothing breaks them, and no newcomer begins in the middle of a batch;
+- no view leaves out the majority of the last one that all its members have entered;
 - the job ends, with code 0 after all rounds, or with another for a reason that the faults explain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from random import Random
 
@@ -31,7 +32,14 @@ class World:
     agrees_on_views = True  # mutation: without it, each worker enters a planned view when it has heard of it itself
     drains = True  # mutation: without it, a death is reported before what the worker said last
 
-    def __init__(self, seed: int, sites: int | None = None, faults: int | None = None) -> None:
+    def __init__(self, seed: int, sites: int | None = None, faults: Sequence[tuple[int, str]] | None = None) -> None:
+        """Makes a job.
+
+        Args:
+            seed: decides everything that is not given.
+            sites: how many machines there are at first.
+            faults: after how many events what happens.
+        """
         self.seed = seed
         self.random = random = Random(seed)
         self.chance = random.random
@@ -40,6 +48,7 @@ class World:
         self.count = 0
         self.batch = random.choice((1, 2, 3))
         self.rounds = random.randint(1, 3) * self.batch
+        self.left_out_ends = self.chance() < 0.5  # a worker that a view leaves out ends, and does not ask again
         self.is_rude = self.chance() < 0.3
         self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # of messages, as compared to the workers
         number = sites or random.choice((1, 1, 2, 3))
@@ -58,12 +67,7 @@ class World:
         self.reported_dead: set[str] = set()
         self.over: End | None = None
         self.log: list[str] | None = None
-        amount = random.choice((0, 1, 1, 2, 2, 3, 4)) if faults is None else faults
-        when, self.faults = random.randint(1, 90), []
-        for _ in range(amount):
-            self.faults.append((when, random.choice(KINDS)))
-            when += random.randint(0, 40)
-        self.faults.reverse()
+        self.faults = self.some_faults() if faults is None else sorted(faults, reverse=True)
         self.is_calm = not self.is_rude and all(kind in GENTLE for _, kind in self.faults)
         self.is_cursed = False
         self.laggards = random.choice((0.0, 0.0, 0.3))  # how many workers' reports take long
@@ -71,7 +75,14 @@ class World:
         for at in range(number):
             self.at(self.chance() * 0.2, None, self.site_joins, self.new_site(str(at), slots[at], 6))
 
-    # --- time ---
+    def some_faults(self) -> list[tuple[int, str]]:
+        """Returns faults, the first one last. They often come in quick succession."""
+        random, found = self.random, []
+        when = random.randint(1, 90)
+        for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
+            found.append((when, random.choice(KINDS)))
+            when += random.randint(0, 40)
+        return found[::-1]
 
     def at(self, when_s: float, member: Member | None, call: Callable[..., None], *args: object) -> None:
         """Calls at that time; for a member, not while it is frozen."""
@@ -112,9 +123,8 @@ class World:
     def story(self) -> str:
         """Returns how things stand."""
         states = ", ".join(f"{each.uid} {each.state} {each.round}" for each in self.members.values())
-        return f"seed {self.seed}, {self.now_s:.3f} s, {len(self.results)} of {self.rounds} rounds, {states}"
-
-    # --- what members do ---
+        replay = f"PYTHONPATH=tests python -m elastic_model {self.seed}"
+        return f"{replay}, {self.now_s:.3f} s, {len(self.results)} of {self.rounds} rounds, {states}"
 
     def group(self, view: View) -> Group:
         """Returns the connections of a view."""
@@ -198,8 +208,6 @@ class World:
             site.slots -= 1
             self.report(member, "slots", site.slots)
 
-    # --- what launchers do ---
-
     def site_joins(self, site: Site) -> None:
         """A machine joins the job."""
         self.sites[site.name] = site
@@ -256,8 +264,8 @@ class World:
 
     def current(self) -> set[str]:
         """Returns the workers that the coordinator counts among the members."""
-        views = self.coordinator._decisions.views
-        return {each.uid for each in views.concerned()}
+        views = self.coordinator._job.views
+        return {each.uid for each in views.concerned}
 
     def tick(self, due_s: float) -> None:
         """The coordinator's clock."""

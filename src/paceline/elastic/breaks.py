@@ -9,11 +9,10 @@ from paceline.elastic.policy import Policy
 
 @dataclass(frozen=True)
 class Break:
-    """A report that waits for a view. `is_between`: the reporter is between two batches, so a planned view will do."""
+    """A report that waits for a forced view."""
 
     generation: int
     due_s: float
-    is_between: bool
 
 
 @dataclass
@@ -35,14 +34,12 @@ class Breaks:
     def reported(self, uid: str, what: Break, reason: str) -> None:
         """Takes a report; a second one of the same worker does not begin the wait anew."""
         self.reasons[uid] = reason
-        if uid in self.waiting:
-            due_s = min(self.waiting[uid].due_s, what.due_s)
-            what = Break(what.generation, due_s, what.is_between)
-        self.waiting[uid] = what
+        due_s = min(what.due_s, self.waiting.get(uid, what).due_s)
+        self.waiting[uid] = Break(what.generation, due_s)
 
-    def answered(self, *, is_planned: bool) -> None:
-        """Forgets the reporters that a new view helps."""
-        self.waiting = {uid: each for uid, each in self.waiting.items() if is_planned and not each.is_between}
+    def answered(self) -> None:
+        """Forgets the reporters, since a forced view was given."""
+        self.waiting.clear()
 
     def are_too_many(self, policy: Policy, now_s: float) -> bool:
         """Counts one more view that was forced without a death; returns whether the job should give up."""

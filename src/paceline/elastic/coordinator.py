@@ -1,19 +1,46 @@
 """Takes in what happens to the machines and workers of an elastic job, and says what is to be done about it.
 
 It is a state machine without a socket, a process or a clock: events come in as calls with the time at which they were
-heard of, orders come out. Events change facts (`roster.py`, `views.py`); what follows from the facts is decided in one
-place (`decisions.py`), so that it does not matter in which order the reports of different workers arrive.
+heard of, orders come out. Events change facts (`job.py`, `roster.py`, `views.py`); `_settle` decides what follows from
+the facts alone, so that it does not matter in which order the reports of different workers arrive. Its rules, in the
+order in which they are applied:
+
+1. Once a member has finished, all rounds are committed and every member has the final state: nobody comes in any more,
+   no quorum is needed, and the job ends when all members have finished and ended (`ending.py`).
+2. The first view is given when all workers are ready, or some time after enough of them are (`starting.py`).
+3. When a member is gone (ended, stalled, or on a machine out of reach), or when connections broke and the death that
+   would explain it has not been reported for `break_patience_s`, a forced view takes the other members of the base, and
+   those newcomers that have the state (`forcing.py`). It needs a quorum.
+   If nobody who holds the state is left: members that may still come back are awaited; newcomers of which it is not
+   known are given time to say so (they report what they hold when their connections break); if no round can have
+   been committed, the job begins again; otherwise its state is lost, and it ends.
+4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
+   (`planning.py`).
+
+What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members
+of another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in
+a view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
+batch, where newcomers cannot begin. No member goes on in a view before all its members have the state. In a view that
+must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a view
+without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code 0, at
+once, or at the agreed batch if the view is planned and its own connections work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.elastic.decisions import Decisions
+from paceline.elastic.breaks import Break
+from paceline.elastic.ending import finish, has_closed
+from paceline.elastic.forcing import force, why_forced
+from paceline.elastic.job import Job
 from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, Leaving, Ready
 from paceline.elastic.orders import Orders
+from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
-from paceline.elastic.roster import Machine, Place, Worker
+from paceline.elastic.roster import Machine, Place, Roster, Worker
+from paceline.elastic.starting import begin_machines, give_first, refuse
+from paceline.elastic.views import Views
 
 
 class Coordinator:
@@ -31,13 +58,9 @@ class Coordinator:
             now_s: the time.
             term: a number larger than that of any coordinator of this job before.
         """
-        self._decisions = Decisions(policy, now_s, term)
-        self._roster = self._decisions.roster
-
-    @property
-    def deadline_s(self) -> float | None:
-        """When `tick` must be called; None while nothing is waited for, and after the end."""
-        return self._decisions.deadline_s
+        self._roster = Roster()
+        self._job = Job(policy, now_s, self._roster, Views(self._roster, term))
+        self.deadline_s: float | None = now_s + policy.join_timeout_s  # None: nothing is waited for
 
     def machine_joined(self, machine: str, host: str, slots: int, now_s: float) -> Orders:
         """Adds a machine that keeps `slots` workers running once it is told to Begin, or one that comes back.
@@ -45,7 +68,7 @@ class Coordinator:
         The launcher goes on by reporting, for each of its workers that runs, that it started and what its Standing
         holds, and then calls `machine_listed`.
         """
-        if (over := self._decisions.over) is not None:
+        if (over := self._job.over) is not None:
             return [over]
         found = self._roster.machines.setdefault(machine, Machine(machine, host, slots))
         found.slots, found.is_reachable, found.named = slots, True, set()
@@ -60,7 +83,8 @@ class Coordinator:
             if worker.machine is found and worker.lives and worker.uid not in found.named:
                 worker.ended, worker.was_drained = "while its machine was out of reach", False
         found.named = None
-        return self._decisions.settle(now_s)
+        begin_machines(self._job)
+        return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float) -> Orders:
         """Notes that the machine cannot be reached. Its workers may live, and may train with others."""
@@ -68,8 +92,9 @@ class Coordinator:
         if found is None or not found.is_reachable:
             return []
         found.is_reachable = False
-        self._decisions.say(f"{found.host} cannot be reached: {why}")
-        return self._decisions.settle(now_s)
+        self._job.say(f"{found.host} cannot be reached: {why}")
+        begin_machines(self._job)
+        return self._settle(now_s)
 
     def machine_left(self, machine: str, why: str, now_s: float) -> Orders:
         """Removes a machine whose launcher has ended its workers, and goes."""
@@ -80,8 +105,9 @@ class Coordinator:
         for worker in self._roster.workers.values():
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
-        self._decisions.say(f"{found.host} left: {why}")
-        return self._decisions.settle(now_s)
+        self._job.say(f"{found.host} left: {why}")
+        begin_machines(self._job)
+        return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> Orders:
         """Notes how many workers the machine keeps running from now on; fewer, because one failed again and again."""
@@ -89,7 +115,8 @@ class Coordinator:
         if found is None:
             return []
         found.slots = slots
-        return self._decisions.settle(now_s)
+        begin_machines(self._job)
+        return self._settle(now_s)
 
     def worker_started(self, uid: str, machine: str, now_s: float, said: Sequence[FromWorker] = ()) -> Orders:
         """Notes that a worker runs, or that one that is known still does.
@@ -101,7 +128,7 @@ class Coordinator:
             said: after the machine was out of reach, what the worker's Standing holds.
         """
         found = self._roster.machines.get(machine)
-        if found is None or self._decisions.over is not None:
+        if found is None or self._job.over is not None:
             return []
         if found.named is not None:
             found.named.add(uid)
@@ -109,9 +136,9 @@ class Coordinator:
         worker = self._roster.workers.setdefault(uid, Worker(uid, found))
         worker.stalled = None
         if is_known:
-            self._decisions.remind(worker)
+            self._job.remind(worker)
         self._heard_again(worker, said, is_known, now_s)
-        return self._decisions.settle(now_s)
+        return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> Orders:
         """Notes that a worker does nothing; all that it sent before has been reported.
@@ -123,8 +150,8 @@ class Coordinator:
             return []
         if worker.stalled is None:
             worker.stalled = why
-            self._decisions.say(worker.absence)
-        return self._decisions.settle(now_s)
+            self._job.say(worker.absence)
+        return self._settle(now_s)
 
     def worker_ended(self, uid: str, how: str, exit_code: int, now_s: float) -> Orders:
         """Notes that a worker has ended; all that it sent has been reported before."""
@@ -132,7 +159,7 @@ class Coordinator:
         if worker is None or not worker.lives:
             return []
         worker.ended, worker.exit_code = how, exit_code
-        return self._decisions.settle(now_s)
+        return self._settle(now_s)
 
     def worker_said(self, uid: str, message: FromWorker, now_s: float) -> Orders:
         """Takes a worker's message; each worker's messages come in the order in which it sent them."""
@@ -141,24 +168,90 @@ class Coordinator:
             return []
         worker.stalled = None
         self._hear(worker, message, now_s)
-        return self._decisions.settle(now_s)
+        return self._settle(now_s)
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""
-        return self._decisions.settle(now_s)
+        return self._settle(now_s)
+
+    def _settle(self, now_s: float) -> Orders:
+        """Returns what follows from the facts, and sets `deadline_s`."""
+        job = self._job
+        while job.over is None:
+            job.due_s = []
+            if not self._step(job, now_s):
+                break
+        self.deadline_s = min(job.due_s, default=None) if job.over is None else None
+        orders, job.orders = job.orders, []
+        return orders
+
+    def _step(self, job: Job, now_s: float) -> bool:
+        """Applies the first rule that does something; returns whether one did, so that another may follow."""
+        finish(job, now_s)
+        if job.over is not None:
+            return False
+        if job.views.latest is None:
+            return give_first(job, now_s)
+        if has_closed(job):
+            return False
+        if (why := why_forced(job, now_s)) is not None:
+            return force(job, why, now_s)
+        job.held = None
+        if job.ending_s is not None:
+            return False
+        return grow(job, now_s)
 
     def _hear(self, worker: Worker, message: FromWorker, now_s: float) -> None:
         match message:
             case Ready():
-                self._decisions.asked(worker, message.fingerprint, now_s)
+                self._asked(worker, message.fingerprint, now_s)
             case Installed():
-                self._decisions.entered(worker, message)
+                self._job.breaks.went_on(message.round)
+                self._job.views.entered(worker, message.generation)
             case Broken():
-                self._decisions.broke(worker, message, now_s)
+                self._broke(worker, message, now_s)
             case Leaving():
-                self._decisions.leaves(worker, message.reason)
+                worker.leaving = worker.leaving or message.reason
+                if worker.place is not Place.MEMBER:
+                    self._job.dismiss(worker, f"asked to end: {message.reason}")
             case Finished():
-                worker.has_finished = True
+                if not worker.has_finished:
+                    worker.has_finished = True
+                    self._job.finished.append(worker)
+
+    def _asked(self, worker: Worker, fingerprint: str, now_s: float) -> None:
+        """Lets a worker wait for a view; one that was a member says by this that it has no state any more."""
+        job = self._job
+        if worker.place is Place.MEMBER and worker.has_state:
+            worker.place, worker.has_state = Place.OUTSIDE, False
+        if worker.place is not Place.OUTSIDE:
+            return
+        worker.fingerprint = fingerprint
+        if worker.leaving is not None or job.ending_s is not None:
+            job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+        elif job.fingerprint is not None and job.fingerprint != fingerprint:
+            refuse(job, worker, job.fingerprint)
+        else:
+            worker.place, worker.ready_s = Place.READY, now_s
+
+    def _broke(self, worker: Worker, message: Broken, now_s: float) -> None:
+        """Notes that a worker's connections broke, if it has not been told a view since that helps it."""
+        views, breaks = self._job.views, self._job.breaks
+        breaks.went_on(message.round)
+        generation = message.generation
+        if (
+            worker.place is not Place.MEMBER
+            or views.base is None
+            or generation < max(views.base.generation, worker.since)
+        ):
+            return
+        if worker.has_state or worker in views.base_team:
+            report = Break(generation, now_s + self._job.policy.break_patience_s)
+            breaks.reported(worker.uid, report, message.reason)
+        elif message.round >= 0:
+            worker.has_state = True  # it was given the state, and lost the others before it could say so
+        else:
+            worker.place = Place.OUTSIDE
 
     def _heard_again(self, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:
         """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""

@@ -1,4 +1,4 @@
-"""What the coordinator of an elastic job wants done: messages for workers, orders to machines, and text for the user."""
+"""What the coordinator of an elastic job wants done: messages for workers, orders to machines, text for the user."""
 
 from __future__ import annotations
 

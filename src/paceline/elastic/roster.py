@@ -15,7 +15,7 @@ class Place(Enum):
     DISMISSED = auto()  # it was told to end
 
 
-@dataclass
+@dataclass(eq=False)
 class Machine:
     """A machine whose launcher has joined the job."""
 
@@ -28,7 +28,7 @@ class Machine:
     named: set[str] | None = None  # after its return: the workers that it has named so far
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A worker's process.
 
@@ -36,7 +36,6 @@ class Worker:
         since: the first view that contains it, since it was ready last.
         installed: the latest view that it has entered.
         has_state: it has entered a view that contains it, so that its state is the job's.
-        denies: it has reported that it holds no state.
         leaving: why it was asked to end, if it was.
         stalled: why its launcher thinks that it does nothing, if so.
         ended: how it ended.
@@ -51,7 +50,6 @@ class Worker:
     since: int = 0
     installed: int = 0
     has_state: bool = False
-    denies: bool = False
     leaving: str | None = None
     has_finished: bool = False
     stalled: str | None = None
@@ -80,13 +78,20 @@ class Worker:
         return self.place is Place.MEMBER and self.ended is None and not self.is_here and not self.has_finished
 
     @property
+    def has_left_well(self) -> bool:
+        """It was asked to end, and did."""
+        return self.ended is not None and self.leaving is not None and self.exit_code == 0
+
+    @property
     def absence(self) -> str:
         """Why it is not here."""
         if self.ended is not None:
             return f"worker {self.uid} on {self.machine.host} has ended ({self.ended})"
         if not self.machine.is_reachable:
             return f"{self.machine.host}, with worker {self.uid}, cannot be reached"
-        return f"worker {self.uid} on {self.machine.host} does not answer ({self.stalled})"
+        if self.stalled is not None:
+            return f"worker {self.uid} on {self.machine.host} does not answer ({self.stalled})"
+        return f"worker {self.uid} on {self.machine.host} has not reached the others"
 
 
 @dataclass
@@ -96,14 +101,14 @@ class Roster:
     machines: dict[str, Machine] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
 
-    def named(self, uids: tuple[str, ...]) -> list[Worker]:
-        """Returns these workers."""
-        return [self.workers[uid] for uid in uids]
-
     def ready(self) -> list[Worker]:
         """Returns the workers that ask to take part and can, in the order in which they asked."""
         found = [each for each in self.workers.values() if each.place is Place.READY and each.is_here]
         return sorted(found, key=lambda each: each.ready_s)
+
+    def begun(self) -> int:
+        """Returns how many machines that are reached have begun."""
+        return sum(each.has_begun and each.is_reachable for each in self.machines.values())
 
     def expected(self) -> int:
         """Returns how many workers the machines keep running."""

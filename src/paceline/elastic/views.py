@@ -1,7 +1,7 @@
 """The views that a coordinator has given out, and who may be in the next one.
 
     base      the last view that all its members have entered, or that was forced after it. The job's state is with
-              its members; once one view was entered by all, only with those of whom it is known that they hold it.
+              its members.
     latest    the last view given out: the base, or a planned view that not all its members have entered yet. The
               *newcomers* are those that are in it and not in the base.
 
@@ -23,38 +23,49 @@ _REMEMBERED = 64  # views whose members are kept, to explain reports that come l
 
 @dataclass
 class Views:
-    """The views of one coordinator; their numbers begin with its term."""
+    """The views of one coordinator; their numbers begin with its term.
+
+    Attributes:
+        base: see above; `base_team` are its members.
+        latest: see above; `team` are its members.
+        is_complete: all members of the latest view have entered it.
+        has_begun: some view was entered by all its members, so that rounds may have been committed.
+        since_complete: the members of the last view that all have entered, and of those given out since.
+    """
 
     roster: Roster
     term: int
-    latest: View | None = None
     base: View | None = None
-    has_begun: bool = False  # some view was entered by all its members, so that rounds may have been committed
-    is_complete: bool = False  # the latest view has
-    since_complete: list[tuple[str, ...]] = field(
-        default_factory=list
-    )  # that view's members, and of all given out since
+    latest: View | None = None
+    base_team: list[Worker] = field(default_factory=list)
+    team: list[Worker] = field(default_factory=list)
+    newcomers: list[Worker] = field(default_factory=list)
+    is_complete: bool = False
+    has_begun: bool = False
+    since_complete: list[tuple[str, ...]] = field(default_factory=list)
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _missing_in: dict[int, set[str]] = field(default_factory=dict)  # who has not entered a view
 
     def give(self, members: Iterable[Worker], *, is_planned: bool, must_wait: bool) -> View:
-        """Makes the next view, and leaves out those members of the views before that are not in it."""
+        """Makes the next view, and leaves out those members of the views before that are not in it.
+
+        Members of the base that a planned view leaves out stay members until all have entered it.
+        """
         self._count += 1
-        chosen = sorted(members, key=lambda each: each.uid)  # ranks that do not depend on who was ready first
-        view = View((self.term << 32) + self._count, tuple(each.uid for each in chosen), is_planned, must_wait)
-        for worker in self.concerned():
-            if worker.uid not in view.members and worker.place is Place.MEMBER and not worker.has_finished:
-                keeps = is_planned and worker.uid in self.base_members
-                worker.place = Place.MEMBER if keeps else Place.OUTSIDE
-                worker.has_state = worker.has_state and keeps
-        for worker in chosen:
+        team = sorted(members, key=lambda each: each.uid)  # ranks that do not depend on who was ready first
+        view = View((self.term << 32) + self._count, tuple(each.uid for each in team), is_planned, must_wait)
+        for worker in self.concerned:
+            if not (worker in team or (is_planned and worker in self.base_team)):
+                self._leave_out(worker)
+        for worker in team:
             if worker.place is not Place.MEMBER:
                 worker.place, worker.since = Place.MEMBER, view.generation
-                worker.has_state = worker.denies = False
-        self.latest, self.is_complete = view, False
-        if not is_planned or self.base is None:
-            self.base = view
+                worker.has_state = False
+        self.latest, self.team, self.is_complete = view, team, False
+        if not is_planned:
+            self._rest_on_latest()
+        self.newcomers = [each for each in self.team if each not in self.base_team]
         self.since_complete.append(view.members)
         self._members_of[view.generation] = view.members
         self._missing_in[view.generation] = set(view.members)
@@ -65,58 +76,57 @@ class Views:
 
     def forget(self) -> None:
         """Begins again with nothing, after all members have died before any round could be committed."""
-        self.latest = self.base = None
+        self.latest, self.team = None, []
+        self._rest_on_latest()
         self.since_complete = []
 
     def entered(self, worker: Worker, generation: int) -> None:
         """A worker has entered a view, which may not be the latest any more, and may have left it out since."""
         worker.installed = max(worker.installed, generation)
-        missing = self._missing_in.get(generation, {""})
-        missing.discard(worker.uid)
-        if not missing:
-            self.has_begun = True
+        missing = self._missing_in.get(generation)
+        if missing is not None:
+            missing.discard(worker.uid)
+            self.has_begun = self.has_begun or not missing
         if worker.place is not Place.MEMBER or generation < worker.since or self.latest is None:
             return
         worker.has_state = True
-        self.is_complete = not self._missing_in[self.latest.generation]
-        if self.is_complete:
-            leavers = [each for each in self.roster.named(self.base_members) if each.uid not in self.latest.members]
-            for each in leavers:
-                each.place, each.has_state = Place.OUTSIDE, False
-            self.base = self.latest
+        if not self.is_complete and not self._missing_in[self.latest.generation]:
+            self.is_complete = True
+            for each in self.base_team:
+                if each not in self.team:
+                    self._leave_out(each)
+            self._rest_on_latest()
             self.since_complete = [self.latest.members]
 
     @property
-    def base_members(self) -> tuple[str, ...]:
-        """The names of the base's members."""
-        return self.base.members if self.base is not None else ()
+    def concerned(self) -> list[Worker]:
+        """The members of the base and the newcomers."""
+        return self.base_team + self.newcomers
+
+    def may_have_begun(self) -> bool:
+        """Returns whether a round may have been committed, as far as is known of all that were ever members.
+
+        It takes all members of a view. What the dead have said is known, unless their machine was out of reach.
+        """
+        workers = {uid: self.roster.workers[uid] for members in self.since_complete for uid in members}
+        return self.has_begun or any(each.lives or not each.was_drained for each in workers.values())
+
+    def sources(self) -> list[Worker]:
+        """Returns the members that may go on in a forced view.
+
+        The members of the base hold the job's state, unless no view was ever entered by all its members: then no round
+        can have been committed, and every state is as good.
+        """
+        base = [each for each in self.base_team if each.trains]
+        return base + [each for each in self.newcomers if each.trains and has_arrived(each)]
 
     def members_of(self, generation: int) -> tuple[str, ...]:
         """Returns the names of the members of a view, if it is not too long ago."""
         return self._members_of.get(generation, ())
 
-    def members(self) -> list[Worker]:
-        """Returns the members of the latest view."""
-        return self.roster.named(self.latest.members) if self.latest is not None else []
-
-    def newcomers(self) -> list[Worker]:
-        """Returns the members of the latest view that are not in the base."""
-        return [each for each in self.members() if each.uid not in self.base_members]
-
-    def concerned(self) -> list[Worker]:
-        """Returns the members of the base and the newcomers."""
-        return self.roster.named(self.base_members) + self.newcomers()
-
-    def sources(self) -> list[Worker]:
-        """Returns the members that may go on in a forced view: those that hold the job's state, or may make it."""
-        base = [
-            each for each in self.roster.named(self.base_members) if each.trains and may_go_on(each, self.has_begun)
-        ]
-        return base + [each for each in self.newcomers() if each.trains and has_arrived(each)]
-
     def is_explained(self, generation: int) -> bool:
         """Returns whether a member of that view is known to be gone, which explains that its connections broke."""
-        return any(not each.trains for each in self.roster.named(self.members_of(generation)))
+        return any(not self.roster.workers[uid].trains for uid in self.members_of(generation))
 
     def is_allowed(self) -> bool:
         """Returns whether the machines that are reached may go on without the others.
@@ -129,13 +139,12 @@ class Views:
         reached = [each.uid for each in workers.values() if each.lives and each.machine.is_reachable]
         return all(has_quorum(members, dead, reached) for members in self.since_complete)
 
+    def _rest_on_latest(self) -> None:
+        self.base, self.base_team, self.newcomers = self.latest, self.team, []
 
-def may_go_on(worker: Worker, has_begun: bool) -> bool:
-    """Returns whether a member of the base may be in a forced view.
-
-    Before a view was entered by all its members no round can have been committed, so that every state is as good.
-    """
-    return worker.has_state or not has_begun
+    def _leave_out(self, worker: Worker) -> None:
+        if worker.place is Place.MEMBER and not worker.has_finished:
+            worker.place, worker.has_state = Place.OUTSIDE, False
 
 
 def has_arrived(newcomer: Worker) -> bool:

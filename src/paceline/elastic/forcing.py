@@ -1,0 +1,94 @@
+"""Forced views: when the members of a view cannot go on together, and who goes on instead."""
+
+from __future__ import annotations
+
+from paceline.elastic.job import Job
+from paceline.elastic.messages import Wait
+from paceline.elastic.orders import End
+from paceline.elastic.roster import Worker
+
+
+def why_forced(job: Job, now_s: float) -> str | None:
+    """Returns why a forced view is needed, or None."""
+    views = job.views
+    for each in views.base_team:
+        if not each.trains and not each.has_finished and not (each.has_left_well and each not in views.team):
+            return each.absence
+    if job.ending_s is None and (gone := [each for each in views.newcomers if not each.trains]):
+        return gone[0].absence
+    if views.latest is not None and not views.latest.is_planned:
+        for each in views.team:
+            if each.has_finished and each.installed < views.latest.generation:
+                return f"worker {each.uid} has finished"
+    for uid, report in job.breaks.waiting.items():
+        if now_s >= report.due_s or views.is_explained(report.generation):
+            return f"worker {uid} reports: {job.breaks.reasons.get(uid, 'its connections broke')}"
+        job.due_s.append(report.due_s)
+    return None
+
+
+def force(job: Job, why: str, now_s: float) -> bool:
+    """Gives a forced view, or says what it has to wait for; returns whether it did anything but wait.
+
+    After the last round no quorum is needed: nobody commits anything any more.
+    """
+    sources = job.views.sources()
+    if not sources:
+        return job.ending_s is None and _nobody_left(job, now_s)
+    if job.ending_s is None and not job.views.is_allowed():
+        away = [each for each in job.views.concerned if each.may_return]
+        return _must_end(job, away, "the others are too few to go on without them", now_s)
+    if all(each.trains for each in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
+        reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
+        again = f"The workers' connections broke more than {job.policy.most_breaks} times without a round between"
+        job.end(End(1, f"{again}, though all workers live. They report: {reasons}"))
+        return True
+    job.held = None
+    job.say(f"{len(sources)} workers go on: {why}")
+    job.give([each for each in sources if each.leaving is None] or sources, is_planned=False)
+    return True
+
+
+def _nobody_left(job: Job, now_s: float) -> bool:
+    """Looks for somebody who holds the state, or may: else the job begins again, or ends."""
+    members = job.views.concerned
+    if away := [each for each in members if each.may_return]:
+        return _must_end(job, away, "nobody else holds the job's state", now_s)
+    unsure = [each for each in job.views.newcomers if each.trains]
+    if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):
+        return False
+    if not job.views.may_have_begun():
+        job.say("all workers ended before the first round; the job begins again")
+        job.views.forget()
+        job.breaks.answered()
+        job.fingerprint = job.held = None
+        return True
+    ends = "; ".join(each.absence for each in members if not each.is_here)
+    gone = f"The job's state is lost, since every worker that held it is gone: {ends}."
+    job.end(End(1, f"{gone} Start again from a checkpoint."))
+    return True
+
+
+def _must_end(job: Job, missing: list[Worker], why: str, now_s: float) -> bool:
+    """Waits for workers without whom the job cannot go on; ends it when they do not come back."""
+    timeout_s = job.policy.quorum_timeout_s
+    if _wait_for(job, missing, why, now_s, timeout_s):
+        return False
+    absences = "; ".join(each.absence for each in missing)
+    job.end(End(1, f"Waited {timeout_s:.0f} s, because {why}: {absences}."))
+    return True
+
+
+def _wait_for(job: Job, missing: list[Worker], why: str, now_s: float, timeout_s: float) -> bool:
+    """Says for whom the job waits, once; returns False when it has waited long enough."""
+    text = f"waiting for {', '.join(each.uid for each in missing)}: {why}"
+    if job.held is None:
+        job.held_s = now_s
+    if job.held != text:
+        job.held = text
+        job.say(text)
+        for worker in job.views.concerned:
+            if worker.trains:
+                job.tell(worker, Wait(text))
+    job.due_s.append(job.held_s + timeout_s)
+    return now_s < job.held_s + timeout_s

@@ -1,0 +1,112 @@
+"""100,000 schedules of elastic jobs in virtual time, with deaths, freezes and cuts at any moment: none goes wrong.
+
+A failure names the seed and the command that plays its schedule and prints it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from elastic_model.faults import KINDS
+from elastic_model.members import Violation
+from elastic_model.world import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.elastic import views
+from paceline.elastic.views import Views
+
+BLOCK = 10_000
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Schedules are full of cycles, and short."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_no_schedule_goes_wrong(block):
+    ends: Counter[str] = Counter()
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        over = World(seed).run().over
+        ends[over.reason[:20] if over.code else "well"] += 1
+        if seed % 2000 == 0:
+            gc.collect()
+    assert ends["well"] > 0.9 * BLOCK
+    assert ends["The job's state is l"] < 0.03 * BLOCK, "only where everybody died"
+    assert len(ends) >= 6, "the schedules do not reach all ways to end"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 120), st.sampled_from(KINDS)), max_size=6),
+)
+def test_no_short_list_of_faults_goes_wrong(seed, sites, faults):
+    assert World(seed, sites, faults).run().over is not None
+
+
+def test_a_schedule_is_the_same_each_time():
+    logs: list[list[str]] = []
+    for _ in range(2):
+        world = World(7, 3, [(40, "kill"), (45, "kill newest")])
+        world.log = []
+        world.run()
+        logs.append([line for line in world.log if "SAY" in line])
+    assert logs[0] == logs[1] != []
+
+
+def without_waiting_for_newcomers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(views, "has_arrived", lambda newcomer: True)
+
+
+def without_a_memory_of_the_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Views, "has_begun", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+def without_a_quorum(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(views, "has_quorum", lambda members, dead, reachable: True)
+
+
+def without_the_older_views_quorum(patch: pytest.MonkeyPatch) -> None:
+    everything = Views.is_allowed
+
+    def only_the_latest(self: Views) -> bool:
+        self.since_complete = self.since_complete[-1:]
+        return everything(self)
+
+    patch.setattr(Views, "is_allowed", only_the_latest)
+
+
+def without_draining_the_dead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(World, "drains", False)
+
+
+def without_agreeing_on_views(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(World, "agrees_on_views", False)
+
+
+MUTATIONS = {
+    without_waiting_for_newcomers: "in the middle of a batch",
+    without_a_memory_of_the_state: "another result",
+    without_a_quorum: "without the majority",
+    without_the_older_views_quorum: "without the majority",
+    without_draining_the_dead: "PYTHONPATH=tests",
+    without_agreeing_on_views: "without a cause",
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda each: each.__name__)
+def test_the_schedules_notice_a_missing_rule(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match=MUTATIONS[mutate]):
+        for seed in range(5_000):
+            World(seed).run()
