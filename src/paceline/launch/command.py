@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from paceline.launch.job import OptionError, job_of
+    from paceline.launch.job import job_of
+    from paceline.launch.values import OptionError
 
     if options.print_token and options.nnodes[1] == 1:
         raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")

@@ -96,7 +96,7 @@ class Job:
     binding_is_asked_for: bool = False
     stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    forks: bool = False  # workers are forks of a template process, which starts those that import no torch sooner
+    forks: bool = False  # workers are forks of a template process, which has finished its imports
     slot: tuple[int, int] = (
         0,
         1,
@@ -139,16 +139,16 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         binding_is_asked_for=options.numa_binding is not None,
         stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
-        forks=_forks(options.start_method, workers),
+        forks=_forks(options.start_method, workers, options.elastic),
         slot=scheduler.slot if scheduler is not None else (0, 1),
         scheduler=scheduler,
         elastic=elastic_of(options, workers, rendezvous.address is not None),
     )
 
 
-def _forks(method: str, workers: int) -> bool:
+def _forks(method: str, workers: int, is_elastic: bool) -> bool:
     if method == "auto":  # with this many workers per core it is not training; start-up time matters more
-        return workers > _MANY_A_CORE * allowed_cores()
+        return is_elastic or workers > _MANY_A_CORE * allowed_cores()
     return method != "spawn"
 
 

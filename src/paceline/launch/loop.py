@@ -181,7 +181,7 @@ class Loop(ABC):
         numbers, others = self._signals.read()
         crew = self._crew()
         if signal.SIGCHLD in others:
-            self._cleanup.reap(crew.pids() if crew is not None else [])
+            self._on_children(crew)
         if signal.SIGWINCH in others and crew is not None:
             crew.resize()
         if signal.SIGTSTP in others:
@@ -201,6 +201,10 @@ class Loop(ABC):
             os.kill(worker.pid, number)
         else:
             self._stop(number)
+
+    def _on_children(self, crew: Crew | None) -> None:
+        """Reaps adopted processes: a child has ended, was stopped or was continued."""
+        self._cleanup.reap(crew.pids() if crew is not None else [])
 
     def _on_interrupt(self, worker: Worker) -> None:
         """Notes that this worker gets a Ctrl-C of its own, since it waits for what is typed."""

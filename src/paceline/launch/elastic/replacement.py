@@ -103,6 +103,8 @@ class Slot:
             return Close(None)
         if fate is Fate.REFUSED:
             return Close("it does not fit the others, and another like it would not either")
+        if life.has_finished:
+            return Close("it had finished its loop, and what follows cannot be done again")
         if fate is Fate.RELEASED:
             return Replace(0.0)
         if life.took_part_s is None:

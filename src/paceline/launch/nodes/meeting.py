@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +50,27 @@ def open_meeting(
         RendezvousTimeoutError, AuthenticationError, ValueError: see `dial`.
     """
     options = job.rendezvous
+    if options.address is None:
+        return NodeConnection(LocalClient(_steering(job)), "127.0.0.1")
+    address = options.address
+    server = None
+    if listener is None and options.serves is not False:
+        listener = _listener(options, address, secret)
+    if listener is not None:
+        server = MeetingServer(listener, secret, _steering(job), options.silence_s)
+        address = server.address
+    try:
+        client = dial(address, secret, options.join_timeout_s, options.silence_s, say)
+    except BaseException:
+        if server is not None:
+            server.close(0.0)
+        raise
+    return NodeConnection(client, options.local_address or client.local_address.partition("%")[0], server)
+
+
+def _steering(job: Job) -> Steering:
+    """Returns the state machine that decides what the machines of this job do."""
+    options, now_s = job.rendezvous, time.monotonic()
     policy = Policy(
         run_id=job.run_id,
         min_nodes=options.min_nodes,
@@ -59,22 +81,11 @@ def open_meeting(
         join_timeout_s=options.join_timeout_s,
         port=job.port,
     )
-    if options.address is None:
-        return NodeConnection(LocalClient(policy), "127.0.0.1")
-    address = options.address
-    server = None
-    if listener is None and options.serves is not False:
-        listener = _listener(options, address, secret)
-    if listener is not None:
-        server = MeetingServer(listener, secret, policy, options.silence_s)
-        address = server.address
-    try:
-        client = dial(address, secret, options.join_timeout_s, options.silence_s, say)
-    except BaseException:
-        if server is not None:
-            server.close(0.0)
-        raise
-    return NodeConnection(client, options.local_address or client.local_address.partition("%")[0], server)
+    if job.elastic is None:
+        return Membership(policy, now_s)
+    from paceline.launch.elastic.steering import ElasticSteering
+
+    return ElasticSteering(policy, job.elastic, now_s)
 
 
 def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:

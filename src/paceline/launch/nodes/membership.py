@@ -21,12 +21,11 @@ from enum import Enum, auto
 from paceline import __version__
 from paceline.launch.failures import Failure, first_failure, shortened
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Report, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.steering import Orders
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 300.0  # after workers have run this long, the pauses start again at the shortest
-
-Orders = list[tuple[str, Order]]  # to whom, what
 
 
 class Phase(Enum):
@@ -100,7 +99,7 @@ class Membership:
         """Adds a node that asks to take part."""
         if self.phase is Phase.OVER:
             return [(node, End(1, "the job is over"))]
-        if wrong := _wrong_version(join):
+        if wrong := wrong_version(join):
             return [(node, End(2, wrong))]
         if self.policy.is_static and (wrong := self._wrong_number(join)):
             return [(node, End(2, wrong))]
@@ -286,7 +285,8 @@ class Membership:
         return _to(self.nodes, end)
 
 
-def _wrong_version(join: Join) -> str | None:
+def wrong_version(join: Join) -> str | None:
+    """Returns why a node's version of Paceline does not fit this one's; None if it does."""
     if join.version == __version__:
         return None
     return (
