@@ -72,10 +72,11 @@ class Failure:
 
 
 def _is_consequence(kind: str, text: str) -> bool:
-    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(_last_line(text)))
+    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(last_line(text)))
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Returns the last line of a traceback: the exception."""
     return text.rstrip().rpartition("\n")[2]
 
 
@@ -138,7 +139,7 @@ def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = ()) -> list
         if failure is not cause:
             what = failure.how
             if failure.record is not None:
-                what = _last_line(failure.record.text).partition(". ")[0][:200]
+                what = last_line(failure.record.text).partition(". ")[0][:200]
             label = "a consequence" if failure.is_consequence else "failed too"
             parts.append(f"rank {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     failed = {failure.rank for failure in failures}

@@ -8,8 +8,8 @@ A worker is forked twice: when the process in between has ended, the launcher, w
 as if the launcher had started it. The template ends when the launcher closes the connection.
 
 For elastic jobs it imports the MODULEs, torch among them, and stays. Threads do not survive a fork, and whatever they
-held stays locked. `import torch` starts none but those of numpy's OpenBLAS, which ends them before each fork. To be sure,
-the template forks once without need and then looks whether it has other threads; if so, it says so and forks no worker.
+held stays locked. `import torch` starts none but those of numpy's OpenBLAS, which ends them before each fork. To be
+sure, the template forks once without need and then looks whether it has other threads; if so, it says so and ends.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
@@ -12,12 +11,13 @@ from paceline.launch.cleanup import Cleanup
 from paceline.launch.elastic.crew import Crew, Member
 from paceline.launch.elastic.places import Places
 from paceline.launch.elastic.premises import Premises
-from paceline.launch.elastic.replacement import Close, Fate, Replace, fate_of
+from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
 from paceline.launch.elastic.unrest import Unrest
-from paceline.launch.failures import Failure, keep, read_record, shortened, signal_name
+from paceline.launch.failures import Failure, keep, last_line, read_record, shortened, signal_name
 from paceline.launch.following import failure_of
 from paceline.launch.generation import CONSEQUENCES_S
 from paceline.launch.job import Job
+from paceline.launch.loop import Crew as LoopCrew
 from paceline.launch.loop import Loop
 from paceline.launch.memory import MemoryWatch
 from paceline.launch.nodes.meeting import NodeConnection
@@ -52,6 +52,7 @@ class ElasticAgent(Loop):
         self._places: Places | None = None
         self._unrest: Unrest | None = None
         self._failures: list[Failure] = []
+        self._late: list[Failure] = []  # those of workers that had finished their loop
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._has_left = False
 
@@ -104,15 +105,12 @@ class ElasticAgent(Loop):
                 self._on_end(order)
 
     def _begin(self, begin: Begin) -> None:
-        self._shared.close()  # launchers that come later take the secret from a file that stays, if from any
         first, count = begin.first_slot, self._job.workers
         self._world = range(begin.slots)
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         if self._job.rendezvous.address is not None:
             self._say(f"slots {first} to {first + count - 1} of {begin.slots} are here")
-        around = self._premises.open(
-            begin, self._environment("0"), self._machine, self._logs, self._keyboard
-        )
+        around = self._premises.open(begin, self._environment("0"), self._machine, self._logs, self._keyboard)
         self._members = Crew(
             self._job,
             self._premises.start_of(begin),
@@ -135,8 +133,15 @@ class ElasticAgent(Loop):
         try:
             self._members.add(slot)
         except OSError as error:
-            self._say(f"slot {slot}: no worker can be started ({error})")
-            raise
+            decision = self._places.ended(slot, Fate.FAILED, Life(), now_s)
+            self._say(f"no worker can be started in slot {slot} ({error}); {_consequence(decision)}")
+            if isinstance(decision, Close):
+                self._connection.client.send(Slots(self._places.count))
+
+    def _on_children(self, crew: LoopCrew | None) -> None:
+        super()._on_children(crew)
+        if self._members is not None:
+            self._members.look_for_stopped(time.monotonic())
 
     def _on_start(self, member: Member) -> None:
         assert member.worker is not None
@@ -148,7 +153,7 @@ class ElasticAgent(Loop):
         now_s = time.monotonic()
         match message:
             case None:
-                self._say(f"{_named(member)} sent {datagram[:80]!r}, which is no message of an elastic worker; it is killed")
+                self._say(f"{member} sent {datagram[:80]!r}, which is no message of an elastic worker; it is killed")
                 member.signal(signal.SIGKILL)
                 return
             case Ready():
@@ -174,7 +179,7 @@ class ElasticAgent(Loop):
         if isinstance(message, Dismissed):
             member.life.dismissed = message.code
             if message.code:
-                self._say(f"{_named(member)} is dismissed: {message.reason}")
+                self._say(f"{member} is dismissed: {message.reason}")
         member.channel.send(body.encode())
 
     def _on_member_end(self, member: Member, code: int) -> None:
@@ -208,30 +213,23 @@ class ElasticAgent(Loop):
 
     def _report(self, member: Member, fate: Fate, failure: Failure | None, decision: Replace | Close) -> None:
         """Shows how a worker has ended, and what follows."""
-        if fate in (Fate.FAILED, Fate.REFUSED) and failure is not None:
+        if failure is not None and fate in (Fate.FAILED, Fate.REFUSED):
             self._failures.append(failure)
-        if fate is Fate.DONE or (self._end is not None and fate in (Fate.LEFT, Fate.RELEASED)):
+        if failure is not None and member.life.has_finished:
+            self._late.append(failure)
+        is_expected = fate in (Fate.LEFT, Fate.RELEASED) or member.life.took_part_s is None
+        if fate is Fate.DONE or (self._end is not None and is_expected):
             return
         how = "ended" if failure is None else failure.how
         if member.life.is_fenced:
-            how = "it was stopped, so it was killed"
+            how = "stopped by a signal, so it was killed"
         if failure is not None and failure.record is not None:
-            how = f"{how}, {failure.record.text.rstrip().rpartition(chr(10))[2]}"
+            how = f"{how}, {last_line(failure.record.text)}"
         if failure is not None and failure.memory is not None:
             how = f"{how}: {failure.memory}"
-        self._say(f"{_named(member)}: {how}; {self._consequence(member, fate, decision)}")
+        self._say(f"{member}: {how}; {'the job is ending' if self._end is not None else _consequence(decision)}")
         if isinstance(decision, Close) and failure is not None and failure.record is not None:
-            self._say(f"the last traceback of slot {member.slot}:\n{failure.record.text.rstrip()}")
-
-    def _consequence(self, member: Member, fate: Fate, decision: Replace | Close) -> str:
-        if self._end is not None:
-            return "the job is ending"
-        if isinstance(decision, Replace):
-            when = f" in {decision.after_s:g} s" if decision.after_s else ""
-            return f"another worker takes its place{when}"
-        if decision.reason is not None:
-            return f"nobody takes its place: {decision.reason}"
-        return "it was asked to leave, so nobody takes its place"
+            self._say(f"the last traceback of slot {member.number}:\n{failure.record.text.rstrip()}")
 
     def _fence(self, member: Member) -> None:
         """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
@@ -285,10 +283,14 @@ class ElasticAgent(Loop):
         if self._unrest is not None:
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)
-        code = super()._conclude(end)
-        return code
+        if end.code == 0 and self._late:
+            end = End(1, "", shortened(self._late))
+        return super()._conclude(end)
 
 
-def _named(member: Member) -> str:
-    pid = f", pid {member.worker.pid}" if member.worker is not None else ""
-    return f"slot {member.slot} (worker {member.uid}{pid}, host {os.uname().nodename})"
+def _consequence(decision: Replace | Close) -> str:
+    if isinstance(decision, Replace):
+        return f"another worker takes its place{f' in {decision.after_s:g} s' if decision.after_s else ''}"
+    if decision.reason is not None:
+        return f"nobody takes its place: {decision.reason}"
+    return "it was asked to leave, so nobody takes its place"

@@ -41,7 +41,7 @@ class Chaos:
                 raise ArgumentTypeError(f"{kind} is there twice")
             intervals_s[kind] = _seconds(interval, part)
         if not intervals_s:
-            raise ArgumentTypeError(f"{text!r} says nothing to do; for example kill:2s,seed=7 kills one every 2 seconds")
+            raise ArgumentTypeError(f"{text!r} names no kind; kill:2s,seed=7 kills one every 2 seconds or so")
         return cls(tuple(intervals_s.items()), seed)
 
     @property

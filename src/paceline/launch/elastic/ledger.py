@@ -51,7 +51,9 @@ class Ledger:
         count = sum(self.acts.values())
         kinds = ", ".join(f"{kind} {times}" for kind, times in sorted(self.acts.items())) or "none"
         lines = [f"chaos ({title}): {count} acts in {now_s - self.began_s:.1f} s ({kinds})"]
-        lines.append(f"chaos: {len(self.replaced_s)} workers replaced{_spread(self.replaced_s, 'until each took part')}")
+        lines.append(
+            f"chaos: {len(self.replaced_s)} workers replaced{_spread(self.replaced_s, 'until each took part')}"
+        )
         if self.pauses_s:
             lines.append(f"chaos: the others were together again{_spread(self.pauses_s, 'after each loss')}")
         if self._losses:

@@ -1,4 +1,4 @@
-"""Lets the coordinator of an elastic job decide in place of `Membership`: it speaks of machines, the meeting of nodes."""
+"""Lets the coordinator of an elastic job decide in place of `Membership`, and speak to the meeting's nodes."""
 
 from __future__ import annotations
 

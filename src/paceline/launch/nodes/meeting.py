@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from paceline.errors import StoreConnectionError
 from paceline.launch.job import Job, RendezvousOptions
 from paceline.launch.nodes.client import LocalClient, MeetingClient
-from paceline.launch.nodes.membership import Policy
+from paceline.launch.nodes.membership import Membership, Policy
 from paceline.launch.nodes.remote_client import dial
 from paceline.launch.nodes.server import MeetingServer
+from paceline.launch.nodes.steering import Steering
 from paceline.routes import ELSEWHERE, source_address
 from paceline.security.secret import is_loopback
 from paceline.store.tcp import PortInUseError, listen

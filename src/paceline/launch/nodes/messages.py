@@ -181,7 +181,17 @@ class End:
 
 
 Report = (
-    Join | Failed | Finished | Stopped | Leave | Alive | WorkerStarted | WorkerStalled | WorkerEnded | WorkerSaid | Slots
+    Join
+    | Failed
+    | Finished
+    | Stopped
+    | Leave
+    | Alive
+    | WorkerStarted
+    | WorkerStalled
+    | WorkerEnded
+    | WorkerSaid
+    | Slots
 )
 Order = Start | Stop | Wait | End | Alive | Begin | TellWorker | StopReplacing
 Message = Report | Order
