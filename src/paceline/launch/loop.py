@@ -62,6 +62,8 @@ class Crew(Protocol):
 class Loop(ABC):
     """One machine's launcher. The subclasses say which workers run, and what follows when one ends."""
 
+    word = "rank"  # what the numbers in front of the workers' lines are
+
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
     ) -> None:
@@ -76,7 +78,7 @@ class Loop(ABC):
         self._signals = Signals(job.signals, others)
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
-        self._logs = Logs(job.output, job.run_id, self._console)
+        self._logs = Logs(job.output, job.run_id, self._console, self.word)
         self._events = Events(job.events, job.run_id, self._console)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
@@ -213,7 +215,7 @@ class Loop(ABC):
         if self._stopped_by is not None:
             return 1
         self._events.tell("end", code=end.code)
-        for part in report_parts(end.failures, self._world) if end.failures else ():
+        for part in report_parts(end.failures, self._world, self.word) if end.failures else ():
             self._say(part)
         if end.reason:
             self._say(end.reason)

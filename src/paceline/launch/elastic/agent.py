@@ -40,6 +40,8 @@ from paceline.launch.shared_secret import SharedSecret
 class ElasticAgent(Loop):
     """Keeps the slots of this machine filled, and carries messages between its workers and the coordinator."""
 
+    word = "slot"  # a worker's rank differs from view to view
+
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
     ) -> None:
@@ -106,7 +108,6 @@ class ElasticAgent(Loop):
 
     def _begin(self, begin: Begin) -> None:
         first, count = begin.first_slot, self._job.workers
-        self._world = range(begin.slots)
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         if self._job.rendezvous.address is not None:
             self._say(f"slots {first} to {first + count - 1} of {begin.slots} are here")

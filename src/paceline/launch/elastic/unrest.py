@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from paceline.launch.elastic.chaos import Act, Chaos, acts_of
 from paceline.launch.elastic.crew import Member
-from paceline.launch.elastic.frozen import is_stopped
 from paceline.launch.elastic.ledger import Ledger
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -17,6 +16,8 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 class Unrest:
     """Chaos among the workers of one machine; it begins when the first of them takes part.
+
+    It spares the last worker that takes part here, since without any the job's state would be lost.
 
     Args:
         chaos: what is to be done, and how often.
@@ -30,6 +31,7 @@ class Unrest:
         self._next: Act = next(self._acts)
         self._say = say
         self._ledger: Ledger | None = None
+        self._hit: set[str] = set()
 
     @property
     def deadline_s(self) -> float | None:
@@ -40,8 +42,8 @@ class Unrest:
         """Does what is due, to workers that take part."""
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
             act, self._next = self._next, next(self._acts)
-            candidates = [member for member in members if _takes_part(member) and not _is_hit(member)]
-            if candidates:
+            candidates = [each for each in members if _takes_part(each) and each.uid not in self._hit]
+            if len(candidates) > 1:
                 self._do(act, act.victim_of(candidates))
                 self._ledger.acted(act.kind)
 
@@ -65,6 +67,7 @@ class Unrest:
 
     def _do(self, act: Act, member: Member) -> None:
         assert member.worker is not None
+        self._hit.add(member.uid)
         with contextlib.suppress(ProcessLookupError):
             os.kill(member.worker.pid, _SIGNALS[act.kind])
         self._say(f"chaos at {act.at_s:.2f} s: {act.kind} {member}")
@@ -73,7 +76,3 @@ class Unrest:
 def _takes_part(member: Member) -> bool:
     life = member.life
     return member.runs and life.took_part_s is not None and not life.is_leaving and not life.has_finished
-
-
-def _is_hit(member: Member) -> bool:
-    return member.worker is not None and is_stopped(member.worker.pid)
