@@ -8,7 +8,7 @@ A worker is forked twice: when the process in between has ended, the launcher, w
 as if the launcher had started it. The template ends when the launcher closes the connection.
 
 For elastic jobs it imports the MODULEs, torch among them, and stays. Threads do not survive a fork, and whatever they
-held stays locked. `import torch` starts none but those of numpy's OpenBLAS, which ends them before each fork. To be
+held stays locked. Importing torch starts none but those of numpy's OpenBLAS, which ends them before each fork. To be
 sure, the template forks once without need and then looks whether it has other threads; if so, it says so and ends.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
 
     if modules := sys.argv[3:]:
         for module in modules:
-            with suppress(ImportError):
+            with suppress(Exception):  # a worker that needs it reports what is wrong
                 import_module(module)
         threads = _threads_after_a_fork()
         connection.send(" ".join(threads).encode() or READY)

@@ -16,7 +16,9 @@ from paceline.launch.start_workers import Prepared
 from paceline.launch.starting import Interpreters, python, request_of
 from paceline.launch.worker import place
 
-MODULES = ("torch", "paceline.elastic.state")  # the second imports what else a worker needs
+# What a worker needs before it is ready. The first optimizer of a process imports torch._dynamo, which takes as long as
+# torch itself.
+MODULES = ("torch", "torch._dynamo", "paceline.elastic.state")
 
 _LARGEST_ANSWER = 4096
 
