@@ -154,7 +154,7 @@ class ElasticAgent(Loop):
         now_s = time.monotonic()
         match message:
             case None:
-                self._say(f"{member} sent {datagram[:80]!r}, which is no message of an elastic worker; it is killed")
+                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
                 member.signal(signal.SIGKILL)
                 return
             case Ready():

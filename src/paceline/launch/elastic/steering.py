@@ -51,7 +51,7 @@ class ElasticSteering:
     _machines: dict[str, _Machine] = field(default_factory=dict)  # by node
     _count: int = 0
     _is_gathered: bool = False
-    _has_finished: bool = False
+    _has_spoken: bool = False  # a worker has said anything
     _failures: list[Failure] = field(default_factory=list)
     _end: End | None = None
 
@@ -87,7 +87,7 @@ class ElasticSteering:
                 return self._carry(self._coordinator.worker_ended(uid, how, exit_code, now_s))
             case WorkerSaid(uid, body):
                 message = messages.from_worker(body.encode())
-                self._has_finished |= isinstance(message, messages.Finished)
+                self._has_spoken = True
                 return self._carry(self._coordinator.worker_said(uid, message, now_s))
             case Slots():
                 return self._slots_changed(node, report, now_s)
@@ -155,11 +155,10 @@ class ElasticSteering:
         machine.slots = report.count
         known = {(each.host, each.pid) for each in self._failures}
         self._failures += [each for each in report.failures if (each.host, each.pid) not in known]
-        given = self._carry(self._coordinator.slots_changed(node, report.count, now_s))
-        if self._end is None and not self._has_finished and not any(each.slots for each in self._machines.values()):
-            is_bad = bool(self._failures)
-            given += self._over(End(int(is_bad), "no slot has a worker any more" if is_bad else ""))
-        return given
+        is_over = not any(each.slots for each in self._machines.values())
+        if is_over and not self._failures and not self._has_spoken:
+            return self._over(End(0))  # the script has no elastic loop, and has come to its end
+        return self._carry(self._coordinator.slots_changed(node, report.count, now_s))
 
     def _left(self, node: str, reason: str, now_s: float) -> Orders:
         machine = self._machines[node]
