@@ -59,6 +59,7 @@ class Toy:
                 sys.exit(0)
 
     def run(self) -> None:
+        (self.directory / f"host-{self.uid}").write_text(os.uname().nodename)
         self.note("log", self.uid, os.getpid(), self.slot, os.environ["WORLD_SIZE"], time.time())
         if self.is_ordered("break"):
             raise ValueError("told to break")

@@ -80,7 +80,8 @@ def _token(address: tuple[str, int] | None) -> tuple[socket.socket, bytes, str]:
 def _words(options: argparse.Namespace) -> list[str]:
     import shlex
 
-    flags = [name for name, is_on in (("-m", options.module), ("--no-python", options.no_python)) if is_on]
+    switches = (("--elastic", options.elastic), ("-m", options.module), ("--no-python", options.no_python))
+    flags = [name for name, is_on in switches if is_on]
     return [*flags, *map(shlex.quote, [options.script, *options.args])]
 
 

@@ -148,6 +148,7 @@ class Loop(ABC):
             node_rank=job.rendezvous.node_rank,
             serves=connection.server is not None or job.rendezvous.address is None,
             version=__version__,
+            is_elastic=job.elastic is not None,
         )
 
     def _port(self) -> int:

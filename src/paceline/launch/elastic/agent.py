@@ -57,6 +57,12 @@ class ElasticAgent(Loop):
         self._late: list[Failure] = []  # those of workers that had finished their loop
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._has_left = False
+        self._insists = False  # a second signal has come
+
+    @property
+    def _stays(self) -> bool:
+        """Whether this launcher, asked to leave, has to go on for the other machines, which meet here."""
+        return self._connection.server is not None and self._stopped_by == signal.SIGTERM
 
     def _crew(self) -> Crew | None:
         return self._members
@@ -87,7 +93,7 @@ class ElasticAgent(Loop):
             self._unrest.tick(now_s, list(self._members.members.values()))
         for slot in self._places.due(now_s):
             self._fill(slot, now_s)
-        if self._stopped_by is not None and not self._members.members:
+        if self._stopped_by is not None and not self._members.members and (self._insists or not self._stays):
             self._leave()
 
     def _follow(self, order: Order) -> None:
@@ -257,6 +263,10 @@ class ElasticAgent(Loop):
         if end.code:
             self._next_signal = (time.monotonic() + CONSEQUENCES_S, signal.SIGTERM)
 
+    def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
+        self._insists = self._stopped_by is not None
+        super()._on_end_signal(number, crew)
+
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = number
         self._close_places()
@@ -267,6 +277,8 @@ class ElasticAgent(Loop):
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
             f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
         )
+        if self._stays:
+            self._say("this launcher goes on for the other machines, which meet here (again to end the job)")
         self._next_signal = (time.monotonic(), number)
 
     def _leave(self) -> None:

@@ -9,7 +9,7 @@ from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.policy import Policy as CoordinatorPolicy
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.failures import Failure, shortened
-from paceline.launch.nodes.membership import Policy, wrong_version
+from paceline.launch.nodes.membership import Policy, misfit
 from paceline.launch.nodes.messages import (
     Begin,
     End,
@@ -95,6 +95,13 @@ class ElasticSteering:
                 return self._left(node, reason, now_s)
         return []
 
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended: the kernel has killed its workers."""
+        machine = self._machines.pop(node, None)
+        if machine is None or machine.first_slot is None or self._end is not None:
+            return []
+        return self._carry(self._coordinator.machine_left(node, why, now_s))
+
     def lost(self, node: str, why: str, now_s: float) -> Orders:
         """Notes that a node's connection has ended, or that it fell silent."""
         machine = self._machines.get(node)
@@ -126,7 +133,7 @@ class ElasticSteering:
     def _joined(self, node: str, join: Join, now_s: float) -> Orders:
         if self._end is not None:
             return [(node, End(1, "the job is over"))]
-        if wrong := wrong_version(join):
+        if wrong := misfit(join, is_elastic=True):
             return [(node, End(2, wrong))]
         self._machines[node] = _Machine(join, self._count, join.workers)
         self._count += 1

@@ -28,6 +28,7 @@ class Join:
     node_rank: int | None = None
     serves: bool = False
     version: str = ""  # Paceline's version; versions before 0.1.0 do not send it
+    is_elastic: bool = False
 
 
 @dataclass(frozen=True)

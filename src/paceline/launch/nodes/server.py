@@ -107,7 +107,7 @@ class MeetingServer:
             self._drop(node, str(error))
             return
         if not data:
-            self._drop(node, "its launcher has ended")
+            self._drop(node, "its launcher has ended", has_ended=True)
             return
         node.heard_s = time.monotonic()
         for message in messages:
@@ -135,9 +135,10 @@ class MeetingServer:
         except OSError as error:
             self._drop(node, str(error))
 
-    def _drop(self, node: _Node, why: str) -> None:
+    def _drop(self, node: _Node, why: str, has_ended: bool = False) -> None:
         if self._nodes.pop(node.name, None) is None:
             return
         self._selector.unregister(node.connection)
         node.connection.close()
-        self._carry(self._steering.lost(node.name, why, time.monotonic()))
+        noticed = self._steering.ended if has_ended else self._steering.lost
+        self._carry(noticed(node.name, why, time.monotonic()))

@@ -19,8 +19,11 @@ class Steering(Protocol):
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Takes a node's report."""
 
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended, and its workers with it."""
+
     def lost(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose connection has ended, or which fell silent."""
+        """Removes a node whose connection was lost, or which fell silent; its workers may live."""
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""
