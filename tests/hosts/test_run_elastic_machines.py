@@ -153,20 +153,23 @@ def test_a_silent_machine_is_left_out(machines):
     here.expect(launchers[1], 0)
 
 
-def test_workers_of_two_machines_train(machines):
+@pytest.mark.parametrize("flags", [(), ("--chaos=cut:1s,seed=1",)], ids=["calm", "cut"])
+def test_workers_of_two_machines_train(machines, flags):
     here = machines(2)
     script = here.directory / "train.py"
     script.write_text(TRAINS)
-    launchers = [here.join(host, "2", 1, script=str(script)) for host in range(2)]
+    launchers = [here.join(host, "2", 1, *flags, script=str(script)) for host in range(2)]
     for launcher in launchers:
         here.expect(launcher, 0, 90)
     said = "".join(here.said(launcher, "out") for launcher in launchers)
     digests = {line.split()[-1] for line in said.splitlines()}
     assert len(said.splitlines()) == 2 and len(digests) == 1
+    cuts = sum(here.said(launcher).count("connections of slot") for launcher in launchers)
+    assert bool(cuts) == bool(flags)
 
 
 TRAINS = """
-import torch, paceline
+import time, torch, paceline
 paceline.init_process_group(elastic=True)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
@@ -175,10 +178,11 @@ data = torch.utils.data.TensorDataset(torch.ones(32, 4), torch.zeros(32, dtype=t
 shards = paceline.LogicalShards(model, 4)
 loader = paceline.ShardLoader(data, batch_size=2, shards=shards)
 state = paceline.ElasticState(shards, optimizer=optimizer, loader=loader)
-for epoch in state.epochs(3):
+for epoch in state.epochs(8):
     for batches in loader:
         optimizer.zero_grad()
         shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
         optimizer.step()
+        time.sleep(0.1)
 print("digest", state.digest())
 """

@@ -21,11 +21,11 @@ class Elastic:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
         self.launcher: subprocess.Popen[str] | None = None
 
     def start(self, workers: int, *flags: str, script: str = TOY, method: str = "spawn") -> None:
-        name, value = self._mark.split("=")
+        name, value = self.mark.split("=")
         words = command("--elastic", f"--nproc-per-node={workers}", f"--start-method={method}", *flags, script)
         with open(self.directory / "err", "w") as err, open(self.directory / "out", "w") as out:
             self.launcher = subprocess.Popen(
@@ -78,7 +78,7 @@ class Elastic:
         if self.launcher is not None:
             self.launcher.kill()
             self.launcher.wait()
-        kill(processes_with(self._mark))
+        kill(processes_with(self.mark))
 
 
 @pytest.fixture
@@ -86,6 +86,12 @@ def job(tmp_path: Path) -> Iterator[Elastic]:
     made = Elastic(tmp_path)
     yield made
     made.close()
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 FIRST = ("0.0.0", "0.1.0", "0.2.0")
@@ -264,8 +270,11 @@ def test_workers_are_forks_that_have_torch_and_differ(job):
     script.write_text(FORKED)
     job.start(2, script=str(script), method="auto")
     job.wait_for("0.0.0", "0.1.0")
+    template = next(pid for pid in processes_with(job.mark) if "template.py" in command_of(pid))
+    os.kill(template, signal.SIGKILL)
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
+    assert f"(pid {template}) is of no use: it has ended; another is started" in job.said()
     job.order("end")
     job.expect(0)
     facts = [line.split()[2:] for line in job.said("out").splitlines()]

@@ -9,11 +9,13 @@ from paceline.elastic import messages
 from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.elastic.crew import Crew, Member
+from paceline.launch.elastic.frozen import PATIENCE_S
+from paceline.launch.elastic.notices import consequence, manner, of_slots
 from paceline.launch.elastic.places import Places
 from paceline.launch.elastic.premises import Premises
 from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
 from paceline.launch.elastic.unrest import Unrest
-from paceline.launch.failures import Failure, keep, last_line, read_record, shortened, signal_name
+from paceline.launch.failures import Failure, keep, read_record, shortened, signal_name
 from paceline.launch.following import failure_of
 from paceline.launch.generation import CONSEQUENCES_S
 from paceline.launch.job import Job
@@ -32,6 +34,7 @@ from paceline.launch.nodes.messages import (
     Wait,
     WorkerEnded,
     WorkerSaid,
+    WorkerStalled,
     WorkerStarted,
 )
 from paceline.launch.shared_secret import SharedSecret
@@ -64,6 +67,10 @@ class ElasticAgent(Loop):
         """Whether this launcher, asked to leave, has to go on for the other machines, which meet here."""
         return self._connection.server is not None and self._stopped_by == signal.SIGTERM
 
+    @property
+    def _goes_on(self) -> bool:
+        return self._end is None and self._stopped_by is None
+
     def _crew(self) -> Crew | None:
         return self._members
 
@@ -78,7 +85,7 @@ class ElasticAgent(Loop):
             self._next_signal[0] if self._next_signal is not None else None,
             self._members.deadline_s if self._members is not None else None,
             self._places.deadline_s if self._places is not None else None,
-            self._unrest.deadline_s if self._unrest is not None else None,
+            self._unrest.deadline_s if self._unrest is not None and self._goes_on else None,
         ]
 
     def _tick(self, now_s: float) -> None:
@@ -89,7 +96,7 @@ class ElasticAgent(Loop):
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._members.end(self._next_signal[1])
             self._next_signal = (now_s + self._job.shutdown_timeout_s, signal.SIGKILL)
-        if self._unrest is not None and self._end is None and self._stopped_by is None:
+        if self._unrest is not None and self._goes_on:
             self._unrest.tick(now_s, list(self._members.members.values()))
         for slot in self._places.due(now_s):
             self._fill(slot, now_s)
@@ -116,7 +123,7 @@ class ElasticAgent(Loop):
         first, count = begin.first_slot, self._job.workers
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         if self._job.rendezvous.address is not None:
-            self._say(f"slots {first} to {first + count - 1} of {begin.slots} are here")
+            self._say(of_slots(first, count, begin.slots))
         around = self._premises.open(begin, self._environment("0"), self._machine, self._logs, self._keyboard)
         self._members = Crew(
             self._job,
@@ -132,7 +139,8 @@ class ElasticAgent(Loop):
         )
         self._places = Places(count, time.monotonic(), self._options.most_replacements)
         if self._options.chaos is not None:
-            self._unrest = Unrest(self._options.chaos, begin.machine, self._say)
+            spared = 1 if self._job.rendezvous.address is None else 0
+            self._unrest = Unrest(self._options.chaos, begin.machine, spared, self._say)
         self._tick(time.monotonic())
 
     def _fill(self, slot: int, now_s: float) -> None:
@@ -141,7 +149,7 @@ class ElasticAgent(Loop):
             self._members.add(slot)
         except OSError as error:
             decision = self._places.ended(slot, Fate.FAILED, Life(), now_s)
-            self._say(f"no worker can be started in slot {slot} ({error}); {_consequence(decision)}")
+            self._say(f"no worker can be started in slot {slot} ({error}); {consequence(decision)}")
             if isinstance(decision, Close):
                 self._connection.client.send(Slots(self._places.count))
 
@@ -227,14 +235,8 @@ class ElasticAgent(Loop):
         is_expected = fate in (Fate.LEFT, Fate.RELEASED) or member.life.took_part_s is None
         if fate is Fate.DONE or (self._end is not None and is_expected):
             return
-        how = "ended" if failure is None else failure.how
-        if member.life.is_fenced:
-            how = "stopped by a signal, so it was killed"
-        if failure is not None and failure.record is not None:
-            how = f"{how}, {last_line(failure.record.text)}"
-        if failure is not None and failure.memory is not None:
-            how = f"{how}: {failure.memory}"
-        self._say(f"{member}: {how}; {'the job is ending' if self._end is not None else _consequence(decision)}")
+        follows = "the job is ending" if self._end is not None else consequence(decision)
+        self._say(f"{member}: {manner(member.life, failure)}; {follows}")
         if isinstance(decision, Close) and failure is not None and failure.record is not None:
             self._say(f"the last traceback of slot {member.number}:\n{failure.record.text.rstrip()}")
 
@@ -242,6 +244,7 @@ class ElasticAgent(Loop):
         """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
         if not member.life.is_fenced:
             member.life.is_fenced = True
+            self._connection.client.send(WorkerStalled(member.uid, f"stopped by a signal for {PATIENCE_S:g} s"))
             member.signal(signal.SIGKILL)
 
     def _close_places(self) -> None:
@@ -256,7 +259,7 @@ class ElasticAgent(Loop):
         farewell = messages.encode(Dismissed(end.reason or "the job is over", end.code))
         for member in self._members.members.values():
             if not member.life.has_finished:
-                member.life.dismissed = end.code
+                member.life.dismissed = 0  # whatever it does now, it is no failure
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
@@ -299,11 +302,3 @@ class ElasticAgent(Loop):
         if end.code == 0 and self._late:
             end = End(1, "", shortened(self._late))
         return super()._conclude(end)
-
-
-def _consequence(decision: Replace | Close) -> str:
-    if isinstance(decision, Replace):
-        return f"another worker takes its place{f' in {decision.after_s:g} s' if decision.after_s else ''}"
-    if decision.reason is not None:
-        return f"nobody takes its place: {decision.reason}"
-    return "it was asked to leave, so nobody takes its place"

@@ -159,11 +159,12 @@ class Crew:
     def deadline_s(self) -> float | None:
         """When (monotonic) `tick` must be called; None for never."""
         followings = [member.following for member in self.members.values() if member.following is not None]
-        times_s = [self.stopped.deadline_s, *(each.deadline_s for each in followings)]
+        times_s = [self.stopped.deadline_s, self._forker.deadline_s, *(each.deadline_s for each in followings)]
         return min((each for each in times_s if each is not None), default=None)
 
     def tick(self, now_s: float) -> list[Member]:
-        """Shows prompts that wait for an answer; returns the workers that have been stopped for too long."""
+        """Does what is due; returns the workers that have been stopped for too long."""
+        self._forker.tick(now_s)
         for member in self.members.values():
             if member.following is not None:
                 member.following.tick(now_s)
@@ -215,6 +216,8 @@ class Crew:
         if member.following is not None:
             member.following.drain()
         self._forget(member)
+        if worker.reads:
+            self._around.keyboard.restore()
         self._on_end(member, code)
 
     def _heard(self, member: Member, datagram: bytes) -> None:

@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from paceline.launch.worker import place
 MODULES = ("torch", "torch._dynamo", "paceline.elastic.state")
 
 _LARGEST_ANSWER = 4096
+_ANSWER_S = 10.0  # a process that has not forked a worker by then never will
+_MOST_TEMPLATES = 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Request:
 class Forker:
     """Forks workers one after another, without the launcher waiting for any.
 
-    Whatever keeps it from forking, the worker is started as a new interpreter: that takes as long as importing torch.
+    Where it cannot fork, each worker is a new interpreter, which takes as long as importing torch.
 
     Args:
         environment: the variables that all workers share.
@@ -62,12 +65,25 @@ class Forker:
         self._say = say
         self._requests: deque[Request] = deque()
         self._asked: Request | None = None
+        self._asked_s = 0.0
+        self._templates = 0
         self._is_ready = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if forks:
             self._open()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) `tick` must be called; None for never."""
+        return None if self._asked is None else self._asked_s + _ANSWER_S
+
+    def tick(self, now_s: float) -> None:
+        """Gives up a process that does not answer."""
+        if self._asked is not None and now_s >= self._asked_s + _ANSWER_S:
+            self._give_up(f"it has not answered for {_ANSWER_S:g} s", is_for_good=False)
+            self._go_on()
 
     def start(self, request: Request) -> None:
         """Starts a worker; `request.on_start` is called with its process id, now or later.
@@ -98,8 +114,10 @@ class Forker:
                 self._started(request, int.from_bytes(answer, "little"))
             elif answer == template.READY:
                 self._is_ready = True
+            elif answer:
+                self._give_up(f"it has threads after its imports ({answer.decode(errors='replace')})", is_for_good=True)
             else:
-                self._give_up(answer.decode(errors="replace"))
+                self._give_up("it has ended", is_for_good=False)
             self._go_on()
 
     def close(self) -> None:
@@ -114,6 +132,8 @@ class Forker:
             self._nothing = -1
 
     def _open(self) -> None:
+        self._templates += 1
+        self._is_ready = False
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         with theirs:
@@ -132,7 +152,7 @@ class Forker:
             while self._requests:
                 self._interpret(self._requests.popleft())
         elif self._is_ready and self._asked is None and self._requests:
-            self._asked = self._requests.popleft()
+            self._asked, self._asked_s = self._requests.popleft(), time.monotonic()
             prepared = self._asked.prepared
             request = request_of(prepared.argv, prepared.variables, prepared.cores)
             fds = [*prepared.streams(self._nothing), self._asked.channel.fileno()]
@@ -150,18 +170,19 @@ class Forker:
         request.channel.close()
         request.on_start(pid)
 
-    def _give_up(self, threads: str) -> None:
-        """Starts new interpreters from now on, the worker that was just asked for included."""
-        why = f"it has threads after its imports ({threads})" if threads else "it has ended; look at its output"
+    def _give_up(self, why: str, is_for_good: bool) -> None:
+        """Replaces the process that workers are forked from, or starts new interpreters from now on."""
         pid = self._process.pid if self._process is not None else 0
         self._disconnect()
-        self._say(
-            f"workers cannot be forked from the process that has imported torch (pid {pid}): {why}. Each is a new "
-            "interpreter instead, which imports torch itself, so replacements take longer"
-        )
         if self._asked is not None:
             self._requests.appendleft(self._asked)
             self._asked = None
+        what = f"the process that workers are forked from (pid {pid}) is of no use: {why}"
+        if is_for_good or self._templates >= _MOST_TEMPLATES:
+            self._say(f"{what}. Each worker is a new interpreter from now on, so replacements take longer")
+        else:
+            self._say(f"{what}; another is started")
+            self._open()
 
     def _disconnect(self) -> None:
         if self._connection is not None:

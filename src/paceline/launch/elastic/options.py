@@ -37,9 +37,20 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
         raise OptionError(
             f"--min-workers {least} is more than the {workers} workers of this machine; set --nproc-per-node too"
         )
-    if options.chaos is not None and not has_several_machines and options.chaos.cuts:
+    if options.chaos is not None and not has_several_machines:
+        _check_chaos(options.chaos, workers)
+    return ElasticOptions(least, options.max_restarts, options.chaos)
+
+
+def _check_chaos(chaos: Chaos, workers: int) -> None:
+    """Refuses what chaos cannot do to the workers of a single machine."""
+    if chaos.cuts:
         raise OptionError(
             "--chaos cut needs several machines: the workers of one exchange data through its memory, where there is "
             "no line to cut"
         )
-    return ElasticOptions(least, options.max_restarts, options.chaos)
+    if workers == 1:
+        raise OptionError(
+            "--chaos needs two workers or more on a machine, since it spares the last: without it the job's state "
+            "would be lost; set --nproc-per-node"
+        )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
 
 from paceline.launch.elastic.chaos import Act, Chaos, acts_of
 from paceline.launch.elastic.crew import Member
+from paceline.launch.elastic.cutting import cut
 from paceline.launch.elastic.ledger import Ledger
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -17,16 +17,16 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 class Unrest:
     """Chaos among the workers of one machine; it begins when the first of them takes part.
 
-    It spares the last worker that takes part here, since without any the job's state would be lost.
-
     Args:
         chaos: what is to be done, and how often.
         machine: this machine's number; each has times of its own.
+        spared: how many of the workers that take part here are left alone, since without any the state would be lost.
         say: shows the user a line.
     """
 
-    def __init__(self, chaos: Chaos, machine: int, say: Callable[[str], None]) -> None:
+    def __init__(self, chaos: Chaos, machine: int, spared: int, say: Callable[[str], None]) -> None:
         self._chaos = chaos
+        self._spared = spared
         self._acts = acts_of(chaos, machine)
         self._next: Act = next(self._acts)
         self._say = say
@@ -43,8 +43,7 @@ class Unrest:
         while self._ledger is not None and now_s >= self._ledger.began_s + self._next.at_s:
             act, self._next = self._next, next(self._acts)
             candidates = [each for each in members if _takes_part(each) and each.uid not in self._hit]
-            if len(candidates) > 1:
-                self._do(act, act.victim_of(candidates))
+            if len(candidates) > self._spared and self._do(act, act.victim_of(candidates)):
                 self._ledger.acted(act.kind)
 
     def entered(self, member: Member, is_new: bool, now_s: float) -> None:
@@ -65,12 +64,22 @@ class Unrest:
             return [f"chaos ({self._chaos}): nothing was done, since no worker took part"]
         return self._ledger.summary(str(self._chaos), now_s)
 
-    def _do(self, act: Act, member: Member) -> None:
+    def _do(self, act: Act, member: Member) -> bool:
+        """Does something to a worker; returns whether it could be done."""
         assert member.worker is not None
-        self._hit.add(member.uid)
-        with contextlib.suppress(ProcessLookupError):
+        when = f"chaos at {act.at_s:.2f} s: {act.kind}"
+        try:
+            if act.kind == "cut":
+                count = cut(member.worker.pid, member.worker.pidfd)
+                self._say(f"{when} {count} connections of {member} to other machines")
+                return count > 0
             os.kill(member.worker.pid, _SIGNALS[act.kind])
-        self._say(f"chaos at {act.at_s:.2f} s: {act.kind} {member}")
+        except OSError as error:
+            self._say(f"{when} is not possible for {member}: {error}")
+            return False
+        self._hit.add(member.uid)
+        self._say(f"{when} {member}")
+        return True
 
 
 def _takes_part(member: Member) -> bool:
