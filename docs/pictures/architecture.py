@@ -78,7 +78,7 @@ ROUTES = (
             Hop("src/paceline/launch/job.py", "job_of"),
             Hop("src/paceline/launch/agent.py", "run"),
             Hop("src/paceline/launch/nodes/meeting.py", "open_meeting"),
-            Hop("src/paceline/launch/agent.py", "_Agent.run"),
+            Hop("src/paceline/launch/loop.py", "Loop.run"),
             Hop("src/paceline/launch/nodes/membership.py", "Membership.joined"),
             Hop("src/paceline/launch/agent.py", "_Agent._start"),
             Hop("src/paceline/launch/start_workers.py", "start_workers"),

@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import hmac
 import os
-import selectors
 import signal
 import socket
-import time
 from pathlib import Path
 
-from paceline import __version__
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.environment import free_port
-from paceline.launch.events import Events
-from paceline.launch.failures import Failure, report_parts, shortened
+from paceline.launch.failures import Failure, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
-from paceline.launch.keyboard import Keyboard
-from paceline.launch.logs import Logs
-from paceline.launch.machine import Machine
+from paceline.launch.loop import Crew, Loop
 from paceline.launch.nodes.meeting import NodeConnection, open_meeting
-from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret, secret_of
-from paceline.launch.signals import Signals
-from paceline.launch.start_workers import start_workers
+from paceline.launch.start_workers import Surroundings, start_workers
+from paceline.launch.worker import Worker
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
-
-# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
-_NOT_PASSED_ON = (
-    "PACELINE_SECRET",
-    "PACELINE_SECRET_FILE",
-    SECRET_FD,
-    "PACELINE_STORE",
-    "PACELINE_TERMINAL",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
 
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
@@ -60,7 +44,7 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
         if secret is None:
             secret = secret_of(job, shared, Console().say)
         connection = open_meeting(job, secret, Console().say, listener)
-        with _Agent(job, connection, secret, shared, cleanup) as agent:
+        with _agent_of(job, connection, secret, shared, cleanup) as agent:
             return agent.run()
     finally:
         shared.close()
@@ -69,85 +53,43 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
         cleanup.close()
 
 
-class _Agent:
+def _agent_of(
+    job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
+) -> Loop:
+    if job.elastic is None:
+        return _Agent(job, connection, secret, shared, cleanup)
+    from paceline.launch.elastic.agent import ElasticAgent
+
+    return ElasticAgent(job, connection, secret, shared, cleanup)
+
+
+class _Agent(Loop):
+    """Runs generations of workers, each of which starts and ends together."""
+
     def __init__(
         self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
     ) -> None:
-        self._job = job
-        self._connection = connection
-        self._secret = secret
-        self._shared = shared
-        self._cleanup = cleanup
-        self._machine = Machine.mine(job)
-        self._keyboard = Keyboard()
-        others = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
-        self._signals = Signals(job.signals, others)
-        self._console = Console(lambda: self._signals.has_come)
-        self._say = self._console.say
-        self._logs = Logs(job.output, job.run_id, self._console)
-        self._events = Events(job.events, job.run_id, self._console)
+        super().__init__(job, connection, secret, shared, cleanup)
         self._generation: Generation | None = None
         self._store: StoreServer | None = None
         self._secret_fd = -1
-        self._stopped_by: signal.Signals | None = None
         self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
-        self._end: End | None = None
-        self._world = range(0)  # the ranks of the latest generation
-        self._selector = selectors.DefaultSelector()
 
-    def __enter__(self) -> _Agent:
-        self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
-        self._selector.register(self._connection.client.fileno(), selectors.EVENT_READ, self._on_orders)
-        return self
+    def _crew(self) -> Crew | None:
+        return self._generation
 
-    def __exit__(self, *_: object) -> None:
-        self._close_generation()
-        self._selector.close()
-        self._signals.close()
+    def _is_over(self) -> bool:
+        return self._end is not None and self._generation is None
 
-    def run(self) -> int:
-        job = self._job
-        for line in self._machine.remarks(job):
-            self._say(line)
-        self._connection.client.send(
-            Join(
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                address=self._connection.address,
-                port=free_port(self._connection.address),
-                workers=job.workers,
-                role=job.role,
-                node_rank=job.rendezvous.node_rank,
-                serves=self._connection.server is not None or job.rendezvous.address is None,
-                version=__version__,
-            )
-        )
-        while self._end is None or self._generation is not None:
-            for key, _ in self._selector.select(self._wait_s()):
-                if key.fd in self._selector.get_map():  # not closed by one before it
-                    key.data()
-            self._on_time()
-        return self._conclude(self._end)
+    def _deadlines(self) -> list[float | None]:
+        return [self._generation.deadline_s] if self._generation is not None else []
 
-    def _wait_s(self) -> float | None:
-        deadlines = [self._connection.client.deadline_s, self._generation.deadline_s if self._generation else None]
-        known = [each for each in deadlines if each is not None]
-        return max(0.0, min(known) - time.monotonic()) if known else None
-
-    def _on_time(self) -> None:
-        now_s = time.monotonic()
-        deadline_s = self._connection.client.deadline_s
-        if deadline_s is not None and now_s >= deadline_s:
-            self._on_orders()
+    def _tick(self, now_s: float) -> None:
         if self._generation is not None:
             self._generation.tick(now_s)
             if self._generation.is_over:
                 self._on_generation_over(self._generation)
-
-    def _on_orders(self) -> None:
-        for order in self._connection.client.receive():
-            self._follow(order)
 
     def _follow(self, order: Order) -> None:
         match order:
@@ -178,32 +120,30 @@ class _Agent:
                 f"generation {start.generation}: ranks {first} to {first + count - 1} of {start.world_size} here; "
                 f"machines {', '.join(start.hosts)}; MASTER {start.master_addr}:{start.master_port}"
             )
-        self._generation = start_workers(
-            self._job,
-            start,
-            self._environment(start),
+        around = Surroundings(
+            self._environment_of(start),
             pass_fds=[self._secret_fd] if self._secret_fd >= 0 else [],
             directory=self._cleanup.directory,
             cores=self._machine.cores,
             gpus=self._machine.gpus,
             logs=self._logs,
             keyboard=self._keyboard,
+        )
+        self._generation = start_workers(
+            self._job,
+            start,
+            around,
             selector=self._selector,
             on_start=self._cleanup.watch,
             on_failure=lambda failure: self._on_failure(start, failure),
         )
 
-    def _environment(self, start: Start) -> dict[str, str]:
+    def _environment_of(self, start: Start) -> dict[str, str]:
         """Returns the variables that all workers of a generation share.
 
         Each generation has a secret of its own, so that workers of older ones cannot connect.
         """
-        environment = self._machine.environment(os.environ)
-        for name in _NOT_PASSED_ON:
-            environment.pop(name, None)
-        environment.update(self._cleanup.variables(start.generation))
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
+        environment = self._environment(str(start.generation))
         secret = None
         if self._secret is not None:
             secret = hmac.digest(self._secret, b"workers of generation %d" % start.generation, "sha256")
@@ -225,7 +165,7 @@ class _Agent:
 
     def _on_generation_over(self, generation: Generation) -> None:
         number, failures = generation.number, tuple(generation.failures)
-        self._close_generation()
+        self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))
         elif failures or self._was_told_to_stop:
@@ -233,10 +173,10 @@ class _Agent:
         else:
             self._connection.client.send(Finished(number))
 
-    def _close_generation(self) -> None:
+    def _close_workers(self) -> None:
         if self._generation is not None:
             self._generation.close()
-            self._cleanup.end_generation(self._generation.number)
+            self._cleanup.end_generation(str(self._generation.number))
             self._generation = None
         if self._store is not None:
             self._store.close()
@@ -245,49 +185,18 @@ class _Agent:
             os.close(self._secret_fd)
             self._secret_fd = -1
 
-    def _on_signal(self) -> None:
-        numbers, others = self._signals.read()
-        generation = self._generation
-        if signal.SIGCHLD in others:
-            workers = generation.workers if generation is not None else []
-            self._cleanup.reap(each.pid for each in workers if each.exit_code is None)
-        if signal.SIGWINCH in others and generation is not None:
-            generation.resize()
-        if signal.SIGTSTP in others:
-            from paceline.launch.pausing import pause
-
-            pause(generation, self._keyboard, self._signals)
-            self._console.redraw()
-        for number in numbers:
-            if self._stopped_by is not None:
-                if generation is not None:
-                    generation.kill()
-            elif number == signal.SIGINT and generation is not None and (worker := generation.interactive()):
-                self._interrupted.add(worker.rank)
-                os.kill(worker.pid, number)
-            else:
-                self._stop(number)
+    def _on_interrupt(self, worker: Worker) -> None:
+        self._interrupted.add(worker.rank)
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = number
         if self._generation is None:
             self._connection.client.send(Leave(number.name))
             return
-        running = [worker for worker in self._generation.workers if worker.exit_code is None]
+        running = self._generation.pids()
         if running:
             self._say(
                 f"{number.name}: passed on to {len(running)} workers, which have {self._job.shutdown_timeout_s:g} s to "
                 "end (again to kill them)"
             )
         self._generation.end(number)
-
-    def _conclude(self, end: End | None) -> int:
-        assert end is not None
-        if self._stopped_by is not None:
-            return 1
-        self._events.tell("end", code=end.code)
-        for part in report_parts(end.failures, self._world) if end.failures else ():
-            self._say(part)
-        if end.reason:
-            self._say(end.reason)
-        return end.code

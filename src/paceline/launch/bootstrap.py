@@ -34,6 +34,8 @@ def run(arguments: list[str]) -> None:
             sys.exit(
                 f"paceline: {rest[1]} cannot be executed ({error.strerror}); with --no-python it must be a program"
             )
+    if (channel := os.environ.get("PACELINE_ELASTIC_FD")) is not None:
+        os.set_inheritable(int(channel), False)  # what the script starts does not speak for this worker
     _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
     _record_exit(os.environ["PACELINE_ERROR_FILE"])
     import faulthandler

@@ -16,6 +16,7 @@ from paceline.launch.lifeline import (
     children,
     kill_marked,
     kill_orphans,
+    kill_sessions,
     reap_orphans,
 )
 
@@ -38,9 +39,9 @@ class Cleanup:
         self._cgroup = planned if planned is not None and planned.make() else None  # which the guards would remove
         adopt_orphans()
 
-    def variables(self, generation: int) -> dict[str, str]:
-        """Returns the variables that the workers of a generation need in their environment."""
-        variables = {MARK: f"{self._mark}{generation}."}
+    def variables(self, name: str) -> dict[str, str]:
+        """Returns the variables that workers need in their environment; `name` tells them from the job's others."""
+        variables = {MARK: f"{self._mark}{name}."}
         if self._cgroup is not None:
             variables[cgroup.VARIABLE] = str(self._cgroup.directory)
         return variables
@@ -53,13 +54,21 @@ class Cleanup:
         """Reaps the adopted processes that have ended; the code that started the `workers` reaps those."""
         reap_orphans([*self._guard.pids, *workers])
 
-    def end_generation(self, generation: int) -> None:
-        """Kills the processes that the workers of a generation, which have ended, leave behind."""
+    def end_generation(self, name: str) -> None:
+        """Kills the processes that all workers, which have ended and were marked with `name`, leave behind."""
         self._guard.forget()
         if self._cgroup is not None:
             self._cgroup.kill()
-        kill_marked(f"{self._mark}{generation}.")
+        kill_marked(f"{self._mark}{name}.")
         kill_orphans([*self._others, *self._guard.pids])
+
+    def end_worker(self, name: str, worker: int, others: Iterable[int]) -> None:
+        """Kills what one worker, which has ended and was marked with `name`, leaves behind; `others` go on."""
+        self._guard.forget()
+        for other in others:
+            self._guard.watch(other)
+        kill_marked(f"{self._mark}{name}.")
+        kill_sessions([worker])
 
     def close(self) -> None:
         """Kills what is left of the job and removes its directory and cgroup."""

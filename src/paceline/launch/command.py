@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from paceline.launch.job import OptionError, job_of
+    from paceline.launch.job import job_of
+    from paceline.launch.values import OptionError
 
     if options.print_token and options.nnodes[1] == 1:
         raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
@@ -79,7 +80,8 @@ def _token(address: tuple[str, int] | None) -> tuple[socket.socket, bytes, str]:
 def _words(options: argparse.Namespace) -> list[str]:
     import shlex
 
-    flags = [name for name, is_on in (("-m", options.module), ("--no-python", options.no_python)) if is_on]
+    switches = (("--elastic", options.elastic), ("-m", options.module), ("--no-python", options.no_python))
+    flags = [name for name, is_on in switches if is_on]
     return [*flags, *map(shlex.quote, [options.script, *options.args])]
 
 

@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 
+from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.job import Job, Kind
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.messages import Start
@@ -32,8 +33,9 @@ def describe_plan(job: Job, machine: Machine) -> str:
         is_made = job.scheduler is not None and job.scheduler.is_slurm
         otherwise = "made by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
         lines.append(f"secret: {'from the environment' if has_secret else otherwise}")
+    replaced = f"{job.max_restarts} restarts" if job.elastic is None else _replacement(job.elastic)
     lines.append(
-        f"on failure: {job.max_restarts} restarts; to end: {', '.join(each.name for each in job.signals)}, then "
+        f"on failure: {replaced}; to end: {', '.join(each.name for each in job.signals)}, then "
         f"{job.shutdown_timeout_s:g} s until SIGKILL"
     )
     start = _start(job)
@@ -43,6 +45,12 @@ def describe_plan(job: Job, machine: Machine) -> str:
     for index in range(job.workers):
         lines += ["", *_worker(job, machine, start, index)]
     return "\n".join(lines)
+
+
+def _replacement(elastic: ElasticOptions) -> str:
+    most = "" if elastic.most_replacements is None else f", at most {elastic.most_replacements}"
+    chaos = f"; chaos: {elastic.chaos}" if elastic.chaos is not None else ""
+    return f"a worker is replaced while at least {elastic.min_workers} train on{most}{chaos}"
 
 
 def _start(job: Job) -> Start | None:
@@ -71,7 +79,7 @@ def _worker(job: Job, machine: Machine, start: Start, index: int) -> list[str]:
     program, *arguments = job.command.argv
     legacy = [f"--local_rank={place.local_rank}"] if job.command.passes_local_rank else []
     return [
-        f"rank {place.rank}, {where}:",
+        f"{'rank' if job.elastic is None else 'slot'} {place.rank}, {where}:",
         *(f"  {name}={shlex.quote(value)} \\" for name, value in variables.items()),
         f"  {shlex.join([*python, *module, program, *legacy, *arguments])}",
     ]

@@ -72,10 +72,11 @@ class Failure:
 
 
 def _is_consequence(kind: str, text: str) -> bool:
-    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(_last_line(text)))
+    return kind in _CONSEQUENCES or bool(_CONSEQUENCE_TEXTS.search(last_line(text)))
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Returns the last line of a traceback: the exception."""
     return text.rstrip().rpartition("\n")[2]
 
 
@@ -105,11 +106,11 @@ def shortened(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple(kept)
 
 
-def describe(failure: Failure) -> str:
-    """Describes the failure in one line, followed by its traceback if it left one."""
+def describe(failure: Failure, word: str = "rank") -> str:
+    """Describes the failure in one line, followed by its traceback if it left one; `word` is what its number is."""
     code = failure.exit_code
     log = f"; its output is in {failure.log}" if failure.log else ""
-    line = f"rank {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
+    line = f"{word} {failure.rank} failed first ({failure.host}, pid {failure.pid}, {failure.how})"
     if failure.record is not None:
         return f"{line}{log}:\n{failure.record.text.rstrip()}"
     if failure.memory is not None:
@@ -130,7 +131,7 @@ def report(failures: Sequence[Failure]) -> str:
     return "\n".join(report_parts(failures))
 
 
-def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = ()) -> list[str]:
+def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = (), word: str = "rank") -> list[str]:
     """Returns the parts of `report`, and before the cause a line on those of `ranks` that did not fail."""
     cause = first_failure(failures)
     parts = []
@@ -138,14 +139,14 @@ def report_parts(failures: Sequence[Failure], ranks: Sequence[int] = ()) -> list
         if failure is not cause:
             what = failure.how
             if failure.record is not None:
-                what = _last_line(failure.record.text).partition(". ")[0][:200]
+                what = last_line(failure.record.text).partition(". ")[0][:200]
             label = "a consequence" if failure.is_consequence else "failed too"
-            parts.append(f"rank {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
+            parts.append(f"{word} {failure.rank} ({failure.host}, pid {failure.pid}), {label}: {what}")
     failed = {failure.rank for failure in failures}
     ended = [str(rank) for rank in ranks if rank not in failed]
     if ended:
         parts.append(f"the other ranks ({', '.join(ended[:16])}{', ...' if len(ended) > 16 else ''}) were ended")
-    return [*parts, describe(cause)]
+    return [*parts, describe(cause, word)]
 
 
 def keep(failure: Failure) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launch import values
+from paceline.launch.elastic.chaos import Chaos
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ FLAGS = (
          "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, whatever the other flags and the environment say"),
     # restarts
-    Flag("max-restarts", "how often failed workers are restarted", values.from_0, "0"),
+    Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many are replaced, "
+         "without a bound if not given)", values.from_0),
     Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", values.seconds,
          "0.1", "SECONDS"),
     Flag("shutdown-timeout", "time from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
@@ -88,6 +90,11 @@ FLAGS = (
     Flag("numa-binding", "bind each worker to the cores of a NUMA node, socket or L3 cache, or to its own",
          str, metavar="MODE", choices=("node", "socket", "exclusive", "core-complex"), variable=False),
     Flag("no-pin", "do not bind workers to cores (by default each has cores of its own)", ours=True),
+    # elastic training
+    Flag("elastic", "a worker that dies is replaced while the others train on", ours=True),
+    Flag("min-workers", "with --elastic: with fewer workers the others wait (default: 1)", values.from_1, ours=True),
+    Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
+         Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # others
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
          values.rank_or_none, "0", "RANK|none", ours=True),

@@ -8,16 +8,14 @@ import signal
 import time
 from collections.abc import Callable
 
-from paceline.launch.failures import Failure, came_to_its_end, keep, read_record
-from paceline.launch.keyboard import Keyboard, waits_for_stdin
+from paceline.launch.failures import Failure, keep, read_record
+from paceline.launch.following import Following, failure_of
+from paceline.launch.keyboard import Keyboard
 from paceline.launch.memory import MemoryWatch
-from paceline.launch.output import Stream
 from paceline.launch.pipes import Output
 from paceline.launch.worker import Worker
 
 CONSEQUENCES_S = 0.5  # how long after a failure the ranks that end because of it have to report that themselves
-_READ_BYTES = 1 << 16
-_PROMPT_S = 0.2  # after this long an unfinished line is shown to whoever should answer it
 
 
 class Generation:
@@ -45,28 +43,16 @@ class Generation:
         self._selector = selector
         self._on_failure = on_failure
         self._keyboard = keyboard
-        self._streams: list[Stream] = []
-        self._outputs: list[Output] = []
-        self._prompting: list[Stream] = []  # those of the worker that reads stdin
-        self._open_pipes: set[int] = set()
+        self._followings: list[Following] = []
         self._memory = MemoryWatch()
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._prompt_s: float | None = None  # when (monotonic) to look for one
         self._was_asked_to_end = False
 
     def follow(self, worker: Worker, outputs: list[Output]) -> None:
         """Watches a worker that has just been started: passes on its output, and notices its end."""
         self.workers.append(worker)
-        for output in outputs:
-            output.close_ours()
-            if output.stream is not None:
-                worker.pipes.append(output.reading)
-                self._streams.append(output.stream)
-                self._outputs.append(output)
-                if worker.reads:
-                    self._prompting.append(output.stream)
-                self._read(output.reading, output.stream, worker.reads)
+        self._followings.append(Following(worker, outputs, self._selector))
 
         def ended() -> None:
             self._selector.unregister(worker.pidfd)
@@ -78,15 +64,13 @@ class Generation:
     def deadline_s(self) -> float | None:
         """When (monotonic) `tick` must be called; None for never."""
         signal_s = self._next_signal[0] if self._next_signal is not None else None
-        return min((each for each in (signal_s, self._prompt_s) if each is not None), default=None)
+        times_s = [signal_s, *(following.deadline_s for following in self._followings)]
+        return min((each for each in times_s if each is not None), default=None)
 
     def tick(self, now_s: float) -> None:
         """Sends the signal that is due at `now_s`, and shows the prompt of a worker that waits for an answer."""
-        if self._prompt_s is not None and now_s >= self._prompt_s:
-            self._prompt_s = None
-            if any(worker.reads and waits_for_stdin(worker.pid) for worker in self.workers):
-                for stream in self._prompting:
-                    stream.prompt()
+        for following in self._followings:
+            following.tick(now_s)
         if self._next_signal is not None and now_s >= self._next_signal[0]:
             self._signal(self._next_signal[1])
             self._next_signal = (now_s + self._grace_s, signal.SIGKILL)
@@ -108,6 +92,10 @@ class Generation:
         reading = [worker for worker in running if worker.reads and self._keyboard.is_read_by(worker.pid)]
         return next(iter([*debugged, *reading]), None)
 
+    def pids(self) -> list[int]:
+        """Returns the process ids of the workers whose end is not known yet."""
+        return [worker.pid for worker in self.workers if worker.exit_code is None]
+
     def signal(self, number: int) -> None:
         """Sends a signal to every running worker."""
         for worker in self.workers:
@@ -116,16 +104,15 @@ class Generation:
 
     def resize(self) -> None:
         """Passes the terminal's current size on to the workers that write to it."""
-        for output in self._outputs:
-            output.resize()
+        for following in self._followings:
+            following.resize()
 
     @property
     def is_over(self) -> bool:
         """Whether every worker has ended and its output is passed on; pipes held open by its children do not count."""
         if any(worker.exit_code is None for worker in self.workers):
             return False
-        ready = self._selector.select(0)
-        return not any(key.fd in self._open_pipes for key, _ in ready)
+        return not any(following.has_more for following in self._followings)
 
     def close(self) -> None:
         """Kills what still runs and closes every pipe; idempotent."""
@@ -134,35 +121,9 @@ class Generation:
             if worker.exit_code is None:
                 self._selector.unregister(worker.pidfd)
                 worker.collect()
-            for pipe in worker.pipes:
-                if pipe in self._open_pipes:
-                    self._selector.unregister(pipe)
-                    self._open_pipes.discard(pipe)
-                os.close(pipe)
-            worker.pipes.clear()
-        for stream in self._streams:
-            stream.close()
-        self._streams.clear()
-        self._outputs.clear()
+        for following in self._followings:
+            following.close()
         self._keyboard.restore()
-
-    def _read(self, fd: int, stream: Stream, may_prompt: bool) -> None:
-        def read() -> None:
-            try:
-                data = os.read(fd, _READ_BYTES)
-            except OSError:  # the end of a pseudo-terminal is EIO
-                data = b""
-            if data:
-                stream.feed(data)
-                if may_prompt:
-                    self._prompt_s = time.monotonic() + _PROMPT_S
-            else:
-                stream.close()
-                self._selector.unregister(fd)
-                self._open_pipes.discard(fd)
-
-        self._open_pipes.add(fd)
-        self._selector.register(fd, selectors.EVENT_READ, read)
 
     def _ended(self, worker: Worker, code: int) -> None:
         if code == 0:
@@ -172,12 +133,7 @@ class Generation:
             not self.failures or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))
         ):
             return  # it ended because it was asked to
-        memory = self._memory.explain(worker.pid, worker.peak_bytes) if code == -signal.SIGKILL else None
-        exit_code = 1 if record is not None else code  # its exception decides, also when it was slow to end
-        at_exit = record is None and came_to_its_end(worker.error_file)
-        failure = Failure(
-            worker.rank, worker.pid, exit_code, time.time(), record, memory=memory, log=worker.log, at_exit=at_exit
-        )
+        failure = failure_of(worker, code, record, self._memory)
         keep(failure)
         self.failures.append(failure)
         if len(self.failures) == 1:

@@ -12,20 +12,17 @@ from enum import Enum
 from pathlib import Path
 
 from paceline.launch import values
+from paceline.launch.elastic.options import ElasticOptions, elastic_of
 from paceline.launch.environment import allowed_cores
 from paceline.launch.lifeline import MARK
 from paceline.launch.schedulers import Scheduler, detect
-from paceline.launch.values import Streams, StreamsOfRanks
+from paceline.launch.values import OptionError, Streams, StreamsOfRanks
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
 _MANY_A_CORE = 8
 _SETTINGS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "is_host"}
 _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
-
-
-class OptionError(ValueError):
-    """Flags contradict each other; the message says which ones, and what to do."""
 
 
 class Kind(Enum):
@@ -99,12 +96,13 @@ class Job:
     binding_is_asked_for: bool = False
     stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
-    forks: bool = False  # workers are forks of a template process, which starts those that import no torch sooner
+    forks: bool = False  # workers are forks of a template process, which has finished its imports
     slot: tuple[int, int] = (
         0,
         1,
     )  # this launcher's number and the count on its machine, where a scheduler started several
     scheduler: Scheduler | None = None
+    elastic: ElasticOptions | None = None
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
@@ -132,7 +130,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         rendezvous=rendezvous,
         output=_output(options),
         port=options.master_port if rendezvous.address is None else None,
-        max_restarts=options.max_restarts,
+        max_restarts=options.max_restarts or 0,
         shutdown_timeout_s=timeout_s,
         signals=options.signals_to_handle,
         role=options.role,
@@ -141,15 +139,16 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         binding_is_asked_for=options.numa_binding is not None,
         stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
-        forks=_forks(options.start_method, workers),
+        forks=_forks(options.start_method, workers, options.elastic),
         slot=scheduler.slot if scheduler is not None else (0, 1),
         scheduler=scheduler,
+        elastic=elastic_of(options, workers, rendezvous.address is not None),
     )
 
 
-def _forks(method: str, workers: int) -> bool:
+def _forks(method: str, workers: int, is_elastic: bool) -> bool:
     if method == "auto":  # with this many workers per core it is not training; start-up time matters more
-        return workers > _MANY_A_CORE * allowed_cores()
+        return is_elastic or workers > _MANY_A_CORE * allowed_cores()
     return method != "spawn"
 
 
@@ -187,7 +186,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
     if most == 1:
         return RendezvousOptions()  # a single machine meets no others, whatever the address
     comes_in_any_order = options.print_token or (options.rdzv_endpoint and options.node_rank is None)
-    is_static = options.rdzv_backend == "static" and not comes_in_any_order
+    is_static = options.rdzv_backend == "static" and not comes_in_any_order and not options.elastic
     address, serves = _address(options, scheduler)
     node_rank = options.node_rank if options.node_rank is not None else scheduler.node_rank if scheduler else None
     if is_static:
@@ -200,6 +199,8 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
             raise OptionError(f"--nnodes {most} needs --node-rank, this machine's number from 0 to {most - 1}")
         if node_rank >= most:
             raise OptionError(f"--node-rank {node_rank} is too large: with --nnodes {most} they are 0 to {most - 1}")
+        serves = node_rank == 0
+    elif options.elastic and serves is None and not options.rdzv_endpoint and node_rank is not None:
         serves = node_rank == 0
     if "is_host" in conf:
         serves = conf["is_host"].lower() in ("1", "true", "yes", "t", "y")

@@ -121,6 +121,13 @@ def in_sessions(leaders: Iterable[int]) -> list[int]:
     return found
 
 
+def kill_sessions(leaders: Iterable[int]) -> None:
+    """Kills every process of the sessions that `leaders` lead or led."""
+    for pid in in_sessions(leaders):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class Guard:
     """The guarding processes. Create it before any thread starts, and `close` it when the job is over."""
 
@@ -171,9 +178,7 @@ def _keep_watch(reading: int, directory: str, mark: str, cgroup: Cgroup | None) 
     if cgroup is not None:
         cgroup.kill()
     kill_marked(mark)
-    for pid in in_sessions(map(int, received.split())):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    kill_sessions(map(int, received.split()))
     shutil.rmtree(directory, ignore_errors=True)
     if cgroup is not None:
         cgroup.remove()

@@ -31,11 +31,15 @@ class Destination:
 
 
 class Logs:
-    """The output of a job. Files are made when a worker needs them, in DIR/RUN_ID/attempt_N/RANK/."""
+    """The output of a job. Files are made when a worker needs them, in DIR/RUN_ID/attempt_N/RANK/.
 
-    def __init__(self, output: Output, run_id: str, console: Console) -> None:
+    `word` says what the numbers in front of the lines are.
+    """
+
+    def __init__(self, output: Output, run_id: str, console: Console, word: str = "rank") -> None:
         self._output = output
         self._console = console
+        self._word = word
         self.directory: Path | None = None
         if output.needs_files:
             base = output.log_dir if output.log_dir is not None else tempfile.mkdtemp(prefix="paceline-logs-")
@@ -59,10 +63,10 @@ class Logs:
         sinks: list[Sink] = []
         screen = self._console.screen(which.value)
         if is_shown:
-            sinks.append(self._shown(which, prefix_of(rank, _is_coloured(which)), screen, draws))
+            sinks.append(self._shown(which, prefix_of(rank, _is_coloured(which), self._word), screen, draws))
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
-            sinks.append(LinePrefixer(prefix_of(rank, False), only_with(words, matches.write)))
+            sinks.append(LinePrefixer(prefix_of(rank, False, self._word), only_with(words, matches.write)))
         is_all_drawn = draws and is_shown and file is None and not words
         return Destination(stream=Stream(file, sinks), screen=screen if is_all_drawn else None)
 

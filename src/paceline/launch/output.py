@@ -19,9 +19,9 @@ _PATIENCE_S = 0.2
 Write = Callable[[bytes], None]
 
 
-def prefix_of(rank: int, coloured: bool) -> bytes:
+def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
     """Returns the prefix of this rank's lines."""
-    text = f"[rank {rank}] "
+    text = f"[{word} {rank}] "
     return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
 
 

@@ -12,7 +12,7 @@ from paceline.launch.logs import Destination
 
 # A pager on a worker's terminal would wait for keys that never come.
 WITHOUT_PAGERS = {"PAGER": "cat", "GIT_PAGER": "cat"}
-_PREFIX_COLUMNS = len("[rank 0] ")
+_PREFIX_COLUMNS = len("[rank 0] ")  # or "[slot 0] "
 
 
 class Output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure
@@ -14,7 +15,7 @@ from paceline.launch.job import Job
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.nodes.messages import Start
-from paceline.launch.pipes import WITHOUT_PAGERS, outputs_of
+from paceline.launch.pipes import WITHOUT_PAGERS, Output, outputs_of
 from paceline.launch.placement import Cores
 from paceline.launch.starting import Interpreters, Starter, Template
 from paceline.launch.values import Streams
@@ -56,17 +57,96 @@ def drawing_index(job: Job, start: Start) -> int:
     return reading if reading in shown else shown[0] if shown else 0
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What the workers of this machine have in common.
+
+    Attributes:
+        environment: the variables that all of them share.
+        pass_fds: descriptors that they inherit.
+        directory: where they leave their error files.
+        cores: the cores of each local rank; None binds no worker.
+        gpus: how many GPUs this machine has.
+        logs: where their output goes.
+        keyboard: the launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
+    """
+
+    environment: Mapping[str, str]
+    pass_fds: Sequence[int]
+    directory: str
+    cores: list[Cores] | None
+    gpus: int
+    logs: Logs
+    keyboard: Keyboard
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A worker that can be started: its arguments and variables, and the files that become its streams."""
+
+    place: Place
+    argv: list[str]
+    variables: dict[str, str]
+    cores: Cores | None
+    outputs: list[Output]
+    reads: bool
+    error_file: str
+    log: str | None
+
+    def streams(self, nothing: int) -> tuple[int, int, int]:
+        """Returns what becomes its stdin, stdout and stderr; `nothing` is the stdin of those that have none."""
+        return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
+
+    def started(self, pid: int) -> Worker:
+        """Returns the worker that process `pid` is.
+
+        Raises:
+            ProcessLookupError: it has ended, and was waited for.
+        """
+        place = self.place
+        return Worker(
+            place.rank, place.local_rank, pid, self.error_file, os.pidfd_open(pid), self.log, reads=self.reads
+        )
+
+
+def prepare(job: Job, start: Start, index: int, around: Surroundings) -> Prepared:
+    """Prepares the worker `index` of this launcher for the generation that `start` orders.
+
+    Raises:
+        OSError: there are no pipes or files for its output.
+    """
+    place, keyboard = place_of(job, start, index), around.keyboard
+    error_file = os.path.join(around.directory, f"error-{start.generation}-{place.rank}.json")
+    variables = {
+        **variables_of(job, start, index, around.environment, around.gpus),
+        "PACELINE_ERROR_FILE": error_file,
+        "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
+        "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
+    }
+    if keyboard.path is not None:
+        variables["PACELINE_TERMINAL"] = keyboard.path
+    log = around.logs.of_rank(start.generation - 1, place.rank)
+    where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
+    outputs = outputs_of([around.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
+    if outputs[-1].is_terminal:
+        variables.update(WITHOUT_PAGERS)
+    return Prepared(
+        place=place,
+        argv=bootstrap_argv(job.command, place.local_rank),
+        variables=variables,
+        cores=around.cores[place.local_rank] if around.cores is not None else None,
+        outputs=outputs,
+        reads=place.rank == job.stdin_rank and keyboard.is_ours(),
+        error_file=error_file,
+        log=str(log) if log else None,
+    )
+
+
 def start_workers(
     job: Job,
     start: Start,
-    environment: Mapping[str, str],
+    around: Surroundings,
     *,
-    pass_fds: Sequence[int],
-    directory: str,
-    cores: list[Cores] | None,
-    gpus: int,
-    logs: Logs,
-    keyboard: Keyboard,
     selector: selectors.BaseSelector,
     on_start: Callable[[int], None],
     on_failure: Callable[[Failure], None],
@@ -76,13 +156,7 @@ def start_workers(
     Args:
         job: says what to run.
         start: the meeting's order, with the ranks.
-        environment: the variables that all workers share.
-        pass_fds: descriptors that the workers inherit.
-        directory: where the workers leave their error files.
-        cores: the cores of each local rank; None binds no worker.
-        gpus: how many GPUs this machine has.
-        logs: where the workers' output goes.
-        keyboard: the launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
+        around: what the workers have in common.
         selector: the launcher's loop; see `Generation`.
         on_start: is called with the process id of each worker.
         on_failure: is called with the first failure.
@@ -90,34 +164,14 @@ def start_workers(
     Raises:
         OSError: a process could not be started.
     """
-    generation = Generation(start.generation, job.shutdown_timeout_s, keyboard, selector, on_failure)
+    generation = Generation(start.generation, job.shutdown_timeout_s, around.keyboard, selector, on_failure)
     descriptors = allow_descriptors(job.workers)
-    starter: Starter = (Template if job.forks else Interpreters)(environment, pass_fds, descriptors)
-    drawing = drawing_index(job, start)
+    starter: Starter = (Template if job.forks else Interpreters)(around.environment, around.pass_fds, descriptors)
     with starter, open(os.devnull, "rb") as nothing:
         for index in range(job.workers):
-            place = place_of(job, start, index)
-            error_file = os.path.join(directory, f"error-{start.generation}-{place.rank}.json")
-            variables = {
-                **variables_of(job, start, index, environment, gpus),
-                "PACELINE_ERROR_FILE": error_file,
-                "TORCHELASTIC_ERROR_FILE": f"{error_file}.torch",
-                "PACELINE_STDIN": "none" if job.stdin_rank is None else str(job.stdin_rank),
-            }
-            if keyboard.path is not None:
-                variables["PACELINE_TERMINAL"] = keyboard.path
-            log = logs.of_rank(start.generation - 1, place.rank)
-            where = (start.generation - 1, place.rank, place.local_rank, index == drawing)
-            outputs = outputs_of([logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
-            if outputs[-1].is_terminal:
-                variables.update(WITHOUT_PAGERS)
-            argv = bootstrap_argv(job.command, place.local_rank)
-            reads = place.rank == job.stdin_rank and keyboard.is_ours()
-            own_cores = cores[place.local_rank] if cores is not None else None
-            streams = (0 if reads else nothing.fileno(), outputs[0].writing, outputs[-1].writing)
-            pid = starter.start(argv, variables, streams, own_cores)
+            prepared = prepare(job, start, index, around)
+            streams = prepared.streams(nothing.fileno())
+            pid = starter.start(prepared.argv, prepared.variables, streams, prepared.cores)
             on_start(pid)
-            log_dir = str(log) if log else None
-            worker = Worker(place.rank, place.local_rank, pid, error_file, os.pidfd_open(pid), log_dir, reads)
-            generation.follow(worker, outputs)
+            generation.follow(prepared.started(pid), prepared.outputs)
     return generation

@@ -36,7 +36,8 @@ class Starter(Protocol):
     ) -> None: ...
 
 
-def _python() -> str:
+def python() -> str:
+    """Returns the interpreter that workers run in."""
     return os.environ.get("PYTHON_EXEC", sys.executable)
 
 
@@ -55,7 +56,7 @@ class Interpreters:
     ) -> int:
         """Starts a worker."""
         process = subprocess.Popen(
-            [_python(), bootstrap.__file__, str(os.getpid()), *argv],
+            [python(), bootstrap.__file__, str(os.getpid()), *argv],
             env={**self._environment, **variables},
             stdin=streams[0],
             stdout=streams[1],
@@ -74,6 +75,11 @@ class Interpreters:
         pass
 
 
+def request_of(argv: Sequence[str], variables: Mapping[str, str], cores: Cores | None) -> bytes:
+    """Returns what a template process is sent, with the descriptors of the streams, to fork a worker."""
+    return json.dumps({"argv": argv, "variables": dict(variables), "cores": cores}).encode()
+
+
 class Template:
     """Forks each worker from one template process; the launcher must adopt orphans."""
 
@@ -85,7 +91,7 @@ class Template:
         self._connection.settimeout(_ANSWER_S)
         with theirs:
             self._process = subprocess.Popen(
-                [_python(), template.__file__, str(os.getpid()), str(theirs.fileno())],
+                [python(), template.__file__, str(os.getpid()), str(theirs.fileno())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), *pass_fds],
@@ -100,8 +106,8 @@ class Template:
         Raises:
             OSError: the template ended or does not answer.
         """
-        place(self._process.pid, cores, self._descriptors)  # a fork inherits both from its start
-        request = json.dumps({"argv": argv, "variables": dict(variables)}).encode()
+        place(self._process.pid, None, self._descriptors)  # a fork inherits the limit from its start
+        request = request_of(argv, variables, cores)
         socket.send_fds(self._connection, [request], list(streams))
         answer = self._connection.recv(4)
         if len(answer) != 4:

@@ -2,11 +2,14 @@
 
 It is used with `--start-method forkserver`, and by default where there are many workers a core.
 
-    python template.py LAUNCHER_PID DESCRIPTOR
+    python template.py LAUNCHER_PID DESCRIPTOR [MODULE...]
 
 A worker is forked twice: when the process in between has ended, the launcher, which adopts orphans, becomes its parent,
-as if the launcher had started it. The template ends when all workers have been started. It imports no torch, whose
-threads would not survive a fork.
+as if the launcher had started it. The template ends when the launcher closes the connection.
+
+For elastic jobs it imports the MODULEs, torch among them, and stays. Threads do not survive a fork, and whatever they
+held stays locked. Importing torch starts none but those of numpy's OpenBLAS, which ends them before each fork. To be
+sure, the template forks once without need and then looks whether it has other threads; if so, it says so and ends.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
+READY = b"\0"  # instead of the names of threads
+
 _LARGEST = 1 << 18
+_LOOKS, _LOOK_S = 50, 0.01
 
 
 def main() -> None:
@@ -36,9 +42,17 @@ def main() -> None:
             "paceline.rendezvous.rendezvous"
         )  # it makes a worker slow to start, and every worker needs it to meet the others
 
+    if modules := sys.argv[3:]:
+        for module in modules:
+            with suppress(Exception):  # a worker that needs it reports what is wrong
+                import_module(module)
+        threads = _threads_after_a_fork()
+        connection.send(" ".join(threads).encode() or READY)
+        if threads:
+            return
     gc.freeze()
     while True:
-        request, streams, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        request, streams, _, _ = socket.recv_fds(connection, _LARGEST, 4)
         if not request:
             return
         between = os.fork()
@@ -53,11 +67,18 @@ def main() -> None:
             os.close(fd)
     connection.close()
     os.setsid()
-    for fd, own in zip(streams, (0, 1, 2), strict=True):
+    for fd, own in zip(streams, (0, 1, 2), strict=False):
         os.dup2(fd, own)
         os.close(fd)
     command = json.loads(request)
     os.environ.update(command["variables"])
+    for fd in streams[3:]:
+        os.environ["PACELINE_ELASTIC_FD"] = str(fd)
+    if command["cores"] is not None:
+        with suppress(OSError):  # they were taken away
+            os.sched_setaffinity(0, command["cores"])
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # otherwise every worker would draw the template's numbers
     while os.getppid() != launcher:  # until the process in between has ended
         if not os.path.exists(f"/proc/{launcher}"):
             os._exit(1)
@@ -66,6 +87,24 @@ def main() -> None:
     sys.path.insert(0, "")
     sys.modules["__main__"] = ModuleType("__main__")
     bootstrap.run([str(launcher), *command["argv"]])
+
+
+def _threads_after_a_fork() -> list[str]:
+    """Returns the names of this process's other threads that a fork does not end."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    names: list[str] = []
+    for _ in range(_LOOKS):
+        others = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
+        names = []
+        for each in others:
+            with suppress(OSError), open(f"/proc/self/task/{each}/comm") as name:
+                names.append(name.read().strip())
+        if not names:
+            break
+        time.sleep(_LOOK_S)  # one that has just ended may still be listed
+    return names
 
 
 if __name__ == "__main__":

@@ -10,6 +10,10 @@ from paceline.launch.environment import allowed_cores
 from paceline.launch.gpus import count_gpus
 
 
+class OptionError(ValueError):
+    """Flags contradict each other; the message says which ones, and what to do."""
+
+
 class Streams(IntFlag):
     """Output streams, numbered as torchrun's `Std`."""
 
@@ -56,6 +60,13 @@ def from_0(text: str) -> int:
     """A number from 0."""
     if not text.isdecimal():
         raise ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
+
+
+def from_1(text: str) -> int:
+    """A number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.launch.job import Command, Kind
 from paceline.launch.lifeline import kill_group
@@ -35,7 +35,6 @@ class Worker:
     reads: bool = False  # whether it reads the launcher's stdin
     exit_code: int | None = None
     peak_bytes: int | None = None
-    pipes: list[int] = field(default_factory=list)
 
     @property
     def debugger_file(self) -> str:

@@ -31,9 +31,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     served = os.environ.get("PACELINE_STORE")
     if served is not None:
-        if not served.startswith("unix:"):
-            raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH, as `paceline run` sets it")
-        return connect_unix(served.removeprefix("unix:"), job_secret(), timeout)
+        return _launchers_store(served, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -43,6 +41,19 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     from paceline.rendezvous.tcp import serve_or_connect
 
     return serve_or_connect(host, port, rank, world_size, timeout)
+
+
+def _launchers_store(served: str, timeout: timedelta) -> Store:
+    """Opens the store that a launcher serves: on this machine, or for an elastic job on another."""
+    kind, _, place = served.partition(":")
+    host, _, port = place.rpartition(":")
+    if kind == "unix":
+        return connect_unix(place, job_secret(), timeout)
+    if kind == "tcp" and host and port.isdecimal():
+        from paceline.store.tcp import TCPStore
+
+        return TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
+    raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
 
 
 def _number(variable: str, argument: str) -> int:

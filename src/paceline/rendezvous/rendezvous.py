@@ -70,7 +70,7 @@ def rendezvous(
         _check_place(rank, world_size)
         joined = PrefixStore(f"paceline/{_next_at_store(store)}", store)
         agree(joined, Claim.mine(rank, world_size), timeout_s)
-        return RendezvousResult(rank, world_size, joined, getattr(store, "host", None))
+        return RendezvousResult(rank, world_size, joined, _host_of(store))
 
     url = init_method if init_method is not None else "env://"
     scheme = url.partition(":")[0].lower()
@@ -138,6 +138,14 @@ def _next_at_address(address: str) -> int:
     """Returns 1 for the first meeting at `address`, 2 for the second, and so on."""
     _met_at_address[address] += 1
     return _met_at_address[address]
+
+
+def _host_of(store: Store) -> str | None:
+    """Returns the host that serves a store; None if it is not known."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host: str | None = getattr(store, "host", None)
+    return host
 
 
 def _next_at_store(store: Store) -> int:

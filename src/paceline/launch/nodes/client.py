@@ -6,8 +6,8 @@ import os
 import time
 from typing import Protocol
 
-from paceline.launch.nodes.membership import Membership, Orders, Policy
 from paceline.launch.nodes.messages import Order, Report
+from paceline.launch.nodes.steering import Orders, Steering
 
 
 class MeetingClient(Protocol):
@@ -33,8 +33,8 @@ class MeetingClient(Protocol):
 class LocalClient:
     """The meeting of a single machine, which decides everything at once."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._membership = Membership(policy, time.monotonic())
+    def __init__(self, steering: Steering) -> None:
+        self._steering = steering
         self._orders: list[Order] = []
         self._waiting, self._waking = os.pipe()
         self._closed = False
@@ -42,7 +42,7 @@ class LocalClient:
     @property
     def deadline_s(self) -> float | None:
         """When (monotonic) the state machine decides something because time has passed."""
-        return self._membership.deadline_s
+        return self._steering.deadline_s
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
@@ -50,13 +50,13 @@ class LocalClient:
 
     def send(self, report: Report) -> None:
         """Reports to the state machine."""
-        self._take(self._membership.reported("here", report, time.monotonic()))
+        self._take(self._steering.reported("here", report, time.monotonic()))
 
     def receive(self) -> list[Order]:
         """Returns the orders that have come."""
         if self._orders:
             os.read(self._waiting, 4096)
-        self._take(self._membership.tick(time.monotonic()))
+        self._take(self._steering.tick(time.monotonic()))
         orders, self._orders = self._orders, []
         return orders
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import StoreConnectionError
 from paceline.launch.job import Job, RendezvousOptions
 from paceline.launch.nodes.client import LocalClient, MeetingClient
-from paceline.launch.nodes.membership import Policy
+from paceline.launch.nodes.membership import Membership, Policy
 from paceline.launch.nodes.remote_client import dial
 from paceline.launch.nodes.server import MeetingServer
+from paceline.launch.nodes.steering import Steering
 from paceline.routes import ELSEWHERE, source_address
 from paceline.security.secret import is_loopback
 from paceline.store.tcp import PortInUseError, listen
@@ -49,6 +51,27 @@ def open_meeting(
         RendezvousTimeoutError, AuthenticationError, ValueError: see `dial`.
     """
     options = job.rendezvous
+    if options.address is None:
+        return NodeConnection(LocalClient(_steering(job)), "127.0.0.1")
+    address = options.address
+    server = None
+    if listener is None and options.serves is not False:
+        listener = _listener(options, address, secret)
+    if listener is not None:
+        server = MeetingServer(listener, secret, _steering(job), options.silence_s)
+        address = server.address
+    try:
+        client = dial(address, secret, options.join_timeout_s, options.silence_s, say)
+    except BaseException:
+        if server is not None:
+            server.close(0.0)
+        raise
+    return NodeConnection(client, options.local_address or client.local_address.partition("%")[0], server)
+
+
+def _steering(job: Job) -> Steering:
+    """Returns the state machine that decides what the machines of this job do."""
+    options, now_s = job.rendezvous, time.monotonic()
     policy = Policy(
         run_id=job.run_id,
         min_nodes=options.min_nodes,
@@ -59,22 +82,11 @@ def open_meeting(
         join_timeout_s=options.join_timeout_s,
         port=job.port,
     )
-    if options.address is None:
-        return NodeConnection(LocalClient(policy), "127.0.0.1")
-    address = options.address
-    server = None
-    if listener is None and options.serves is not False:
-        listener = _listener(options, address, secret)
-    if listener is not None:
-        server = MeetingServer(listener, secret, policy, options.silence_s)
-        address = server.address
-    try:
-        client = dial(address, secret, options.join_timeout_s, options.silence_s, say)
-    except BaseException:
-        if server is not None:
-            server.close(0.0)
-        raise
-    return NodeConnection(client, options.local_address or client.local_address.partition("%")[0], server)
+    if job.elastic is None:
+        return Membership(policy, now_s)
+    from paceline.launch.elastic.steering import ElasticSteering
+
+    return ElasticSteering(policy, job.elastic, now_s)
 
 
 def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:

@@ -21,12 +21,11 @@ from enum import Enum, auto
 from paceline import __version__
 from paceline.launch.failures import Failure, first_failure, shortened
 from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Report, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.steering import Orders
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 300.0  # after workers have run this long, the pauses start again at the shortest
-
-Orders = list[tuple[str, Order]]  # to whom, what
 
 
 class Phase(Enum):
@@ -100,7 +99,7 @@ class Membership:
         """Adds a node that asks to take part."""
         if self.phase is Phase.OVER:
             return [(node, End(1, "the job is over"))]
-        if wrong := _wrong_version(join):
+        if wrong := misfit(join, is_elastic=False):
             return [(node, End(2, wrong))]
         if self.policy.is_static and (wrong := self._wrong_number(join)):
             return [(node, End(2, wrong))]
@@ -150,6 +149,10 @@ class Membership:
         if join.serves or self.policy.is_static:
             return self._end(End(1, f"{join.host} was stopped ({leave.reason})"))
         return [(node, End(1)), *self._gone(node, f"{join.host} left ({leave.reason})", now_s)]
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended."""
+        return self.lost(node, why, now_s)
 
     def lost(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose connection has ended, or which fell silent."""
@@ -286,13 +289,20 @@ class Membership:
         return _to(self.nodes, end)
 
 
-def _wrong_version(join: Join) -> str | None:
-    if join.version == __version__:
-        return None
-    return (
-        f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the launcher "
-        f"where the machines meet runs {__version__}; install the same version on all machines"
-    )
+def misfit(join: Join, is_elastic: bool) -> str | None:
+    """Returns why a node cannot take part in a job that is elastic or is not; None if it can."""
+    if join.version != __version__:
+        return (
+            f"{join.host} (pid {join.pid}) runs Paceline {join.version or 'of a version before 0.1.0'}, and the "
+            f"launcher where the machines meet runs {__version__}; install the same version on all machines"
+        )
+    if join.is_elastic != is_elastic:
+        without, with_ = ("without", "with") if is_elastic else ("with", "without")
+        return (
+            f"{join.host} (pid {join.pid}) was started {without} --elastic, and the launcher where the machines meet "
+            f"{with_}; start all machines alike"
+        )
+    return None
 
 
 def _to(nodes: Iterable[str], order: Order) -> Orders:

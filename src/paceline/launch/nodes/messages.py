@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from typing import get_args
 
 from paceline import __version__
 from paceline.launch.failures import Failure, Record
@@ -27,6 +28,7 @@ class Join:
     node_rank: int | None = None
     serves: bool = False
     version: str = ""  # Paceline's version; versions before 0.1.0 do not send it
+    is_elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,46 @@ class Leave:
     """The node was stopped by its user or scheduler, its workers have ended."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """In an elastic job: a worker runs."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
+class WorkerStalled:
+    """In an elastic job: a worker is stopped, and will be killed."""
+
+    uid: str
+    why: str
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """In an elastic job: a worker has ended, and all that it said has been reported; `how` is for the user."""
+
+    uid: str
+    how: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class WorkerSaid:
+    """In an elastic job: a message of a worker, as JSON."""
+
+    uid: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Slots:
+    """In an elastic job: how many of the node's slots have a worker or will have one, and why others were given up."""
+
+    count: int
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +143,36 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """In an elastic job: start a worker in each slot; those of this node are `first_slot` and following.
+
+    `machine` is the node's number, unique in the job for ever. `store` is where the workers' store is served; it is
+    empty if the node is to serve one for itself.
+    """
+
+    machine: int
+    first_slot: int
+    slots: int  # of all nodes that are there
+    run_id: str
+    store: str = ""
+
+
+@dataclass(frozen=True)
+class TellWorker:
+    """In an elastic job: a message for a worker, as JSON."""
+
+    uid: str
+    body: str
+
+
+@dataclass(frozen=True)
+class StopReplacing:
+    """In an elastic job: start no further worker; those that run go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class End:
     """The job is over; `code` is for the shell."""
 
@@ -109,13 +181,23 @@ class End:
     failures: tuple[Failure, ...] = ()
 
 
-Report = Join | Failed | Finished | Stopped | Leave | Alive
-Order = Start | Stop | Wait | End | Alive
+Report = (
+    Join
+    | Failed
+    | Finished
+    | Stopped
+    | Leave
+    | Alive
+    | WorkerStarted
+    | WorkerStalled
+    | WorkerEnded
+    | WorkerSaid
+    | Slots
+)
+Order = Start | Stop | Wait | End | Alive | Begin | TellWorker | StopReplacing
 Message = Report | Order
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Join, Failed, Finished, Stopped, Leave, Alive, Start, Stop, Wait, End)
-}
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "int": int,
     "str": str,

@@ -10,8 +10,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.launch.nodes.membership import Membership, Orders, Policy
 from paceline.launch.nodes.messages import Alive, Inbox, MessageError, Report, encode
+from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
@@ -34,8 +34,8 @@ class _Node:
 class MeetingServer:
     """Serves on `listener`, a listening socket, which it takes over, in a thread of its own until `close`."""
 
-    def __init__(self, listener: socket.socket, secret: bytes | None, policy: Policy, silence_s: float) -> None:
-        self._membership = Membership(policy, time.monotonic())
+    def __init__(self, listener: socket.socket, secret: bytes | None, steering: Steering, silence_s: float) -> None:
+        self._steering = steering
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
         self._came: list[socket.socket] = []
@@ -77,14 +77,14 @@ class MeetingServer:
             if now_s >= next_beat_s:
                 next_beat_s = now_s + HEARTBEAT_S
                 self._beat()
-            until_s = min(next_beat_s, self._membership.deadline_s or next_beat_s)
+            until_s = min(next_beat_s, self._steering.deadline_s or next_beat_s)
             for key, _ in self._selector.select(max(0.0, until_s - now_s)):
                 if key.data is None:
                     self._welcome()
                 else:
                     self._hear(key.data)
             self._find_the_silent()
-            self._carry(self._membership.tick(time.monotonic()))
+            self._carry(self._steering.tick(time.monotonic()))
         for node in list(self._nodes.values()):
             node.connection.close()
 
@@ -107,12 +107,12 @@ class MeetingServer:
             self._drop(node, str(error))
             return
         if not data:
-            self._drop(node, "its launcher has ended")
+            self._drop(node, "its launcher has ended", has_ended=True)
             return
         node.heard_s = time.monotonic()
         for message in messages:
             if isinstance(message, Report):
-                self._carry(self._membership.reported(node.name, message, node.heard_s))
+                self._carry(self._steering.reported(node.name, message, node.heard_s))
 
     def _beat(self) -> None:
         for node in list(self._nodes.values()):
@@ -135,9 +135,10 @@ class MeetingServer:
         except OSError as error:
             self._drop(node, str(error))
 
-    def _drop(self, node: _Node, why: str) -> None:
+    def _drop(self, node: _Node, why: str, has_ended: bool = False) -> None:
         if self._nodes.pop(node.name, None) is None:
             return
         self._selector.unregister(node.connection)
         node.connection.close()
-        self._carry(self._membership.lost(node.name, why, time.monotonic()))
+        noticed = self._steering.ended if has_ended else self._steering.lost
+        self._carry(noticed(node.name, why, time.monotonic()))

@@ -1,0 +1,304 @@
+"""Runs one machine's launcher of an elastic job: a worker that ends is replaced, and the others go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from paceline.elastic import messages
+from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready
+from paceline.launch.cleanup import Cleanup
+from paceline.launch.elastic.crew import Crew, Member
+from paceline.launch.elastic.frozen import PATIENCE_S
+from paceline.launch.elastic.notices import consequence, manner, of_slots
+from paceline.launch.elastic.places import Places
+from paceline.launch.elastic.premises import Premises
+from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
+from paceline.launch.elastic.unrest import Unrest
+from paceline.launch.failures import Failure, keep, read_record, shortened, signal_name
+from paceline.launch.following import failure_of
+from paceline.launch.generation import CONSEQUENCES_S
+from paceline.launch.job import Job
+from paceline.launch.loop import Crew as LoopCrew
+from paceline.launch.loop import Loop
+from paceline.launch.memory import MemoryWatch
+from paceline.launch.nodes.meeting import NodeConnection
+from paceline.launch.nodes.messages import (
+    Begin,
+    End,
+    Leave,
+    Order,
+    Slots,
+    StopReplacing,
+    TellWorker,
+    Wait,
+    WorkerEnded,
+    WorkerSaid,
+    WorkerStalled,
+    WorkerStarted,
+)
+from paceline.launch.shared_secret import SharedSecret
+
+
+class ElasticAgent(Loop):
+    """Keeps the slots of this machine filled, and carries messages between its workers and the coordinator."""
+
+    word = "slot"  # a worker's rank differs from view to view
+
+    def __init__(
+        self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
+    ) -> None:
+        super().__init__(job, connection, secret, shared, cleanup)
+        assert job.elastic is not None
+        self._options = job.elastic
+        self._premises = Premises(job, connection, secret, cleanup)
+        self._memory = MemoryWatch()
+        self._members: Crew | None = None
+        self._places: Places | None = None
+        self._unrest: Unrest | None = None
+        self._failures: list[Failure] = []
+        self._late: list[Failure] = []  # those of workers that had finished their loop
+        self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
+        self._has_left = False
+        self._insists = False  # a second signal has come
+
+    @property
+    def _stays(self) -> bool:
+        """Whether this launcher, asked to leave, has to go on for the other machines, which meet here."""
+        return self._connection.server is not None and self._stopped_by == signal.SIGTERM
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._end is None and self._stopped_by is None
+
+    def _crew(self) -> Crew | None:
+        return self._members
+
+    def _port(self) -> int:
+        return self._premises.port or super()._port()
+
+    def _is_over(self) -> bool:
+        return self._end is not None and (self._members is None or not self._members.members)
+
+    def _deadlines(self) -> list[float | None]:
+        return [
+            self._next_signal[0] if self._next_signal is not None else None,
+            self._members.deadline_s if self._members is not None else None,
+            self._places.deadline_s if self._places is not None else None,
+            self._unrest.deadline_s if self._unrest is not None and self._goes_on else None,
+        ]
+
+    def _tick(self, now_s: float) -> None:
+        if self._members is None or self._places is None:
+            return
+        for member in self._members.tick(now_s):
+            self._fence(member)
+        if self._next_signal is not None and now_s >= self._next_signal[0]:
+            self._members.end(self._next_signal[1])
+            self._next_signal = (now_s + self._job.shutdown_timeout_s, signal.SIGKILL)
+        if self._unrest is not None and self._goes_on:
+            self._unrest.tick(now_s, list(self._members.members.values()))
+        for slot in self._places.due(now_s):
+            self._fill(slot, now_s)
+        if self._stopped_by is not None and not self._members.members and (self._insists or not self._stays):
+            self._leave()
+
+    def _follow(self, order: Order) -> None:
+        match order:
+            case Begin() if self._members is None and self._stopped_by is None:
+                self._begin(order)
+            case TellWorker(uid, body):
+                self._tell(uid, body)
+            case StopReplacing(reason):
+                self._say(reason)
+                self._close_places()
+            case Wait(reason):
+                self._events.tell("wait", reason=reason)
+                self._say(reason)
+            case End() if self._end is None:
+                self._end = order
+                self._on_end(order)
+
+    def _begin(self, begin: Begin) -> None:
+        first, count = begin.first_slot, self._job.workers
+        self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
+        if self._job.rendezvous.address is not None:
+            self._say(of_slots(first, count, begin.slots))
+        around = self._premises.open(begin, self._environment("0"), self._machine, self._logs, self._keyboard)
+        self._members = Crew(
+            self._job,
+            self._premises.start_of(begin),
+            begin.machine,
+            around,
+            self._premises.forker(around, self._selector, self._say),
+            self._selector,
+            marks=self._cleanup.variables,
+            on_start=self._on_start,
+            on_message=self._on_message,
+            on_end=self._on_member_end,
+        )
+        self._places = Places(count, time.monotonic(), self._options.most_replacements)
+        if self._options.chaos is not None:
+            spared = 1 if self._job.rendezvous.address is None else 0
+            self._unrest = Unrest(self._options.chaos, begin.machine, spared, self._say)
+        self._tick(time.monotonic())
+
+    def _fill(self, slot: int, now_s: float) -> None:
+        assert self._members is not None and self._places is not None
+        try:
+            self._members.add(slot)
+        except OSError as error:
+            decision = self._places.ended(slot, Fate.FAILED, Life(), now_s)
+            self._say(f"no worker can be started in slot {slot} ({error}); {consequence(decision)}")
+            if isinstance(decision, Close):
+                self._connection.client.send(Slots(self._places.count))
+
+    def _on_children(self, crew: LoopCrew | None) -> None:
+        super()._on_children(crew)
+        if self._members is not None:
+            self._members.look_for_stopped(time.monotonic())
+
+    def _on_start(self, member: Member) -> None:
+        assert member.worker is not None
+        self._cleanup.watch(member.worker.pid)
+        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
+        self._connection.client.send(WorkerStarted(member.uid))
+
+    def _on_message(self, member: Member, message: FromWorker | None, datagram: bytes) -> None:
+        now_s = time.monotonic()
+        match message:
+            case None:
+                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
+                member.signal(signal.SIGKILL)
+                return
+            case Ready():
+                member.ready_s = member.ready_s or now_s
+                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
+            case Installed(generation):
+                is_new = member.life.took_part_s is None
+                member.life.took_part_s = member.life.took_part_s or now_s
+                self._events.tell("installed", uid=member.uid, view=generation)
+                if self._unrest is not None:
+                    self._unrest.entered(member, is_new, now_s)
+            case Leaving():
+                member.life.is_leaving = True
+            case Finished():
+                member.life.has_finished = True
+        self._connection.client.send(WorkerSaid(member.uid, datagram.decode()))
+
+    def _tell(self, uid: str, body: str) -> None:
+        member = self._members.by_uid(uid) if self._members is not None else None
+        if member is None:
+            return
+        message = messages.to_worker(body.encode())
+        if isinstance(message, Dismissed):
+            member.life.dismissed = message.code
+            if message.code:
+                self._say(f"{member} is dismissed: {message.reason}")
+        member.channel.send(body.encode())
+
+    def _on_member_end(self, member: Member, code: int) -> None:
+        assert self._members is not None and self._places is not None
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+        self._connection.client.send(WorkerEnded(member.uid, how, code))
+        self._on_orders()  # the others are to hear of it before anything that takes time
+        now_s = time.monotonic()
+        failure = self._failure_of(member, code)
+        record = failure.record if failure is not None else None
+        is_exception = record is not None and not (failure is not None and failure.is_interrupt)
+        fate = fate_of(member.life, code, is_exception, failure is not None and failure.memory is not None)
+        decision = self._places.ended(member.slot, fate, member.life, now_s)
+        if self._unrest is not None and isinstance(decision, Replace):
+            self._unrest.lost(member, list(self._members.members.values()), now_s)
+        if self._stopped_by is None:
+            self._report(member, fate, failure, decision)
+        if isinstance(decision, Close) and self._end is None:
+            kept = shortened(self._failures) if fate is not Fate.LEFT else ()
+            self._connection.client.send(Slots(self._places.count, kept))
+        self._events.tell("ended", uid=member.uid, how=how)
+        if member.worker is not None:
+            self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
+
+    def _failure_of(self, member: Member, code: int) -> Failure | None:
+        if code == 0 or member.worker is None:
+            return None
+        failure = failure_of(member.worker, code, read_record(member.worker.error_file), self._memory)
+        keep(failure)
+        return failure
+
+    def _report(self, member: Member, fate: Fate, failure: Failure | None, decision: Replace | Close) -> None:
+        """Shows how a worker has ended, and what follows."""
+        if failure is not None and fate in (Fate.FAILED, Fate.REFUSED):
+            self._failures.append(failure)
+        if failure is not None and member.life.has_finished:
+            self._late.append(failure)
+        is_expected = fate in (Fate.LEFT, Fate.RELEASED) or member.life.took_part_s is None
+        if fate is Fate.DONE or (self._end is not None and is_expected):
+            return
+        follows = "the job is ending" if self._end is not None else consequence(decision)
+        self._say(f"{member}: {manner(member.life, failure)}; {follows}")
+        if isinstance(decision, Close) and failure is not None and failure.record is not None:
+            self._say(f"the last traceback of slot {member.number}:\n{failure.record.text.rstrip()}")
+
+    def _fence(self, member: Member) -> None:
+        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
+        if not member.life.is_fenced:
+            member.life.is_fenced = True
+            self._connection.client.send(WorkerStalled(member.uid, f"stopped by a signal for {PATIENCE_S:g} s"))
+            member.signal(signal.SIGKILL)
+
+    def _close_places(self) -> None:
+        if self._places is not None and self._members is not None:
+            self._places.close(set(self._members.members))
+
+    def _on_end(self, end: End) -> None:
+        """Lets workers that have finished their loop end by themselves; ends the others."""
+        self._close_places()
+        if self._members is None:
+            return
+        farewell = messages.encode(Dismissed(end.reason or "the job is over", end.code))
+        for member in self._members.members.values():
+            if not member.life.has_finished:
+                member.life.dismissed = 0  # whatever it does now, it is no failure
+                member.channel.send(farewell)
+                if member.life.took_part_s is None:
+                    member.signal(signal.SIGKILL)
+        if end.code:
+            self._next_signal = (time.monotonic() + CONSEQUENCES_S, signal.SIGTERM)
+
+    def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
+        self._insists = self._stopped_by is not None
+        super()._on_end_signal(number, crew)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stopped_by = number
+        self._close_places()
+        if self._members is None:
+            self._leave()
+            return
+        self._say(
+            f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
+            f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
+        )
+        if self._stays:
+            self._say("this launcher goes on for the other machines, which meet here (again to end the job)")
+        self._next_signal = (time.monotonic(), number)
+
+    def _leave(self) -> None:
+        if not self._has_left and self._stopped_by is not None:
+            self._has_left = True
+            self._connection.client.send(Leave(self._stopped_by.name))
+
+    def _close_workers(self) -> None:
+        if self._members is not None:
+            self._members.close()
+            self._cleanup.end_generation("0")
+        self._premises.close()
+
+    def _conclude(self, end: End) -> int:
+        if self._unrest is not None:
+            for line in self._unrest.summary(time.monotonic()):
+                self._say(line)
+        if end.code == 0 and self._late:
+            end = End(1, "", shortened(self._late))
+        return super()._conclude(end)

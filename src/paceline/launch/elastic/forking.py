@@ -1,0 +1,195 @@
+"""Starts the workers of an elastic job as forks of a process that has imported torch and stands ready."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.launch import template
+from paceline.launch.start_workers import Prepared
+from paceline.launch.starting import Interpreters, python, request_of
+from paceline.launch.worker import place
+
+# What a worker needs before it is ready. The first optimizer of a process imports torch._dynamo, which takes as long as
+# torch itself.
+MODULES = ("torch", "torch._dynamo", "paceline.elastic.state")
+
+_LARGEST_ANSWER = 4096
+_ANSWER_S = 10.0  # a process that has not forked a worker by then never will
+_MOST_TEMPLATES = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """A worker to be started; `channel` is its end of the pair of sockets, which is closed once it has been started."""
+
+    prepared: Prepared
+    channel: socket.socket
+    on_start: Callable[[int], None]
+
+
+class Forker:
+    """Forks workers one after another, without the launcher waiting for any.
+
+    Where it cannot fork, each worker is a new interpreter, which takes as long as importing torch.
+
+    Args:
+        environment: the variables that all workers share.
+        pass_fds: descriptors that they inherit.
+        descriptors: their limit of descriptors, if it differs from the launcher's.
+        selector: the launcher's loop.
+        say: tells the user that no worker can be forked.
+        forks: whether to fork at all.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int],
+        descriptors: tuple[int, int] | None,
+        selector: selectors.BaseSelector,
+        say: Callable[[str], None],
+        forks: bool = True,
+    ) -> None:
+        self._environment = environment
+        self._pass_fds = pass_fds
+        self._descriptors = descriptors
+        self._selector = selector
+        self._say = say
+        self._requests: deque[Request] = deque()
+        self._asked: Request | None = None
+        self._asked_s = 0.0
+        self._templates = 0
+        self._is_ready = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if forks:
+            self._open()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) `tick` must be called; None for never."""
+        return None if self._asked is None else self._asked_s + _ANSWER_S
+
+    def tick(self, now_s: float) -> None:
+        """Gives up a process that does not answer."""
+        if self._asked is not None and now_s >= self._asked_s + _ANSWER_S:
+            self._give_up(f"it has not answered for {_ANSWER_S:g} s", is_for_good=False)
+            self._go_on()
+
+    def start(self, request: Request) -> None:
+        """Starts a worker; `request.on_start` is called with its process id, now or later.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self._requests.append(request)
+        self._go_on()
+
+    def cancel(self) -> None:
+        """Forgets the workers that have not been started."""
+        for request in self._requests:
+            request.channel.close()
+        self._requests.clear()
+
+    def read(self) -> None:
+        """Takes the answers that have come."""
+        while self._connection is not None:
+            try:
+                answer = self._connection.recv(_LARGEST_ANSWER)
+            except BlockingIOError:
+                return
+            except OSError:
+                answer = b""
+            if self._asked is not None and len(answer) == 4:
+                request, self._asked = self._asked, None
+                self._started(request, int.from_bytes(answer, "little"))
+            elif answer == template.READY:
+                self._is_ready = True
+            elif answer:
+                self._give_up(f"it has threads after its imports ({answer.decode(errors='replace')})", is_for_good=True)
+            else:
+                self._give_up("it has ended", is_for_good=False)
+            self._go_on()
+
+    def close(self) -> None:
+        """Ends the process that workers are forked from; idempotent."""
+        self.cancel()
+        if self._asked is not None:
+            self._asked.channel.close()
+            self._asked = None
+        self._disconnect()
+        if self._nothing >= 0:
+            os.close(self._nothing)
+            self._nothing = -1
+
+    def _open(self) -> None:
+        self._templates += 1
+        self._is_ready = False
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [python(), template.__file__, str(os.getpid()), str(theirs.fileno()), *MODULES],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *self._pass_fds],
+                start_new_session=True,
+            )
+        place(self._process.pid, None, self._descriptors)
+        self._selector.register(self._connection, selectors.EVENT_READ, self.read)
+
+    def _go_on(self) -> None:
+        if self._connection is None:
+            while self._requests:
+                self._interpret(self._requests.popleft())
+        elif self._is_ready and self._asked is None and self._requests:
+            self._asked, self._asked_s = self._requests.popleft(), time.monotonic()
+            prepared = self._asked.prepared
+            request = request_of(prepared.argv, prepared.variables, prepared.cores)
+            fds = [*prepared.streams(self._nothing), self._asked.channel.fileno()]
+            with contextlib.suppress(OSError):  # it has ended, which `read` notices
+                socket.send_fds(self._connection, [request], fds)
+
+    def _interpret(self, request: Request) -> None:
+        prepared, channel = request.prepared, request.channel.fileno()
+        starter = Interpreters(self._environment, [*self._pass_fds, channel], self._descriptors)
+        variables = {**prepared.variables, "PACELINE_ELASTIC_FD": str(channel)}
+        pid = starter.start(prepared.argv, variables, prepared.streams(self._nothing), prepared.cores)
+        self._started(request, pid)
+
+    def _started(self, request: Request, pid: int) -> None:
+        request.channel.close()
+        request.on_start(pid)
+
+    def _give_up(self, why: str, is_for_good: bool) -> None:
+        """Replaces the process that workers are forked from, or starts new interpreters from now on."""
+        pid = self._process.pid if self._process is not None else 0
+        self._disconnect()
+        if self._asked is not None:
+            self._requests.appendleft(self._asked)
+            self._asked = None
+        what = f"the process that workers are forked from (pid {pid}) is of no use: {why}"
+        if is_for_good or self._templates >= _MOST_TEMPLATES:
+            self._say(f"{what}. Each worker is a new interpreter from now on, so replacements take longer")
+        else:
+            self._say(f"{what}; another is started")
+            self._open()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,220 @@
+"""Lets the coordinator of an elastic job decide in place of `Membership`, and speak to the meeting's nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.elastic import messages, orders
+from paceline.elastic.coordinator import Coordinator
+from paceline.elastic.policy import Policy as CoordinatorPolicy
+from paceline.launch.elastic.options import ElasticOptions
+from paceline.launch.failures import Failure, shortened
+from paceline.launch.nodes.membership import Policy, misfit
+from paceline.launch.nodes.messages import (
+    Begin,
+    End,
+    Join,
+    Leave,
+    Report,
+    Slots,
+    StopReplacing,
+    TellWorker,
+    Wait,
+    WorkerEnded,
+    WorkerSaid,
+    WorkerStalled,
+    WorkerStarted,
+)
+from paceline.launch.nodes.steering import Orders
+
+
+@dataclass
+class _Machine:
+    """A node: what it said when it came, its number, and its first slot once it has begun."""
+
+    join: Join
+    number: int
+    slots: int
+    first_slot: int | None = None
+
+
+@dataclass
+class ElasticSteering:
+    """The machines of an elastic job, and the failures that the user is shown if the job fails.
+
+    It holds back the machines that come first until there are enough of them; the coordinator decides all the rest.
+    """
+
+    policy: Policy
+    options: ElasticOptions
+    started_s: float = 0.0
+    _machines: dict[str, _Machine] = field(default_factory=dict)  # by node
+    _count: int = 0
+    _is_gathered: bool = False
+    _has_spoken: bool = False  # a worker has said anything
+    _failures: list[Failure] = field(default_factory=list)
+    _end: End | None = None
+
+    def __post_init__(self) -> None:
+        limits = CoordinatorPolicy(
+            min_workers=self.options.min_workers,
+            max_machines=self.policy.max_nodes,
+            join_timeout_s=self.policy.join_timeout_s,
+        )
+        self._coordinator = Coordinator(limits, self.started_s)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` must be called; None for never."""
+        if self._end is not None:
+            return None
+        if not self._is_gathered:
+            return self.started_s + self.policy.join_timeout_s
+        return self._coordinator.deadline_s
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Takes a node's report."""
+        if isinstance(report, Join):
+            return self._joined(node, report, now_s)
+        if self._end is not None or node not in self._machines:
+            return []
+        match report:
+            case WorkerStarted(uid):
+                return self._carry(self._coordinator.worker_started(uid, node, now_s))
+            case WorkerStalled(uid, why):
+                return self._carry(self._coordinator.worker_stalled(uid, why, now_s))
+            case WorkerEnded(uid, how, exit_code):
+                return self._carry(self._coordinator.worker_ended(uid, how, exit_code, now_s))
+            case WorkerSaid(uid, body):
+                message = messages.from_worker(body.encode())
+                self._has_spoken = True
+                return self._carry(self._coordinator.worker_said(uid, message, now_s))
+            case Slots():
+                return self._slots_changed(node, report, now_s)
+            case Leave(reason):
+                return self._left(node, reason, now_s)
+        return []
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a node whose launcher has ended: the kernel has killed its workers."""
+        machine = self._machines.pop(node, None)
+        if machine is None or machine.first_slot is None or self._end is not None:
+            return []
+        return self._carry(self._coordinator.machine_left(node, why, now_s))
+
+    def lost(self, node: str, why: str, now_s: float) -> Orders:
+        """Notes that a node's connection has ended, or that it fell silent."""
+        machine = self._machines.get(node)
+        if machine is None or self._end is not None:
+            return []
+        if machine.first_slot is None:
+            del self._machines[node]
+            return []
+        return self._carry(self._coordinator.machine_lost(node, why, now_s))
+
+    def tick(self, now_s: float) -> Orders:
+        """Does what is due at `now_s`."""
+        if self._end is not None:
+            return []
+        if self._is_gathered:
+            return self._carry(self._coordinator.tick(now_s))
+        if now_s < self.started_s + self.policy.join_timeout_s:
+            return []
+        here = ", ".join(each.join.host for each in self._machines.values()) or "none"
+        return self._over(
+            End(
+                1,
+                f"waited {self.policy.join_timeout_s:.0f} s for {self.policy.min_nodes} machines; "
+                f"{len(self._machines)} came ({here}). Look at the output of the others; --rdzv-conf "
+                "join_timeout=SECONDS waits on",
+            )
+        )
+
+    def _joined(self, node: str, join: Join, now_s: float) -> Orders:
+        if self._end is not None:
+            return [(node, End(1, "the job is over"))]
+        if wrong := misfit(join, is_elastic=True):
+            return [(node, End(2, wrong))]
+        self._machines[node] = _Machine(join, self._count, join.workers)
+        self._count += 1
+        if self._is_gathered:
+            return self._hand_over(node, now_s)
+        here, wanted = len(self._machines), self.policy.min_nodes
+        if here < wanted or self._store() is None:
+            return [(node, Wait(f"{here} of {wanted} machines are here; waiting for the others"))]
+        self._is_gathered = True
+        return [order for each in list(self._machines) for order in self._hand_over(each, now_s)]
+
+    def _hand_over(self, node: str, now_s: float) -> Orders:
+        machine = self._machines[node]
+        given = self._coordinator.machine_joined(node, machine.join.host, machine.slots, now_s)
+        return self._carry([*given, *self._coordinator.machine_listed(node, now_s)])
+
+    def _store(self) -> str | None:
+        """Returns where the workers' store is served; None while the machine that serves it is not here."""
+        serving = next((each.join for each in self._machines.values() if each.join.serves), None)
+        if serving is None:
+            return None
+        return "" if self.policy.max_nodes == 1 else f"tcp:{_bracketed(serving.address)}:{serving.port}"
+
+    def _slots_changed(self, node: str, report: Slots, now_s: float) -> Orders:
+        machine = self._machines[node]
+        machine.slots = report.count
+        known = {(each.host, each.pid) for each in self._failures}
+        self._failures += [each for each in report.failures if (each.host, each.pid) not in known]
+        is_over = not any(each.slots for each in self._machines.values())
+        if is_over and not self._failures and not self._has_spoken:
+            return self._over(End(0))  # the script has no elastic loop, and has come to its end
+        return self._carry(self._coordinator.slots_changed(node, report.count, now_s))
+
+    def _left(self, node: str, reason: str, now_s: float) -> Orders:
+        machine = self._machines[node]
+        if machine.join.serves:
+            return self._over(End(1, f"{machine.join.host} was stopped ({reason})"))
+        del self._machines[node]
+        return [(node, End(1)), *self._carry(self._coordinator.machine_left(node, reason, now_s))]
+
+    def _carry(self, given: orders.Orders) -> Orders:
+        """Returns the coordinator's orders as the nodes take them."""
+        carried: Orders = []
+        for order in given:
+            match order:
+                case orders.Tell(node, uid, message):
+                    carried.append((node, TellWorker(uid, messages.encode(message).decode())))
+                case orders.Begin(node):
+                    carried.append((node, self._begin(node)))
+                case orders.StopReplacing(node, reason):
+                    carried.append((node, StopReplacing(reason)))
+                case orders.Say(text):
+                    carried += [(each, Wait(text)) for each in self._machines]
+                case orders.End(code, reason):
+                    carried += self._over(End(code, reason))
+        return carried
+
+    def _begin(self, node: str) -> Begin:
+        machine = self._machines[node]
+        taken = sorted(
+            (each.first_slot, each.first_slot + each.join.workers)
+            for each in self._machines.values()
+            if each.first_slot is not None
+        )
+        first = 0
+        for begin, end in taken:
+            if first + machine.join.workers <= begin:
+                break
+            first = max(first, end)
+        machine.first_slot = first
+        slots = sum(each.join.workers for each in self._machines.values())
+        return Begin(
+            machine.number, first, max(slots, first + machine.join.workers), self.policy.run_id, self._store() or ""
+        )
+
+    def _over(self, end: End) -> Orders:
+        if self._end is not None:
+            return []
+        self._end = End(end.code, end.reason, shortened(self._failures) if end.code else ())
+        return [(node, self._end) for node in self._machines]
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,223 @@
+"""What every launcher does while workers run: it follows orders, and passes on signals, Ctrl-C and Ctrl-Z."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from paceline import __version__
+from paceline.launch.cleanup import Cleanup
+from paceline.launch.environment import free_port
+from paceline.launch.events import Events
+from paceline.launch.failures import report_parts
+from paceline.launch.job import Job
+from paceline.launch.keyboard import Keyboard
+from paceline.launch.logs import Logs
+from paceline.launch.machine import Machine
+from paceline.launch.nodes.meeting import NodeConnection
+from paceline.launch.nodes.messages import End, Join, Order
+from paceline.launch.output import Console
+from paceline.launch.shared_secret import SharedSecret
+from paceline.launch.signals import Signals
+from paceline.launch.worker import Worker
+from paceline.security.inherited import VARIABLE as SECRET_FD
+
+# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
+_NOT_PASSED_ON = (
+    "PACELINE_SECRET",
+    "PACELINE_SECRET_FILE",
+    SECRET_FD,
+    "PACELINE_STORE",
+    "PACELINE_TERMINAL",
+    "PACELINE_ELASTIC_FD",
+    "PACELINE_WORKER",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+
+
+class Crew(Protocol):
+    """The workers that run on this machine."""
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of those whose end is not known yet."""
+
+    def interactive(self) -> Worker | None:
+        """Returns the worker that waits for typed input, if there is one."""
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every running worker."""
+
+    def resize(self) -> None:
+        """Passes the terminal's current size on to the workers that write to it."""
+
+    def kill(self) -> None:
+        """Kills the workers at once."""
+
+
+class Loop(ABC):
+    """One machine's launcher. The subclasses say which workers run, and what follows when one ends."""
+
+    word = "rank"  # what the numbers in front of the workers' lines are
+
+    def __init__(
+        self, job: Job, connection: NodeConnection, secret: bytes | None, shared: SharedSecret, cleanup: Cleanup
+    ) -> None:
+        self._job = job
+        self._connection = connection
+        self._secret = secret
+        self._shared = shared
+        self._cleanup = cleanup
+        self._machine = Machine.mine(job)
+        self._keyboard = Keyboard()
+        others = (signal.SIGWINCH, signal.SIGTSTP) if self._keyboard.is_terminal else (signal.SIGWINCH,)
+        self._signals = Signals(job.signals, others)
+        self._console = Console(lambda: self._signals.has_come)
+        self._say = self._console.say
+        self._logs = Logs(job.output, job.run_id, self._console, self.word)
+        self._events = Events(job.events, job.run_id, self._console)
+        self._stopped_by: signal.Signals | None = None
+        self._end: End | None = None
+        self._world = range(0)  # the ranks of the latest generation
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Loop:
+        self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._connection.client.fileno(), selectors.EVENT_READ, self._on_orders)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_workers()
+        self._selector.close()
+        self._signals.close()
+
+    def run(self) -> int:
+        """Runs this machine's part of the job; returns the exit code."""
+        for line in self._machine.remarks(self._job):
+            self._say(line)
+        self._connection.client.send(self._join())
+        while not self._is_over():
+            for key, _ in self._selector.select(self._wait_s()):
+                if key.fd in self._selector.get_map():  # not closed by one before it
+                    key.data()
+            self._on_time()
+        assert self._end is not None
+        return self._conclude(self._end)
+
+    @abstractmethod
+    def _crew(self) -> Crew | None:
+        """Returns the workers; None while there are none."""
+
+    @abstractmethod
+    def _is_over(self) -> bool:
+        """Returns whether the job has ended and no worker runs."""
+
+    @abstractmethod
+    def _follow(self, order: Order) -> None:
+        """Does what the meeting orders."""
+
+    @abstractmethod
+    def _deadlines(self) -> list[float | None]:
+        """Returns when (monotonic) `_tick` must be called, None for never."""
+
+    @abstractmethod
+    def _tick(self, now_s: float) -> None:
+        """Does what is due, and notices the end of workers."""
+
+    @abstractmethod
+    def _stop(self, number: signal.Signals) -> None:
+        """Ends the workers, since the user or the scheduler sent the launcher a signal."""
+
+    @abstractmethod
+    def _close_workers(self) -> None:
+        """Kills what still runs and releases what belongs to the workers; idempotent."""
+
+    def _join(self) -> Join:
+        job, connection = self._job, self._connection
+        return Join(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            address=connection.address,
+            port=self._port(),
+            workers=job.workers,
+            role=job.role,
+            node_rank=job.rendezvous.node_rank,
+            serves=connection.server is not None or job.rendezvous.address is None,
+            version=__version__,
+            is_elastic=job.elastic is not None,
+        )
+
+    def _port(self) -> int:
+        """Returns the port of the workers' own store, where this machine is the one that has it."""
+        return free_port(self._connection.address)
+
+    def _environment(self, mark: str) -> dict[str, str]:
+        """Returns the variables that the workers share; `mark` tells those that start together from the others."""
+        environment = self._machine.environment(os.environ)
+        for name in _NOT_PASSED_ON:
+            environment.pop(name, None)
+        environment.update(self._cleanup.variables(mark))
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
+        return environment
+
+    def _wait_s(self) -> float | None:
+        known = [each for each in (self._connection.client.deadline_s, *self._deadlines()) if each is not None]
+        return max(0.0, min(known) - time.monotonic()) if known else None
+
+    def _on_time(self) -> None:
+        now_s = time.monotonic()
+        deadline_s = self._connection.client.deadline_s
+        if deadline_s is not None and now_s >= deadline_s:
+            self._on_orders()
+        self._tick(now_s)
+
+    def _on_orders(self) -> None:
+        for order in self._connection.client.receive():
+            self._follow(order)
+
+    def _on_signal(self) -> None:
+        numbers, others = self._signals.read()
+        crew = self._crew()
+        if signal.SIGCHLD in others:
+            self._on_children(crew)
+        if signal.SIGWINCH in others and crew is not None:
+            crew.resize()
+        if signal.SIGTSTP in others:
+            from paceline.launch.pausing import pause
+
+            pause(crew, self._keyboard, self._signals)
+            self._console.redraw()
+        for number in numbers:
+            self._on_end_signal(number, crew)
+
+    def _on_end_signal(self, number: signal.Signals, crew: Crew | None) -> None:
+        if self._stopped_by is not None:
+            if crew is not None:
+                crew.kill()
+        elif number == signal.SIGINT and crew is not None and (worker := crew.interactive()):
+            self._on_interrupt(worker)
+            os.kill(worker.pid, number)
+        else:
+            self._stop(number)
+
+    def _on_children(self, crew: Crew | None) -> None:
+        """Reaps adopted processes: a child has ended, was stopped or was continued."""
+        self._cleanup.reap(crew.pids() if crew is not None else [])
+
+    def _on_interrupt(self, worker: Worker) -> None:
+        """Notes that this worker gets a Ctrl-C of its own, since it waits for what is typed."""
+
+    def _conclude(self, end: End) -> int:
+        if self._stopped_by is not None:
+            return 1
+        self._events.tell("end", code=end.code)
+        for part in report_parts(end.failures, self._world, self.word) if end.failures else ():
+            self._say(part)
+        if end.reason:
+            self._say(end.reason)
+        return end.code

@@ -1,0 +1,188 @@
+"""`paceline run --elastic` on several machines, which come, go and are lost without anybody's restart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launching import is_alive
+
+from hosts.fixture import skip_where_not_permitted
+from hosts.machines import Machines
+from hosts.network import ipv4
+
+TOY = Path(__file__).parents[1] / "elastic_toy.py"
+
+
+class ElasticMachines(Machines):
+    """Machines on which the workers of one elastic job run."""
+
+    def join(self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY)) -> subprocess.Popen:
+        meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(0)}:29400", "--start-method=spawn")
+        words = ("--elastic", f"--nproc-per-node={workers}", *meeting, *flags, script, str(self.directory))
+        return self.start(host, *words)
+
+    def workers(self) -> dict[str, list[str]]:
+        """By worker: its process id, slot and number of slots."""
+        return {line[0]: line[1:4] for line in self.log() if len(line) == 5}
+
+    def latest(self) -> dict[str, list[str]]:
+        with contextlib.suppress(OSError):
+            lines = [line.split() for line in (self.directory / "views").read_text().splitlines()]
+            return {line[0]: sorted(line[1:]) for line in lines}
+        return {}
+
+    def wait_for_view(self, *members: str) -> None:
+        self.wait(lambda: all(self.latest().get(uid) == sorted(members) for uid in members))
+
+    def host_of(self, uid: str) -> str:
+        return (self.directory / f"host-{uid}").read_text()
+
+    def pid(self, uid: str) -> int:
+        return int(self.workers()[uid][0])
+
+
+@pytest.fixture
+def machines() -> Iterator:
+    skip_where_not_permitted()
+    made: list[ElasticMachines] = []
+
+    def make(hosts: int, bridged: bool = False) -> ElasticMachines:
+        made.append(ElasticMachines(hosts, bridged))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_machine_comes_and_goes_without_a_restart(machines):
+    here = machines(3)
+    first, second = here.join(0, "2:3"), here.join(1, "2:3", 2)
+    here.wait(lambda: len(here.latest()) == 3)
+    before = {uid: pid for uid, (pid, *_) in here.workers().items()}
+    third = here.join(2, "2:3")
+    here.wait_for_view(*before, "2.3.0")
+    third.send_signal(signal.SIGTERM)
+    here.expect(third, 1)
+    here.wait_for_view(*before)
+    assert {uid: pid for uid, (pid, *_) in here.workers().items() if uid in before} == before
+    assert all(is_alive(int(pid)) for pid in before.values())
+    assert len(here.workers()) == 4
+    here.say("end")
+    here.expect(first, 0)
+    here.expect(second, 0)
+
+
+def test_slots_count_through_the_machines(machines):
+    here = machines(2)
+    launchers = [here.join(0, "2", 1), here.join(1, "2", 2)]
+    here.wait(lambda: len(here.latest()) == 3)
+    assert sorted(slot for _, slot, _ in here.workers().values()) == ["0", "1", "2"]
+    assert {slots for _, _, slots in here.workers().values()} == {"3"}
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+
+
+def test_a_worker_of_another_machine_is_replaced_there(machines):
+    here = machines(2)
+    launchers = [here.join(host, "2") for host in range(2)]
+    here.wait(lambda: len(here.latest()) == 2)
+    victim = next(uid for uid in here.workers() if uid.startswith("1."))
+    other = next(uid for uid in here.workers() if uid.startswith("0."))
+    os.kill(here.pid(victim), signal.SIGKILL)
+    here.wait_for_view(other, victim[:-1] + "1")
+    assert is_alive(here.pid(other))
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+
+
+def test_the_others_go_on_when_a_launcher_is_killed(machines):
+    here = machines(2)
+    serving, other = here.join(0, "2", 1), here.join(1, "2", 3)
+    here.wait(lambda: len(here.latest()) == 4)
+    lost = [uid for uid, (_, slot, _) in here.workers().items() if here.host_of(uid) == "h1"]
+    left = [uid for uid in here.workers() if uid not in lost]
+    other.kill()
+    here.wait_for_view(*left)
+    here.wait(lambda: not any(is_alive(here.pid(uid)) for uid in lost))
+    here.say("end")
+    here.expect(serving, 0)
+
+
+def test_the_serving_launcher_stays_until_the_others_are_done(machines):
+    here = machines(2)
+    serving, other = here.join(0, "2"), here.join(1, "2")
+    here.wait(lambda: len(here.latest()) == 2)
+    serving.send_signal(signal.SIGTERM)
+    here.wait(lambda: sorted(map(len, here.latest().values())) == [1, 2])
+    assert serving.poll() is None
+    assert "this launcher goes on for the other machines, which meet here" in here.said(serving)
+    here.say("end")
+    here.expect(other, 0)
+    here.expect(serving, 1)
+
+
+def test_all_machines_must_be_elastic_or_none(machines):
+    here = machines(2)
+    serving = here.join(0, "2")
+    here.wait(lambda: "waiting for the others" in here.said(serving))
+    plain = here.elastic(1, "2")
+    here.expect(plain, 2)
+    assert "was started without --elastic, and the launcher where the machines meet with" in here.said(plain)
+
+
+def test_a_silent_machine_is_left_out(machines):
+    here = machines(3, bridged=True)
+    launchers = [here.join(host, "3") for host in range(3)]
+    here.wait(lambda: len(here.latest()) == 3)
+    conditions = here.network.bridge.conditions
+    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
+    here.wait(lambda: sum(len(members) == 2 for members in here.latest().values()) == 2)
+    here.expect(launchers[2], 1)
+    here.say("end")
+    here.expect(launchers[0], 0)
+    here.expect(launchers[1], 0)
+
+
+@pytest.mark.parametrize("flags", [(), ("--chaos=cut:1s,seed=1",)], ids=["calm", "cut"])
+def test_workers_of_two_machines_train(machines, flags):
+    here = machines(2)
+    script = here.directory / "train.py"
+    script.write_text(TRAINS)
+    launchers = [here.join(host, "2", 1, *flags, script=str(script)) for host in range(2)]
+    for launcher in launchers:
+        here.expect(launcher, 0, 90)
+    said = "".join(here.said(launcher, "out") for launcher in launchers)
+    digests = {line.split()[-1] for line in said.splitlines()}
+    assert len(said.splitlines()) == 2 and len(digests) == 1
+    cuts = sum(here.said(launcher).count("connections of slot") for launcher in launchers)
+    assert bool(cuts) == bool(flags)
+
+
+TRAINS = """
+import time, torch, paceline
+paceline.init_process_group(elastic=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(32, 4), torch.zeros(32, dtype=torch.long))
+shards = paceline.LogicalShards(model, 4)
+loader = paceline.ShardLoader(data, batch_size=2, shards=shards)
+state = paceline.ElasticState(shards, optimizer=optimizer, loader=loader)
+for epoch in state.epochs(8):
+    for batches in loader:
+        optimizer.zero_grad()
+        shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
+        optimizer.step()
+        time.sleep(0.1)
+print("digest", state.digest())
+"""

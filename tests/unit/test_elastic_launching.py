@@ -1,0 +1,220 @@
+"""What the launcher of an elastic job decides: replacements, chaos, what it cost, who is frozen; without a process."""
+
+from __future__ import annotations
+
+import signal
+from argparse import ArgumentTypeError
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.elastic.chaos import Act, Chaos, acts_of
+from paceline.launch.elastic.frozen import PATIENCE_S, StopWatch
+from paceline.launch.elastic.ledger import Ledger
+from paceline.launch.elastic.places import Places
+from paceline.launch.elastic.replacement import (
+    LONGEST_PAUSE_S,
+    MOST_FAILED_STARTS,
+    MOST_KILLED_STARTS,
+    MOST_SOON,
+    SOON_S,
+    Close,
+    Fate,
+    Life,
+    Replace,
+    Slot,
+    fate_of,
+    pause_s,
+)
+
+KILLED, FAILED = Fate.KILLED, Fate.FAILED
+
+
+def part(since_s: float = 0.0, **rest: object) -> Life:
+    return Life(took_part_s=since_s, **rest)
+
+
+@pytest.mark.parametrize(
+    ("life", "code", "record", "memory", "fate"),
+    [
+        (part(), 1, True, False, Fate.FAILED),
+        (part(), 3, False, False, Fate.FAILED),
+        (part(), -signal.SIGSEGV, False, False, Fate.FAILED),
+        (part(), -signal.SIGKILL, False, True, Fate.FAILED),
+        (part(), -signal.SIGKILL, False, False, Fate.KILLED),
+        (part(), -signal.SIGINT, False, False, Fate.KILLED),
+        (part(is_fenced=True), -signal.SIGKILL, False, True, Fate.KILLED),
+        (part(), -signal.SIGTERM, False, False, Fate.LEFT),
+        (part(is_leaving=True), 0, False, False, Fate.LEFT),
+        (part(is_leaving=True), -signal.SIGKILL, False, False, Fate.LEFT),
+        (part(has_finished=True), 0, False, False, Fate.DONE),
+        (part(has_finished=True), 1, True, False, Fate.FAILED),
+        (Life(), 0, False, False, Fate.DONE),
+        (part(dismissed=0), 0, False, False, Fate.RELEASED),
+        (part(dismissed=2), 2, False, False, Fate.REFUSED),
+    ],
+)
+def test_the_fate_of_a_worker(life, code, record, memory, fate):
+    assert fate_of(life, code, record, memory) is fate
+
+
+def follow(slot: Slot, *ends: tuple[Fate, Life, float]) -> list[Replace | Close]:
+    return [slot.ended(*end) for end in ends]
+
+
+def test_a_worker_killed_after_taking_part_is_always_replaced():
+    assert follow(Slot(), *[(KILLED, part(t), t + 0.1) for t in range(1000)]) == [Replace(0.0)] * 1000
+
+
+def test_a_script_that_fails_at_its_start_is_given_up():
+    decisions = follow(Slot(), *[(FAILED, Life(), t) for t in range(MOST_FAILED_STARTS)])
+    assert decisions[:-1] == [Replace(0.0), Replace(0.25), Replace(0.5)]
+    assert decisions[-1] == Close("4 of its workers in a row failed before they took part")
+
+
+def test_a_worker_killed_at_its_start_is_not_replaced_for_ever():
+    decisions = follow(Slot(), *[(KILLED, Life(), t) for t in range(MOST_KILLED_STARTS)])
+    assert all(isinstance(each, Replace) for each in decisions[:-1])
+    assert decisions[-1] == Close("10 of its workers in a row were killed before they took part")
+
+
+def test_taking_part_forgives_failed_starts():
+    slot = Slot()
+    follow(slot, *[(FAILED, Life(), 0.0)] * (MOST_FAILED_STARTS - 1), (KILLED, part(1.0), 2.0))
+    assert follow(slot, (FAILED, Life(), 3.0)) == [Replace(0.0)]
+
+
+def test_failures_soon_after_taking_part_count():
+    decisions = follow(Slot(), *[(FAILED, part(t), t + SOON_S - 1) for t in (0.0, 100.0, 200.0)])
+    assert decisions[:2] == [Replace(0.0), Replace(0.25)]
+    assert decisions[2] == Close(f"{MOST_SOON} of its workers in a row failed within 60 s of taking part")
+
+
+def test_a_worker_that_failed_late_forgives_earlier_ones():
+    times = [(0.0, 1.0), (10.0, 11.0), (20.0, 20.0 + SOON_S), (100.0, 101.0), (110.0, 111.0)]
+    decisions = follow(Slot(), *[(FAILED, part(begun_s), ended_s) for begun_s, ended_s in times])
+    assert decisions == [Replace(0.0), Replace(0.25), Replace(0.0), Replace(0.0), Replace(0.25)]
+
+
+def test_those_that_are_done_or_left_are_not_replaced():
+    assert follow(Slot(), (Fate.DONE, part(), 1.0), (Fate.LEFT, part(), 1.0)) == [Close(None)] * 2
+    (refused,) = follow(Slot(), (Fate.REFUSED, Life(), 1.0))
+    assert isinstance(refused, Close) and refused.reason is not None
+
+
+def test_what_follows_the_loop_is_not_done_again():
+    (decision,) = follow(Slot(), (KILLED, part(has_finished=True), 1.0))
+    assert decision == Close("it had finished its loop, and what follows cannot be done again")
+
+
+def test_pauses_double_up_to_the_longest():
+    assert [pause_s(n) for n in range(1, 6)] == [0.0, 0.25, 0.5, 1.0, 2.0]
+    assert pause_s(50) == pause_s(5000) == LONGEST_PAUSE_S
+
+
+def test_places_are_due_at_once_and_then_after_their_pauses():
+    places = Places(2, 10.0)
+    assert places.deadline_s == 10.0
+    assert places.due(10.0) == [0, 1] and places.due(10.0) == []
+    places.ended(1, FAILED, Life(), 11.0)
+    assert places.due(11.0) == [1]
+    places.ended(1, FAILED, Life(), 12.0)
+    assert places.due(12.2) == [] and places.deadline_s == 12.25
+    assert places.due(12.25) == [1] and places.count == 2
+
+
+def test_the_bound_on_replacements_is_that_of_all_slots():
+    places = Places(2, 0.0, most_replacements=1)
+    places.due(0.0)
+    assert places.ended(0, KILLED, part(), 1.0) == Replace(0.0)
+    assert places.ended(1, KILLED, part(), 1.0) == Close("--max-restarts 1 allows no further replacement")
+    assert places.count == 1 and places.due(1.0) == [0]
+
+
+def test_closed_places_are_filled_no_more():
+    places = Places(3, 0.0)
+    places.due(0.0)
+    places.ended(2, FAILED, Life(), 1.0)
+    places.close({0, 1})
+    assert places.count == 2 and places.due(100.0) == [] and places.deadline_s is None
+    assert places.ended(0, KILLED, part(), 2.0) == Close("no worker is replaced any more")
+    assert places.ended(2, KILLED, part(), 2.0) == Close(None)
+
+
+def test_chaos_says_what_it_was_asked_for():
+    chaos = Chaos.parse("kill:2s, stop:5,seed=7")
+    assert chaos == Chaos((("kill", 2.0), ("stop", 5.0)), 7)
+    assert str(chaos) == "kill:2s,stop:5s,seed=7"
+    assert Chaos.parse(str(chaos)) == chaos
+
+
+@pytest.mark.parametrize("text", ["", "seed=7", "kill", "kill:0s", "kill:-1s", "kill:inf", "maim:2s", "kill:1,kill:2"])
+def test_chaos_that_means_nothing_is_refused(text):
+    with pytest.raises(ArgumentTypeError):
+        Chaos.parse(text)
+
+
+@given(st.integers(0, 1000), st.integers(0, 3))
+def test_chaos_with_one_seed_is_always_the_same(seed: int, machine: int) -> None:
+    chaos = Chaos((("kill", 2.0), ("stop", 5.0)), seed)
+    acts = list(islice(acts_of(chaos, machine), 50))
+    assert acts == list(islice(acts_of(chaos, machine), 50))
+    assert acts == sorted(acts, key=lambda act: act.at_s)
+    assert acts != list(islice(acts_of(chaos, machine + 1), 50))
+    assert all(act.victim_of("abc") in "abc" for act in acts)
+
+
+def test_chaos_keeps_to_its_mean_times():
+    acts = list(islice(acts_of(Chaos((("kill", 2.0), ("stop", 8.0)), 1)), 5000))
+    kills = [act for act in acts if act.kind == "kill"]
+    assert acts[-1].at_s / len(kills) == pytest.approx(2.0, rel=0.1)
+    assert len(kills) / len(acts) == pytest.approx(0.8, abs=0.05)
+
+
+def test_every_worker_may_be_hit():
+    acts = islice(acts_of(Chaos((("kill", 1.0),), 3)), 200)
+    assert {act.victim_of(range(4)) for act in acts} == {0, 1, 2, 3}
+    assert Act(0.0, "kill", 0.999999).victim_of("abc") == "c"
+
+
+def test_the_ledger_tells_pauses_and_replacements():
+    ledger = Ledger(100.0)
+    ledger.acted("kill")
+    ledger.lost(1, {"a", "c"}, 101.0)
+    ledger.entered(0, "a", False, 101.1)
+    assert ledger.pauses_s == []
+    ledger.entered(2, "c", False, 101.3)
+    ledger.entered(1, "b2", True, 102.0)
+    assert ledger.pauses_s == pytest.approx([0.3]) and ledger.replaced_s == pytest.approx([1.0])
+    told = "\n".join(ledger.summary("kill:1s,seed=0", 110.0))
+    assert "chaos (kill:1s,seed=0): 1 acts in 10.0 s (kill 1)" in told
+    assert "1 workers replaced; until each took part: median 1.00 s, longest 1.00 s" in told
+    assert "the others were together again; after each loss: median 0.30 s" in told
+
+
+def test_the_ledger_does_not_wait_for_the_dead():
+    ledger = Ledger(0.0)
+    ledger.lost(1, {"a", "c"}, 1.0)
+    ledger.lost(2, {"a"}, 1.1)  # c, before it had recovered
+    ledger.entered(0, "a", False, 1.5)
+    assert ledger.pauses_s == pytest.approx([0.5, 0.4])
+    assert "nobody had taken the place of the last worker of slot 1, 2" in "\n".join(ledger.summary("x", 2.0))
+
+
+def test_who_is_stopped_for_long_is_frozen():
+    watch = StopWatch()
+    assert watch.deadline_s is None
+    watch.look([7], 10.0)
+    watch.look([7, 8], 10.5)
+    assert watch.deadline_s == 10.0 + PATIENCE_S
+    assert watch.frozen(10.9) == [] and watch.frozen(11.0) == [7]
+
+
+def test_who_was_continued_is_not_frozen():
+    watch = StopWatch()
+    watch.look([7], 10.0)
+    watch.look([], 10.5)
+    watch.look([7], 10.8)
+    assert watch.frozen(11.5) == [] and watch.frozen(11.8) == [7]
