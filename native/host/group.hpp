@@ -54,6 +54,7 @@ class Group final : public Collectives {
     Cause cause_of(int rank) const;
     bool ended_by_a_rank();
     bool adopt_verdict(int peer);
+    int aborted_by() const;
     bool adopt_abort();
     bool begin(const Call& call, const void* payload, std::size_t payload_bytes);
     bool mismatch(std::uint32_t round);

@@ -31,6 +31,8 @@ def return_groups_themselves(kind: type[torch_dist.ProcessGroup]) -> None:
         if not isinstance(new_backend, kind):
             return make(new_backend, ranks, metadata, is_default_group)
         former = metadata["original_group_name"]
+        # PyTorch numbers groups anew after this, and would find keys of earlier groups under the same names.
+        metadata["store"] = new_backend.get_group_store()
         new_backend._set_group_name(metadata["new_group_name"])
         new_backend._set_group_desc("default:shrunken" if is_default_group else f"{former}:shrunk")
         return new_backend
