@@ -57,6 +57,19 @@ nb::object run_call(CallQueue& queue, Call call) {
     return report(std::move(outcome));
 }
 
+void abort_calls(std::shared_ptr<CallQueue> queue) {
+    const nb::gil_scoped_release release;
+    if (queue) queue->abort();
+    queue.reset();
+}
+
+int failure_of(std::shared_ptr<CallQueue> queue) {
+    const nb::gil_scoped_release release;
+    const Code code = queue ? queue->failure() : Code::ok;
+    queue.reset();
+    return static_cast<int>(code);
+}
+
 std::chrono::steady_clock::time_point deadline_in(double timeout_s) {
     return std::chrono::steady_clock::now() +
            std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(timeout_s));

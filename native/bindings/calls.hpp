@@ -31,6 +31,10 @@ nanobind::object report(Outcome outcome);
 // Runs the call on this thread without holding the interpreter lock.
 nanobind::object run_call(CallQueue& queue, Call call);
 
+// Both take the queue of a group that may have been closed, and then have no effect.
+void abort_calls(std::shared_ptr<CallQueue> queue);
+int failure_of(std::shared_ptr<CallQueue> queue);
+
 std::chrono::steady_clock::time_point deadline_in(double timeout_s);
 
 }  // namespace paceline::bindings

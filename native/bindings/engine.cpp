@@ -61,6 +61,9 @@ class HostGroup {
         if (ending) ending->close();
     }
 
+    void abort() const { abort_calls(queue_); }
+    int failure() const { return failure_of(queue_); }
+
   private:
     std::shared_ptr<CallQueue> queue() const {
         if (!queue_) throw nb::value_error("the group is closed");
@@ -194,6 +197,8 @@ void register_engine(nb::module_& module) {
         .def("all_reduce", &HostGroup::all_reduce)
         .def("run", &HostGroup::run)
         .def("submit", &HostGroup::submit)
+        .def("abort", &HostGroup::abort)
+        .def("failure", &HostGroup::failure)
         .def("close", &HostGroup::close);
 
     module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));

@@ -111,6 +111,9 @@ class ScheduleGroup {
         return ranks;
     }
 
+    void abort() const { abort_calls(queue_); }
+    int failure() const { return failure_of(queue_); }
+
     void close() {
         std::shared_ptr<CallQueue> ending = std::move(queue_);
         const nb::gil_scoped_release release;
@@ -204,6 +207,8 @@ void register_links(nb::module_& module) {
         .def("send", &ScheduleGroup::send)
         .def("receive", &ScheduleGroup::receive)
         .def("gone", &ScheduleGroup::gone)
+        .def("abort", &ScheduleGroup::abort)
+        .def("failure", &ScheduleGroup::failure)
         .def("close", &ScheduleGroup::close);
 
     module.def("time_reduction", &time_reduction, nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());

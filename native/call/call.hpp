@@ -75,7 +75,18 @@ struct Cause {
 // starved: a rank ran out of descriptors or memory for another rank's tensor; `missing` is the rank that ran out.
 // too_many_offers: kMostOffers messages to a rank already wait for its receives; `missing` is that rank. The message
 // was not sent; the group remains usable.
-enum class Code { ok, mismatch, timed_out, peer_lost, interrupted, schedule_unfit, starved = 7, too_many_offers = 8 };
+// aborted: `reporter` called `Collectives::abort`.
+enum class Code {
+    ok,
+    mismatch,
+    timed_out,
+    peer_lost,
+    interrupted,
+    schedule_unfit,
+    starved = 7,
+    too_many_offers = 8,
+    aborted = 9,
+};
 
 struct Outcome {
     Code code = Code::ok;
@@ -125,6 +136,11 @@ class Collectives {
   public:
     virtual ~Collectives() = default;
     virtual Outcome run(Call& call, const Interrupted& interrupted, bool background) = 0;
+    // Ends the calls of every rank that wait, and all later ones, as `aborted`. Any thread may call this while another
+    // one is in `run`; it does not wait for that one.
+    virtual void abort() = 0;
+    // Why the group is broken, as far as this rank knows without a call; `ok` while it is not. For any thread.
+    virtual Code failure() = 0;
 };
 
 }  // namespace paceline

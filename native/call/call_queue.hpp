@@ -49,6 +49,10 @@ class CallQueue {
     Outcome run(Call call, const Interrupted& interrupted);
     std::shared_ptr<Work> submit(Call call);
 
+    // As for `Collectives`.
+    void abort() { group_->abort(); }
+    Code failure() { return group_->failure(); }
+
   private:
     void work();
 

@@ -82,6 +82,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
     int turn = 0;
     for (;;) {
         const bool moved = progress();
+        heed_abort();
         if (until ? until->done() : (open_.empty() || urgent_ > 0 || closing_)) break;
         const auto now = Clock::now();
         if (now > deadline) break;

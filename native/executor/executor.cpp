@@ -193,6 +193,12 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     return outcome_;
 }
 
+Code Executor::failure() {
+    messenger_.poll();
+    const auto failure = messenger_.failure();
+    return failure ? failure->code : Code::ok;
+}
+
 bool Executor::over() const {
     return open_ == 0 && std::all_of(flows_.begin(), flows_.end(), [](const FlowState& state) {
                return state.sending.padding == 0 && state.receiving.padding == 0;

@@ -30,6 +30,8 @@ class Executor final : public Collectives {
     ~Executor() override;
 
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
+    void abort() override { messenger_.abort(); }
+    Code failure() override;
 
   private:
     struct StepState {

@@ -60,6 +60,12 @@ bool are_ranks(const std::vector<int>& ranks, int size) {
     return true;
 }
 
+// Whether a rank breaks a group for this reason.
+bool is_verdict(Code code) {
+    return code == Code::mismatch || code == Code::timed_out || code == Code::peer_lost || code == Code::interrupted ||
+           code == Code::aborted;
+}
+
 // Whether there is all that the error which is made of it tells.
 bool is_complete(const Outcome& outcome, int size) {
     const std::size_t calls = std::min(static_cast<std::size_t>(size), std::size_t{kMostListed});
@@ -104,9 +110,8 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
                        reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
                        reader.get_list(outcome.missing) && reader.get_list(outcome.gone) &&
                        reader.get_list(outcome.left) && reader.get_list(outcome.calls) && reader.get(cause);
-    if (!whole || code == static_cast<std::uint32_t>(Code::ok) || code > static_cast<std::uint32_t>(Code::interrupted))
-        return std::nullopt;
     outcome.code = static_cast<Code>(code);
+    if (!whole || !is_verdict(outcome.code)) return std::nullopt;
     outcome.cause = Cause::unpack(cause);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
                        are_ranks(outcome.left, size) && outcome.reporter >= 0 && outcome.reporter < size &&

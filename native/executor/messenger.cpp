@@ -225,6 +225,22 @@ Outcome Messenger::fail(Outcome outcome) {
     return *failure_;
 }
 
+void Messenger::abort() {
+    abort_asked_.store(true, std::memory_order_release);
+    waiter_.wake();
+    // The thread that drives the lanes may hold the lock for as long as there is something to move, and then ends the
+    // group itself.
+    const std::lock_guard hold(mutex_);
+    heed_abort();
+}
+
+void Messenger::heed_abort() {
+    if (!abort_asked_.load(std::memory_order_acquire) || failure_ || closing_) return;
+    Outcome outcome;
+    outcome.code = Code::aborted;
+    break_group(std::move(outcome), true);
+}
+
 void Messenger::announce(const CallHeader& header) {
     const std::lock_guard hold(mutex_);
     state(lanes_.rank()).announced = header;

@@ -110,6 +110,8 @@ class Messenger {
     std::optional<Outcome> failure();
     // Breaks the group for this rank and sends the verdict to all others. The first reason is kept, and returned.
     Outcome fail(Outcome outcome);
+    // Breaks the group as `aborted`, on any thread, while others wait in it.
+    void abort();
     // Reports to all others that this rank waits in a call.
     void announce(const CallHeader& header);
     // The latest call that each rank has announced.
@@ -185,6 +187,7 @@ class Messenger {
     void note(const Outcome& outcome);
     void closed(int peer);
     void break_group(Outcome outcome, bool tell);
+    void heed_abort();
     void expire(bool look_for_silence);
     void look_around(std::unique_lock<std::mutex>& hold, const std::shared_ptr<Request>& until, int turn,
                      const Interrupted& interrupted);
@@ -209,6 +212,7 @@ class Messenger {
     bool closing_ = false;
     std::optional<Outcome> failure_;
     std::atomic<bool> failed_{false};
+    std::atomic<bool> abort_asked_{false};
     std::thread thread_;
 };
 

@@ -117,6 +117,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         started_ = Clock::now();
         clock_started_ = true;
     }
+    if (ended_by_a_rank()) return false;
     std::atomic<std::uint32_t>& sleepers = control(peer).sleepers;
     const auto missing = [&] {
         const std::uint64_t ranks = missing_in(round);
@@ -159,6 +160,8 @@ bool Group::begin(const Call& call, const void* payload, std::size_t payload_byt
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
     if (broken_) return outcome_;
     outcome_ = {};
+    // Only this rank's own word is looked at here: another rank that has aborted is missed in this call's first round.
+    if (control(rank_).aborted.load(std::memory_order_acquire) != 0 && adopt_abort()) return outcome_;
     interrupted_ = &interrupted;
     background_ = background;
     timeout_ns_ = call.timeout_ns;

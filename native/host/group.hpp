@@ -31,6 +31,8 @@ class Group final : public Collectives {
     shm::Mesh& mesh() const { return mesh_; }
 
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
+    void abort() override;
+    Code failure() override;
 
   private:
     Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
@@ -50,7 +52,10 @@ class Group final : public Collectives {
                  Cause cause = {});
     bool give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns);
     Cause cause_of(int rank) const;
+    bool ended_by_a_rank();
     bool adopt_verdict(int peer);
+    int aborted_by() const;
+    bool adopt_abort();
     bool begin(const Call& call, const void* payload, std::size_t payload_bytes);
     bool mismatch(std::uint32_t round);
     std::uint64_t members_of(std::uint64_t mesh_mask) const;

@@ -29,6 +29,24 @@ static_assert(sizeof(Cell) == 128);
 // `starved`: the rank had no descriptors or memory left to map another rank's memory; `missing` is the rank itself.
 enum class GaveUp : std::uint32_t { no, timed_out, peer_lost, interrupted, left, starved };
 
+// Why a rank that gave up broke the group; `ok` if it did not.
+constexpr Code code_of(GaveUp reason) {
+    switch (reason) {
+        case GaveUp::no:
+        case GaveUp::left:
+            return Code::ok;
+        case GaveUp::timed_out:
+            return Code::timed_out;
+        case GaveUp::peer_lost:
+            return Code::peer_lost;
+        case GaveUp::interrupted:
+            return Code::interrupted;
+        case GaveUp::starved:
+            return Code::starved;
+    }
+    return Code::ok;
+}
+
 constexpr std::uint32_t kSlots = 4;
 
 struct Control {
@@ -40,6 +58,9 @@ struct Control {
     std::uint64_t left = 0;                                // the ranks in `missing` that left
     std::uint32_t cause = 0;                               // a packed `Cause`: why those ranks, or this one, gave up
     std::int64_t waited_ns = 0;
+    // Not 0 once the rank has aborted the group. A word of its own, because any thread of the rank may set it while the
+    // thread that runs a call writes the fields above.
+    alignas(128) std::atomic<std::uint32_t> aborted{0};
 };
 static_assert(std::is_standard_layout_v<Control>);
 

@@ -135,6 +135,7 @@ _PUBLIC = {
         "CollectiveMismatchError",
         "CollectiveObjectError",
         "CollectiveTimeoutError",
+        "GroupAbortedError",
         "OutOfDescriptorsError",
         "PacelineError",
         "PeerLostError",

@@ -33,6 +33,7 @@ from paceline.errors import CollectiveError as CollectiveError
 from paceline.errors import CollectiveMismatchError as CollectiveMismatchError
 from paceline.errors import CollectiveObjectError as CollectiveObjectError
 from paceline.errors import CollectiveTimeoutError as CollectiveTimeoutError
+from paceline.errors import GroupAbortedError as GroupAbortedError
 from paceline.errors import OutOfDescriptorsError as OutOfDescriptorsError
 from paceline.errors import PacelineError as PacelineError
 from paceline.errors import PeerLostError as PeerLostError

@@ -117,6 +117,17 @@ class PeerLostError(CollectiveError):
         self.pid = pid
 
 
+class GroupAbortedError(CollectiveError):
+    """A rank called `abort` of the group, which ended the calls of all its ranks.
+
+    Attributes: `rank` (in the default group) of the process that aborted the group.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class WorkerError(PacelineError):
     """A worker started by `paceline.spawn` failed; the message ends with its traceback.
 

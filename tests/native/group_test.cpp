@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <atomic>
 #include <functional>
 #include <thread>
 
@@ -140,6 +141,45 @@ void every_rank_receives_its_parts() {
     });
 }
 
+void an_abort_ends_the_calls_of_every_rank() {
+    std::atomic<int> waiting{0};
+    with_ranks(3, [&](Rank at) {
+        CHECK(at.group.failure() == Code::ok);
+        Call call = barrier(20 * kSecond);
+        if (at.rank == 2) {
+            while (waiting != 2) std::this_thread::yield();
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the others sleep by now
+            at.group.abort();
+        } else {
+            ++waiting;
+        }
+        const auto started = std::chrono::steady_clock::now();
+        const Outcome outcome = at.group.run(call, nullptr, false);
+        CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(10));
+        CHECK(outcome.code == Code::aborted && outcome.reporter == 2);
+        Call later = barrier(20 * kSecond);
+        CHECK(at.group.run(later, nullptr, false).code == Code::aborted);
+        CHECK(at.group.failure() == Code::aborted);
+    });
+}
+
+void an_abort_on_another_thread_ends_the_own_call() {
+    with_ranks(2, [](Rank at) {
+        if (at.rank == 1) {  // makes no call, so only the abort can end the other one's
+            while (at.group.failure() == Code::ok) std::this_thread::yield();
+            return;
+        }
+        std::thread aborting([&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            at.group.abort();
+        });
+        Call call = barrier(20 * kSecond);
+        const Outcome outcome = at.group.run(call, nullptr, false);
+        CHECK(outcome.code == Code::aborted && outcome.reporter == 0);
+        aborting.join();
+    });
+}
+
 }  // namespace
 
 int main() {
@@ -148,4 +188,6 @@ int main() {
     a_missing_rank_is_named_after_the_timeout();
     a_rank_that_left_is_named();
     every_rank_receives_its_parts();
+    an_abort_ends_the_calls_of_every_rank();
+    an_abort_on_another_thread_ends_the_own_call();
 }

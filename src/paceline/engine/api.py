@@ -80,6 +80,13 @@ class OpenGroup(Protocol):
         """Sends to and receives from single ranks of the group."""
         ...
 
+    def abort(self) -> None:
+        """Ends calls and messages as `Channel.abort` does."""
+
+    def failure(self) -> int:
+        """Returns the `failures.Code` of a failure of either; OK without one."""
+        ...
+
     def close(self) -> None:
         """Closes both; idempotent."""
 

@@ -151,6 +151,16 @@ class Channel(Protocol):
         """Queues a call behind those made before, and returns at once."""
         ...
 
+    def abort(self) -> None:
+        """Ends calls in progress and all later ones with the code ABORTED, on this rank at least; does not wait.
+
+        Any thread may call this while others are in a call. The native engine ends the other ranks' calls as well.
+        """
+
+    def failure(self) -> int:
+        """Returns the `failures.Code` for which the channel is broken, as far as this rank knows; OK if it is not."""
+        ...
+
     def close(self) -> None:
         """Closes the channel; calls that are under way fail soon. Idempotent."""
 

@@ -10,7 +10,13 @@ from paceline.descriptors import out_of_descriptors
 from paceline.engine.channel import HeaderFields, Outcome
 from paceline.engine.codes import NO_REDUCTION, ReduceOp, dtype_name
 from paceline.engine.processes import Process
-from paceline.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from paceline.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    PeerLostError,
+)
 from paceline.schedule.registry import ALGORITHMS
 from paceline.schedule.steps import Operation
 from paceline.wording import and_more
@@ -28,6 +34,7 @@ class Code(IntEnum):
     REFUSED = 6  # the library on which the engine rests refused the call
     STARVED = 7
     TOO_MANY_OFFERS = 8
+    ABORTED = 9  # a rank called `abort` of the group
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,8 @@ def to_error(
         return _mismatch(outcome, members, me)
     if outcome.code == Code.PEER_LOST:
         return _peer_lost(outcome, members, me, call, everybody or members)
+    if outcome.code == Code.ABORTED:
+        return _aborted(outcome, members, me, call)
     if outcome.code == Code.TOO_MANY_OFFERS:
         return CollectiveError(
             f"{me}: {call} was not begun: {MOST_OFFERS:,} messages to {members[outcome.missing[0]]} wait for its "
@@ -195,6 +204,16 @@ def _peer_lost(
         rank=first.rank,
         host=first.host,
         pid=first.pid,
+    )
+
+
+def _aborted(outcome: Outcome, members: Sequence[Member], me: Member, call: str) -> GroupAbortedError:
+    by = me if outcome.reporter < 0 else members[outcome.reporter]
+    who = "this process" if by is me else str(by)
+    return GroupAbortedError(
+        f"{me}: {call} ended without a result, because {who} aborted the group. Its tensors may hold anything; make "
+        "a new group of the ranks that are to go on, and repeat the call there",
+        rank=by.rank,
     )
 
 

@@ -41,6 +41,16 @@ class TwoLevelGroup:
     messages: Messages
     parts: Sequence[OpenGroup]
 
+    def abort(self) -> None:
+        """Ends the calls of the group and of all its parts."""
+        self.channel.abort()
+        for part in self.parts:
+            part.abort()
+
+    def failure(self) -> int:
+        """Returns the code of a failure of the group or of one of its parts; OK without one."""
+        return self.channel.failure() or next(filter(None, (part.failure() for part in self.parts)), Code.OK)
+
     def close(self) -> None:
         """Closes the group and all its parts; idempotent."""
         self.channel.close()
@@ -191,6 +201,7 @@ class TwoLevelChannel(SerialChannel):
         calls = [(0, 0, 0, 0, -1, 0)] * self._size
         for rank, header in zip(ranks, outcome.calls, strict=False):
             calls[rank] = header
+        aborted = outcome.code == Code.ABORTED and outcome.reporter >= 0
         raise CallEnded(
             Failure(
                 Code(outcome.code),
@@ -200,7 +211,7 @@ class TwoLevelChannel(SerialChannel):
                 [ranks[at] for at in outcome.left],
                 outcome.cause,
                 outcome.cause_left,
-                self._rank,
+                ranks[outcome.reporter] if aborted else self._rank,
                 outcome.waited_ns,
                 calls=calls,
                 algorithms=[0] * self._size,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from paceline.engine.api import OpenGroup
+from paceline.engine.failures import Code
 from paceline.engine.registry import engines_for
 
 Opener = Callable[[torch.device], OpenGroup]
@@ -52,6 +53,19 @@ class Devices:
             if device not in self._open:
                 self._open[device] = self._opener(device, call)(device)
             return self._open[device]
+
+    def abort(self) -> None:
+        """Ends the calls on all devices; any thread may call this."""
+        for opened in self._all():
+            opened.abort()
+
+    def failure(self) -> int:
+        """Returns the `failures.Code` of a failure on any device; OK without one."""
+        return next(filter(None, (opened.failure() for opened in self._all())), Code.OK)
+
+    def _all(self) -> list[OpenGroup]:
+        # Without the lock, which a thread that opens a group on a further device holds while it waits for other ranks.
+        return [self._on_cpu, *self._open.values()]
 
     def close(self) -> None:
         """Ends the group on all devices, and releases the functions that would open it on others; idempotent."""

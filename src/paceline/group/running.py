@@ -96,6 +96,20 @@ class RunningGroup(BaseGroup):
         """Sets `timeout` for later calls."""
         self._timeout_ns = to_nanoseconds(timeout)
 
+    def abort(self) -> None:
+        """Ends every call of the group on all its ranks, now and later, with a `GroupAbortedError`.
+
+        Any thread may call this while others wait in calls of the group; it does not wait for the other ranks. It is
+        meant for a thread that learns that the group cannot go on, for instance because a rank has to be replaced.
+        `close` must still follow. With the engines "gloo", "mpi" and "nccl" it ends calls of this rank only, and with
+        the first two not before the call's time-out.
+        """
+        self._devices.abort()
+
+    def failure(self) -> Code:
+        """Returns why the group can no longer be used, as far as this rank knows without a call; OK while it can."""
+        return Code(self._devices.failure())
+
     def close(self) -> None:
         """Ends the group for this rank; idempotent."""
         self._closed = True

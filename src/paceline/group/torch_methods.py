@@ -35,8 +35,6 @@ class TorchMethods(BaseGroup):
         """Ends the group for this rank, as `destroy_process_group(group)` does."""
         self.close()
 
-    abort = shutdown
-
     def monitored_barrier(self, timeout: Timeout | None = None, wait_all_ranks: bool = False) -> None:
         """Does what `paceline.monitored_barrier` does."""
         try:

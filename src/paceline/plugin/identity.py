@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as torch_dist
 from torch.distributed.distributed_c10d import _world
 
+from paceline.engine.failures import Member
+from paceline.errors import GroupAbortedError, RendezvousError
 from paceline.group.default import World
+from paceline.plugin.meeting import OTHER_DEVICES, Meeting
 
 _CPU = torch.device("cpu")
-OTHER_DEVICES = (
-    "make a second group, such as torch.distributed.new_group(backend='nccl'), for tensors that are not on the CPU (of "
-    "a mixture such as 'cpu:paceline,cuda:nccl' PyTorch makes no more than one backend before release 2.14, if that "
-    "is written in Python), or "
-)
+
+
+class Absence(Enum):
+    """Why a group has no connections: it was ended or aborted, or its ranks have not met."""
+
+    DESTROYED = "destroyed"
+    ABORTED = "aborted"
+    NOT_MET = "not met"
 
 
 class Identity(torch_dist.ProcessGroup):
@@ -24,22 +31,22 @@ class Identity(torch_dist.ProcessGroup):
 
     supports_splitting = False
     supports_coalescing = False
-    supports_shrinking = False
     supports_tensor_alloc = False
     supports_time_estimate = False
-    supports_reconfigure = False
     supports_window = False
     bound_device_id: torch.device | None = None
 
-    def __init__(self, world: World, store: Any) -> None:
-        group = world.group
-        super().__init__(group.rank(), group.size())
-        self._world = world
-        self._group = group
-        self._store = store
-        self._rank, self._size = group.rank(), group.size()
+    def __init__(self, meeting: Meeting, world: World | None) -> None:
+        super().__init__(meeting.rank, meeting.size)
+        self._store = meeting.store
+        self._timeout = meeting.timeout
+        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+        self._members: tuple[Member, ...] = ()  # of the latest group whose ranks have met
+        self._absence = Absence.NOT_MET
         self._name = ""
         self._description = "undefined"
+        if world is not None:
+            self._adopt(meeting, world)
 
     def __repr__(self) -> str:
         return f"<paceline process group {self._name or 'default'}, rank {self._rank} of {self._size}>"
@@ -127,23 +134,50 @@ class Identity(torch_dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of later calls."""
-        self._group.set_timeout(timeout)
+        self._timeout = timeout
+        if (group := vars(self).get("_group")) is not None:
+            group.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         """Ends the group for this rank; idempotent."""
-        if "_group" not in vars(self):
-            return
-        self._world.close()
-        del self._group, self._world, self._store  # meshes keep this object, and would keep the descriptors open
+        self._close(Absence.DESTROYED)
+        vars(self).pop("_store", None)  # meshes keep this object, and would keep the descriptors open
 
-    abort = shutdown
+    def _adopt(self, meeting: Meeting, world: World) -> None:
+        """Makes the group of `world`, whose ranks have met, this group's connections."""
+        self._rank, self._size, self._named = meeting.rank, meeting.size, meeting.named
+        self._members = world.group.members
+        self._world = world
+        self._group = world.group
+
+    def _close(self, why: Absence) -> None:
+        """Ends the connections, if there are any; several threads may call this at once."""
+        self._absence = why
+        vars(self).pop("_group", None)
+        world = vars(self).pop("_world", None)
+        if world is not None:
+            world.close()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in ("_group", "_world", "_store"):
-            raise ValueError(
-                f"rank {self._rank}: {self!r} was destroyed (destroy_process_group); make a new one with "
-                "init_process_group or new_group"
-            )
+            raise self._absent()
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _absent(self) -> Exception:
+        """Returns the error of a call for which there are no connections."""
+        me = f"rank {self._rank}: {self!r}"
+        if self._absence is Absence.ABORTED:
+            return GroupAbortedError(
+                f"{me} was aborted by this process; go on with shrink_group, _reconfigure or a new group",
+                rank=self._named[self._rank],
+            )
+        if self._absence is Absence.NOT_MET:
+            return RendezvousError(
+                f"{me} has no other ranks yet: it was created with enable_reconfigure=True, or its last _reconfigure "
+                "failed. Pass torch.distributed._get_reconfigure_handle() of every rank to _reconfigure on all of them"
+            )
+        return ValueError(
+            f"{me} was destroyed (destroy_process_group); make a new one with init_process_group or new_group"
+        )

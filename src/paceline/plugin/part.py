@@ -31,6 +31,7 @@ class BackendOfGroup(Backend):
 
     supports_coalescing = False
     supports_splitting = False
+    supports_abort_hooks = True
 
     def __init__(self, group: TorchProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -56,7 +57,21 @@ class BackendOfGroup(Backend):
         """Ends the group for this rank; idempotent."""
         self.group.shutdown()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """Ends the calls of all ranks on CPU tensors; see `Recovery.abort`."""
+        self.group.abort()
+
+    def get_error(self) -> Any:
+        """Returns what the group of CPU tensors failed with; see `Recovery.get_error`."""
+        return self.group.get_error()
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
+        """Has `hook` run before the group of CPU tensors is given up; see `Recovery.register_abort_hook`."""
+        self.group.register_abort_hook(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Removes the hook that was registered with that number."""
+        self.group.unregister_abort_hook(hook_id)
 
 
 def _passed_on(name: str) -> Callable[..., torch_dist.Work]:

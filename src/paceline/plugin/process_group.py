@@ -15,24 +15,31 @@ import torch
 from torch.distributed import Work as TorchWork
 
 from paceline.durations import Timeout
+from paceline.errors import CollectiveError
 from paceline.group import coalesced, collectives
 from paceline.group.arguments import parts_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import World
 from paceline.group.options import one_list, reduction_of, time_limit
 from paceline.group.work import JoinedWork, Work
-from paceline.plugin.identity import Identity
+from paceline.plugin.meeting import Meeting
+from paceline.plugin.recovery import Recovery
 from paceline.plugin.works import FinishedWork, RunningWork, kept
 
 Call = Callable[[bool, Timeout | None], Work | None]
 Lists = Sequence[Sequence[torch.Tensor]] | Sequence[torch.Tensor]
 
 
-class TorchProcessGroup(Identity):
-    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create."""
+class TorchProcessGroup(Recovery):
+    """A group of ranks, which torch.distributed's `init_process_group` and `new_group` create.
 
-    def __init__(self, world: World, store: Any) -> None:
-        super().__init__(world, store)
+    Args:
+        meeting: who the ranks are, and where they meet.
+        world: the group that they have formed; None if `_reconfigure` is to form it.
+    """
+
+    def __init__(self, meeting: Meeting, world: World | None) -> None:
+        super().__init__(meeting, world)
         self._coalescing: list[Work] | None = None
 
     def allreduce(
@@ -250,9 +257,16 @@ class TorchProcessGroup(Identity):
     def _finish(self, opts: Any, timeout: timedelta | None, results: Tensors, call: Call) -> TorchWork:
         # Releases of torch whose options have no `asyncOp` wait themselves.
         background = self._coalescing is not None or getattr(opts, "asyncOp", True)
-        return self._as_torchs(call(background, time_limit(opts, timeout)), results)
+        try:
+            work = call(background, time_limit(opts, timeout))
+        except CollectiveError:
+            self._note_failure()
+            raise
+        return self._as_torchs(work, results)
 
     def _as_torchs(self, work: Work | None, results: Tensors) -> TorchWork:
+        if work is not None and self._abort_hooks:
+            work.when_over(lambda: self._note_failure() if work.exception() is not None else None)
         written = [results] if isinstance(results, torch.Tensor) else results
         if work is None:
             return kept(FinishedWork(written))

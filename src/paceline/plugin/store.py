@@ -9,6 +9,9 @@ from torch._C._distributed_c10d import Store as TorchStore
 from paceline.store.base import Answer, Op, Status, Store
 
 
+_SHORTEST_S = 0.001  # torch's FileStore takes less for no limit
+
+
 class BorrowedStore(Store):
     """Paceline's view of `store`, with what the engine needs of it; it does not support last wills."""
 
@@ -31,7 +34,7 @@ class BorrowedStore(Store):
         if op not in (Op.GET, Op.WAIT, Op.MULTI_GET):
             return Status.REFUSED, 0, [b"the engine does not need it"]
         try:
-            self._store.wait(names, timedelta(seconds=timeout_s))
+            self._store.wait(names, timedelta(seconds=max(timeout_s, _SHORTEST_S)))
         except RuntimeError:  # torch's stores raise different errors for this
             absent = [name.encode() for name in names if not self._store.check([name])]
             if not absent:

@@ -39,6 +39,14 @@ class LibraryGroup:
     channel: Channel
     messages: Messages
 
+    def abort(self) -> None:
+        """Ends the group's collectives; see `SerialChannel.abort`."""
+        self.channel.abort()
+
+    def failure(self) -> int:
+        """Returns the code of the collectives' failure; OK without one."""
+        return self.channel.failure()
+
     def close(self) -> None:
         """Closes the group; idempotent."""
         self.channel.close()

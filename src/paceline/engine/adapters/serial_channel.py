@@ -96,6 +96,19 @@ class SerialChannel(Channel, ABC):
         """Queues a call behind those made before, and returns at once."""
         return self._queue(call)
 
+    def abort(self) -> None:
+        """Ends the queued calls and all later ones; one that the library performs ends with its time-out.
+
+        The other ranks find that this one has left, as soon as their own calls end.
+        """
+        if self._broken is None:
+            self._broken = Failure(Code.ABORTED)
+        self.close()
+
+    def failure(self) -> int:
+        """Returns the code of the failure that broke the channel; OK if it is not broken."""
+        return Code.OK if self._broken is None else self._broken.code
+
     def close(self) -> None:
         """Tells the other ranks that this one has left, and ends the queued calls; idempotent."""
         if self._broken is None:
@@ -142,6 +155,8 @@ class SerialChannel(Channel, ABC):
         self._history.append((self._sequence, operation, dtype, reduce_op, root, count))
 
     def _break(self, error: Exception, started_ns: int) -> Outcome:
+        if self._broken is not None and self._broken.code == Code.ABORTED:
+            return self._broken
         if isinstance(error, CallEnded):
             self._broken = error.outcome
             return error.outcome

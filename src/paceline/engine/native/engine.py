@@ -42,6 +42,15 @@ class NativeGroup:
     channel: Channel
     messages: _core.ScheduleGroup
 
+    def abort(self) -> None:
+        """Ends the calls and messages of all ranks; see `engine.channel.Channel`."""
+        self.channel.abort()
+        self.messages.abort()
+
+    def failure(self) -> int:
+        """Returns the code of a failure of either; see `engine.channel.Channel`."""
+        return self.channel.failure() or self.messages.failure()
+
     def close(self) -> None:
         """Closes both; idempotent."""
         self.channel.close()

@@ -59,6 +59,14 @@ class ScheduledChannel(Channel):
         """Queues a call behind those made before, and returns at once."""
         return self._links.submit(self._schedule_for(call), call)
 
+    def abort(self) -> None:
+        """Ends the calls of all ranks, and their messages, which use the same links."""
+        self._links.abort()
+
+    def failure(self) -> int:
+        """Returns the code of the links' failure."""
+        return self._links.failure()
+
     def close(self) -> None:
         """Does nothing: the group that owns the links closes them."""
 

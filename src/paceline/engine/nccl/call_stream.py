@@ -219,6 +219,12 @@ class CallStream:
     def _group_ranks(self, places: Sequence[int]) -> list[int]:
         return [self._ends.group_ranks[place] for place in places]
 
+    def abort(self) -> None:
+        """Ends the calls on the stream and accepts no more; the other ranks' calls end with their time-out."""
+        self._leaving = True
+        with self._lock, self._device.activated():
+            self._break(Failure(Code.ABORTED))
+
     def leave(self) -> None:
         """Accepts no more calls and ends one that still waits for other ranks; `close` must follow. Idempotent."""
         self._leaving = True

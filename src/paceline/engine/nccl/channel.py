@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.engine.channel import Call, Channel
 from paceline.engine.codes import ReduceOp, dtype_name
-from paceline.engine.failures import Failure
+from paceline.engine.failures import Code, Failure
 from paceline.engine.nccl.call_stream import CallStream
 from paceline.engine.nccl.loader import Library, say_version
 from paceline.engine.nccl.plan import Plan, Room, plan
@@ -62,6 +62,15 @@ class NcclChannel(Channel):
     def leave(self) -> None:
         """Accepts no more calls; idempotent."""
         self._calls.leave()
+
+    def abort(self) -> None:
+        """Ends the calls of this rank."""
+        self._calls.abort()
+
+    def failure(self) -> int:
+        """Returns the code of the call stream's failure; OK without one."""
+        failure = self._calls.failure
+        return Code.OK if failure is None else failure.code
 
     def close(self) -> None:
         """Closes the call stream; idempotent."""

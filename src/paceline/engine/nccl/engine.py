@@ -59,6 +59,15 @@ class NcclGroup:
         self.channel.leave()
         self.messages.leave()
 
+    def abort(self) -> None:
+        """Aborts the channel on this rank and accepts no more messages; see `CallStream.abort`."""
+        self.channel.abort()
+        self.messages.leave()
+
+    def failure(self) -> int:
+        """Returns the code of the channel's failure; OK without one."""
+        return self.channel.failure()
+
     def close(self) -> None:
         """Closes the channel and the messages; idempotent."""
         self.leave()

@@ -1,0 +1,41 @@
+// How any thread ends a host group, and learns whether it has ended, while another thread runs a call.
+#include "host/group.hpp"
+#include "shm/futex.hpp"
+
+namespace paceline::host {
+
+// A rank that has aborted the group, -1 without one.
+int Group::aborted_by() const {
+    for (int r = 0; r < size_; ++r)
+        if (control(r).aborted.load(std::memory_order_acquire) != 0) return r;
+    return -1;
+}
+
+// Ends the call if a rank has aborted the group.
+bool Group::adopt_abort() {
+    const int by = aborted_by();
+    if (by < 0) return false;
+    outcome_.code = Code::aborted;
+    outcome_.reporter = by;
+    broken_ = true;
+    return true;
+}
+
+void Group::abort() {
+    if (aborted_by() >= 0) return;  // every rank names the first one
+    control(rank_).aborted.store(1, std::memory_order_release);
+    // Whoever waits sleeps on a cell of the rank that it waits for, whichever that is. A thread that is about to sleep
+    // misses this and looks after its turn.
+    for (int r = 0; r < size_; ++r)
+        for (Cell& each : control(r).cells) shm::futex_wake_all(each.round);
+}
+
+Code Group::failure() {
+    for (int r = 0; r < size_; ++r)
+        if (const Code code = code_of(control(r).gave_up.load(std::memory_order_acquire)); code != Code::ok)
+            return code;
+    if (aborted_by() >= 0) return Code::aborted;
+    return members_of(mesh_.liveness().lost.load(std::memory_order_acquire)) != 0 ? Code::peer_lost : Code::ok;
+}
+
+}  // namespace paceline::host
