@@ -58,6 +58,7 @@ class Rounds:
         self._meeting = Meeting(connection)
         self._view = View(0, (), is_planned=False)
         self._group: ProcessGroup | None = None
+        self._fingerprint = ""
         self.number = FRESH  # the round that comes next
         self._deal: Deal = []
         self._held: dict[Node, Values] = {}
@@ -76,6 +77,7 @@ class Rounds:
             SystemExit: the launcher says that the worker takes no part.
         """
         reach("join.ready")
+        self._fingerprint = fingerprint
         self._connection.send(Ready(fingerprint))
         self._until_it_holds(self._enter_next)
         self._tell_deal()
@@ -136,11 +138,16 @@ class Rounds:
                 self._group = None
 
     def _enter_next(self) -> None:
-        answer = self._connection.await_view(self._view.generation, self._may_enter)
-        if isinstance(answer, Dismissed):
-            self._end(answer.reason, answer.code)
-        else:
-            self._enter(answer)
+        while True:
+            answer = self._connection.await_view(self._view.generation, self._may_enter)
+            if isinstance(answer, Dismissed):
+                self._end(answer.reason, answer.code)
+            if self.number != FRESH or self._connection.name in answer.members:
+                self._enter(answer)
+                return
+            # The view that this newcomer was to enter broke before it had the state: it asks again.
+            self._view = answer
+            self._connection.send(Ready(self._fingerprint))
 
     def _may_enter(self, view: View) -> bool:
         """Whether this worker may enter a view that it has heard of, since it has lost the one before or is new.
@@ -150,7 +157,7 @@ class Rounds:
         forced one.
         """
         if self.number == FRESH:
-            return self._connection.name in view.members
+            return True
         return not view.is_planned or (self._group is not None and self._view.must_wait)
 
     def _enter(self, view: View) -> None:

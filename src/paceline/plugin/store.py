@@ -8,7 +8,6 @@ from torch._C._distributed_c10d import Store as TorchStore
 
 from paceline.store.base import Answer, Op, Status, Store
 
-
 _SHORTEST_S = 0.001  # torch's FileStore takes less for no limit
 
 
