@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+KILL_EVERY ?= 1s
 WORKERS ?= 2
 SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly lint format bench sanitize clean
+.PHONY: help demo chaos test nightly lint format bench sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -20,6 +21,15 @@ demo: $(VENV)/built ## Train the digits example on 2 ranks (RANKS=n for others)
 	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
 
 # Files are handed out in order, so the long ones come first; a file's tests share worlds of ranks, so it is not divided.
+chaos: $(VENV)/built ## Train while workers are killed, and compare with an undisturbed run (KILL_EVERY=1s)
+	@mkdir -p build
+	@echo "==> One process, undisturbed"
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/unbreakable.py --digest-file build/undisturbed.sha256
+	@echo "==> Four workers, one of which is killed every $(KILL_EVERY) on average"
+	@$(BIN)/paceline run --elastic --nproc-per-node 4 --chaos kill:$(KILL_EVERY),seed=7 \
+	  examples/unbreakable.py --digest-file build/chaos.sha256
+	@cmp build/undisturbed.sha256 build/chaos.sha256 && echo "==> The two final states are equal, bit for bit"
+
 test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
