@@ -55,9 +55,15 @@ class LauncherConnection:
         return self._views[generation]
 
     def when_told(self, on_view: Callable[[View], None] | None) -> None:
-        """Calls `on_view` from the listening thread with each view that comes from now on."""
+        """Calls `on_view` with the views heard of so far, and from the listening thread with each that comes later.
+
+        When this returns, no earlier function is called any more.
+        """
         with self._changed:
             self._on_view = on_view
+            if on_view is not None:
+                for view in self._views.values():
+                    on_view(view)
 
     def send(self, message: FromWorker) -> None:
         """Tells the launcher something; a launcher that has ended is noticed by the next wait."""

@@ -10,7 +10,7 @@ import msgspec
 from paceline.elastic.agreement import Status
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.messages import View
-from paceline.errors import CollectiveTimeoutError, PeerLostError, RendezvousError, StoreError
+from paceline.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RendezvousError, StoreError
 from paceline.group.default import default_group, leave
 from paceline.group.init import init_process_group
 from paceline.group.process_group import ProcessGroup
@@ -19,7 +19,7 @@ from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
 
 # What a member sees when another one is lost, or has left for a later view.
-LOST = (PeerLostError, CollectiveTimeoutError, RendezvousError, StoreError)
+LOST = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 _FORMING_S = 60.0
 _CALL_S = 3600.0
 
@@ -35,36 +35,37 @@ class Meeting:
         """Makes the process group of `view` the default group; ends the one before.
 
         Raises:
-            PeerLostError, RendezvousError, StoreError: a member was lost, or the launcher announced a later view.
+            PeerLostError, GroupAbortedError, RendezvousError, StoreError: a member was lost, or a later view came.
         """
         self.leave()
         rank = view.members.index(self._connection.name)
-        store = open_store(rank, len(view.members), timedelta(seconds=_FORMING_S))
+        store = self._store = open_store(rank, len(view.members), timedelta(seconds=_FORMING_S))
+        formed: list[ProcessGroup] = []
 
         def superseded(later: View) -> None:
-            if not later.is_planned:
-                store.close()  # which ends every wait for a member that does not come
+            # Nobody may come to this view any more: what waits for others in it, while it forms or later, ends.
+            if later.generation > view.generation and not later.is_planned:
+                store.close()
+                for group in formed:
+                    group.abort()
 
-        self._store = store
         self._connection.when_told(superseded)
-        try:
-            if self._connection.heard > view.generation:
-                superseded(self._connection.view(self._connection.heard))
-            init_process_group(
-                "paceline",
-                store=PrefixStore(f"view/{view.generation}", store),
-                rank=rank,
-                world_size=len(view.members),
-                timeout=_FORMING_S,
-            )
-        finally:
-            self._connection.when_told(None)
+        init_process_group(
+            "paceline",
+            store=PrefixStore(f"view/{view.generation}", store),
+            rank=rank,
+            world_size=len(view.members),
+            timeout=_FORMING_S,
+        )
         group = default_group()
         group.set_timeout(timedelta(seconds=_CALL_S))
+        formed.append(group)
+        self._connection.when_told(superseded)
         return group
 
     def leave(self) -> None:
         """Ends the default process group; idempotent."""
+        self._connection.when_told(None)
         leave()
         if self._store is not None:
             self._store.close()

@@ -1,0 +1,74 @@
+"""A whole training under `paceline run --elastic`, with real kills: the digest is that of one process alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import launching
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+import torch
+from torch import nn
+import paceline as dist
+
+dist.init_process_group(elastic=True)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
+inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+shards = dist.LogicalShards(model, 4)
+loader = dist.ShardLoader(torch.utils.data.TensorDataset(inputs), 4, shards, num_workers={num_workers})
+state = dist.ElasticState(shards, optimizer=optimizer, loader=loader)
+for epoch in state.epochs({epochs}):
+    for batches in loader:
+        optimizer.zero_grad()
+        shards.backward(lambda x: model(x[0]).square().mean(), batches)
+        optimizer.step()
+        time.sleep({step_s})
+        if epoch == 2 and os.environ.get("PACELINE_WORKER") == {leaver!r}:
+            os.kill(os.getpid(), signal.SIGTERM)
+print("digest", state.digest())
+"""
+TESTS = str(Path(__file__).parents[1])
+
+
+def write(path: Path, *, epochs: int, num_workers: int = 0, step_s: float = 0.02, leaver: str = "") -> Path:
+    text = SCRIPT.format(tests=TESTS, epochs=epochs, num_workers=num_workers, step_s=step_s, leaver=leaver)
+    path.write_text(text)
+    return path
+
+
+def digests(output: str) -> list[str]:
+    return re.findall(r"digest ([0-9a-f]{64})", output)
+
+
+def alone(script: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=environment)
+    (digest,) = digests(done.stdout)
+    return digest
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> None:
+    script = write(tmp_path / "train.py", epochs=30, num_workers=num_workers)
+    done = launching.run("--elastic", "--nproc-per-node", "3", "--chaos", "kill:1s,seed=5", str(script), timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed by SIGKILL; another worker takes its place" in done.stderr
+    assert set(digests(done.stdout)) == {alone(script)}
+
+
+def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
+    script = write(tmp_path / "train.py", epochs=5, leaver="0.1.0")
+    done = launching.run("--elastic", "--nproc-per-node", "3", str(script), timeout_s=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(digests(done.stdout)) == 2
+    assert set(digests(done.stdout)) == {alone(script)}
+    assert "another worker takes its place" not in done.stderr
