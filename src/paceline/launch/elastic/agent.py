@@ -250,7 +250,7 @@ class ElasticAgent(Loop):
             self._places.close(set(self._members.members))
 
     def _on_end(self, end: End) -> None:
-        """Lets workers that have finished their loop end by themselves; ends the others."""
+        """Ends the workers that still run: none of them has come to the end of its loop, or the job has failed."""
         self._close_places()
         if self._members is None:
             return
@@ -261,8 +261,8 @@ class ElasticAgent(Loop):
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
-        if end.code:
-            self._next_signal = (time.monotonic() + CONSEQUENCES_S, signal.SIGTERM)
+        patience_s = CONSEQUENCES_S if end.code else self._job.shutdown_timeout_s
+        self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
         self._insists = self._stopped_by is not None
