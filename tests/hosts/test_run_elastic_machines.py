@@ -140,6 +140,20 @@ def test_all_machines_must_be_elastic_or_none(machines):
     assert "was started without --elastic, and the launcher where the machines meet with" in here.said(plain)
 
 
+def test_a_token_leads_to_an_elastic_job(machines):
+    here = machines(2)
+    words = ("--start-method=spawn", str(TOY), str(here.directory))
+    serving = here.start(0, "--print-token", "--elastic", "--nnodes=2", "--master-addr", ipv4(0), *words, secret=None)
+    here.wait(lambda: here.said(serving, "out").endswith("\n"))
+    _, verb, token, *rest = here.said(serving, "out").split()
+    assert (verb, rest) == ("join", ["--elastic", str(TOY), str(here.directory)])
+    other = here.start(1, token, "--start-method=spawn", *rest, secret=None, verb="join")
+    here.wait(lambda: len(here.latest()) == 2)
+    here.say("end")
+    here.expect(serving, 0)
+    here.expect(other, 0)
+
+
 def test_a_silent_machine_is_left_out(machines):
     here = machines(3, bridged=True)
     launchers = [here.join(host, "3") for host in range(3)]

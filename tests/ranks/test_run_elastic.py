@@ -61,7 +61,7 @@ class Elastic:
 
     def wait(self, condition) -> None:
         try:
-            wait_until(condition, 30)
+            wait_until(condition, 60)
         except AssertionError:
             raise AssertionError(f"not in time; {self.log()}\n{self.latest()}\n{self.said()}") from None
 

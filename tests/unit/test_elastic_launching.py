@@ -15,6 +15,7 @@ from paceline.launch.elastic.frozen import PATIENCE_S, StopWatch
 from paceline.launch.elastic.ledger import Ledger
 from paceline.launch.elastic.places import Places
 from paceline.launch.elastic.replacement import (
+    LEFT_OUT,
     LONGEST_PAUSE_S,
     MOST_FAILED_STARTS,
     MOST_KILLED_STARTS,
@@ -53,6 +54,7 @@ def part(since_s: float = 0.0, **rest: object) -> Life:
         (part(has_finished=True), 1, True, False, Fate.FAILED),
         (Life(), 0, False, False, Fate.DONE),
         (part(dismissed=0), 0, False, False, Fate.RELEASED),
+        (part(), LEFT_OUT, False, False, Fate.RELEASED),
         (part(dismissed=2), 2, False, False, Fate.REFUSED),
     ],
 )

@@ -13,13 +13,21 @@ from paceline.launch.nodes.join_token import Token, TokenError
 from paceline.launch.nodes.messages import (
     LARGEST,
     Alive,
+    Begin,
     End,
     Failed,
     Inbox,
     Join,
     MessageError,
+    Slots,
     Start,
     Stopped,
+    StopReplacing,
+    TellWorker,
+    WorkerEnded,
+    WorkerSaid,
+    WorkerStalled,
+    WorkerStarted,
     decode,
     encode,
 )
@@ -34,6 +42,14 @@ MESSAGES = [
     Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),
     Start(1, 0, 3, "id", 0, 2, 0, 16, 0, 16, "fd00::1", 4321, ("h0", "h1")),
     End(1, "why", (FAILURE,)),
+    WorkerStarted("0.1.0"),
+    WorkerStalled("0.1.0", "stopped"),
+    WorkerEnded("0.1.0", "killed by SIGKILL", -9),
+    WorkerSaid("0.1.0", '{"type": "Ready"}'),
+    Slots(3, (FAILURE,)),
+    Begin(1, 4, 8, "id", "tcp:10.0.0.1:4000"),
+    TellWorker("0.1.0", "{}"),
+    StopReplacing("the job is done"),
 ]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import parser
+from paceline.launch.elastic.chaos import Chaos
+from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.environment import allowed_cores
 from paceline.launch.flags import FLAGS
 from paceline.launch.job import Job, Kind, OptionError, endpoint_of, job_of
@@ -43,6 +45,8 @@ VALUES = {  # by flag: what is written, what it means
     "event-log-handler": ("console", "console"),
     "numa-binding": ("node", "node"),
     "stdin": ("none", None),
+    "min-workers": ("2", 2),
+    "chaos": ("kill:2s,seed=7", Chaos((("kill", 2.0),), 7)),
 }
 REFUSED = {"logs-specs"}
 SWITCHES = [flag for flag in FLAGS if flag.parse is None]
@@ -111,6 +115,8 @@ def test_torchruns_flags_are_all_there():
         (["--monitor-interval", "soon"], "not a number of seconds"),
         (["--stdin", "first"], "neither a rank nor none"),
         (["--start-method", "thread"], "invalid choice"),
+        (["--min-workers", "0"], "not a number from 1"),
+        (["--chaos", "maim:2s"], "neither KIND:SECONDS"),
     ],
 )
 def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
@@ -127,6 +133,11 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
         (["--nnodes", "2", "--master-addr", "h0"], "needs --node-rank"),
         (["--nnodes", "2", "--master-addr", "h0", "--node-rank", "2"], "0 to 1"),
         (["--nnodes", "1:2", "--master-addr", "h0"], "--rdzv-backend c10d"),
+        (["--chaos", "kill:2s"], "--chaos needs --elastic"),
+        (["--min-workers", "2"], "--min-workers needs --elastic"),
+        (["--elastic", "--min-workers", "2"], "more than the 1 workers of this machine"),
+        (["--elastic", "--nproc-per-node", "2", "--chaos", "cut:2s"], "--chaos cut needs several machines"),
+        (["--elastic", "--chaos", "kill:2s"], "--chaos needs two workers or more"),
         (["--rdzv-conf", "speed=1"], "speed, which is not known"),
         (["--nnodes=2", "--rdzv-endpoint", "h0:port"], "is not HOST:PORT"),
         (["--nnodes=2", "--rdzv-endpoint", "h0:29400,h1:29400"], "names several places; the machines meet at one"),
@@ -135,6 +146,22 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
 def test_flags_that_do_not_fit_together_are_refused(arguments, complaint):
     with pytest.raises(OptionError, match=complaint):
         job(*arguments)
+
+
+def test_an_elastic_job_has_no_bound_unless_one_is_given():
+    assert job("--max-restarts", "3").elastic is None
+    assert job("--elastic").elastic == ElasticOptions(1, None, None)
+    bounded = job("--elastic", "--nproc-per-node=4", "--max-restarts=3", "--min-workers=2")
+    assert bounded.elastic == ElasticOptions(2, 3, None)
+
+
+def test_machines_of_an_elastic_job_have_no_fixed_numbers():
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.77.0.[1-2]"}
+    for rank in range(2):
+        found = job("--elastic", environment={**step, "SLURM_PROCID": str(rank)}).rendezvous
+        assert (found.is_static, found.node_rank, found.serves) == (False, None, rank == 0)
+    by_endpoint = job("--elastic", "--nnodes", "2:4", "--rdzv-endpoint", "h0:29400").rendezvous
+    assert (by_endpoint.min_nodes, by_endpoint.max_nodes, by_endpoint.serves) == (2, 4, None)
 
 
 def test_workers_by_kind(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
 from paceline.elastic import messages
 from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready
@@ -57,7 +58,6 @@ class ElasticAgent(Loop):
         self._places: Places | None = None
         self._unrest: Unrest | None = None
         self._failures: list[Failure] = []
-        self._late: list[Failure] = []  # those of workers that had finished their loop
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._has_left = False
         self._insists = False  # a second signal has come
@@ -212,7 +212,7 @@ class ElasticAgent(Loop):
             self._unrest.lost(member, list(self._members.members.values()), now_s)
         if self._stopped_by is None:
             self._report(member, fate, failure, decision)
-        if isinstance(decision, Close) and self._end is None:
+        if isinstance(decision, Close) and self._goes_on:
             kept = shortened(self._failures) if fate is not Fate.LEFT else ()
             self._connection.client.send(Slots(self._places.count, kept))
         self._events.tell("ended", uid=member.uid, how=how)
@@ -228,10 +228,8 @@ class ElasticAgent(Loop):
 
     def _report(self, member: Member, fate: Fate, failure: Failure | None, decision: Replace | Close) -> None:
         """Shows how a worker has ended, and what follows."""
-        if failure is not None and fate in (Fate.FAILED, Fate.REFUSED):
+        if failure is not None and (fate in (Fate.FAILED, Fate.REFUSED) or member.life.has_finished):
             self._failures.append(failure)
-        if failure is not None and member.life.has_finished:
-            self._late.append(failure)
         is_expected = fate in (Fate.LEFT, Fate.RELEASED) or member.life.took_part_s is None
         if fate is Fate.DONE or (self._end is not None and is_expected):
             return
@@ -252,7 +250,7 @@ class ElasticAgent(Loop):
             self._places.close(set(self._members.members))
 
     def _on_end(self, end: End) -> None:
-        """Lets workers that have finished their loop end by themselves; ends the others."""
+        """Ends the workers that still run: none of them has come to the end of its loop, or the job has failed."""
         self._close_places()
         if self._members is None:
             return
@@ -263,8 +261,8 @@ class ElasticAgent(Loop):
                 member.channel.send(farewell)
                 if member.life.took_part_s is None:
                     member.signal(signal.SIGKILL)
-        if end.code:
-            self._next_signal = (time.monotonic() + CONSEQUENCES_S, signal.SIGTERM)
+        patience_s = CONSEQUENCES_S if end.code else self._job.shutdown_timeout_s
+        self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
         self._insists = self._stopped_by is not None
@@ -276,6 +274,7 @@ class ElasticAgent(Loop):
         if self._members is None:
             self._leave()
             return
+        self._connection.client.send(Slots(0))
         self._say(
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
             f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
@@ -299,6 +298,6 @@ class ElasticAgent(Loop):
         if self._unrest is not None:
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)
-        if end.code == 0 and self._late:
-            end = End(1, "", shortened(self._late))
+        if end.code and not end.failures:
+            end = replace(end, failures=shortened(self._failures))
         return super()._conclude(end)

@@ -12,6 +12,7 @@ SOON_S = 60.0  # a worker that fails earlier than this after it took part has fa
 MOST_SOON = 3  # the slot is given up with the third failure soon after taking part
 MOST_FAILED_STARTS = 4  # ... with the fourth worker in a row that fails before it takes part
 MOST_KILLED_STARTS = 10  # ... with the tenth in a row that somebody kills before it takes part
+LEFT_OUT = 75  # a worker ends with this code when the others go on without it; another may come
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
@@ -63,7 +64,7 @@ def fate_of(life: Life, exit_code: int, has_record: bool, is_out_of_memory: bool
         return Fate.LEFT
     if exit_code == 0:
         return Fate.DONE if life.has_finished or life.dismissed is None else Fate.RELEASED
-    if life.dismissed is not None:
+    if life.dismissed is not None or exit_code == LEFT_OUT:
         return Fate.RELEASED
     if has_record or is_out_of_memory or exit_code > 0 or -exit_code in _CRASHES:
         return Fate.KILLED if life.is_fenced else Fate.FAILED

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from paceline.elastic import messages, orders
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.policy import Policy as CoordinatorPolicy
@@ -86,9 +88,7 @@ class ElasticSteering:
             case WorkerEnded(uid, how, exit_code):
                 return self._carry(self._coordinator.worker_ended(uid, how, exit_code, now_s))
             case WorkerSaid(uid, body):
-                message = messages.from_worker(body.encode())
-                self._has_spoken = True
-                return self._carry(self._coordinator.worker_said(uid, message, now_s))
+                return self._said(node, uid, body, now_s)
             case Slots():
                 return self._slots_changed(node, report, now_s)
             case Leave(reason):
@@ -129,6 +129,14 @@ class ElasticSteering:
                 "join_timeout=SECONDS waits on",
             )
         )
+
+    def _said(self, node: str, uid: str, body: str, now_s: float) -> Orders:
+        self._has_spoken = True
+        try:
+            message = messages.from_worker(body.encode())
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:  # every launcher checks what it passes on
+            return self.lost(node, f"its launcher passed on what is no message ({error})", now_s)
+        return self._carry(self._coordinator.worker_said(uid, message, now_s))
 
     def _joined(self, node: str, join: Join, now_s: float) -> Orders:
         if self._end is not None:
@@ -204,10 +212,9 @@ class ElasticSteering:
                 break
             first = max(first, end)
         machine.first_slot = first
-        slots = sum(each.join.workers for each in self._machines.values())
-        return Begin(
-            machine.number, first, max(slots, first + machine.join.workers), self.policy.run_id, self._store() or ""
-        )
+        ends = [end for _, end in taken]
+        slots = max(sum(each.join.workers for each in self._machines.values()), first + machine.join.workers, *ends, 0)
+        return Begin(machine.number, first, slots, self.policy.run_id, self._store() or "")
 
     def _over(self, end: End) -> Orders:
         if self._end is not None:

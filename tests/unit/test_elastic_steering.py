@@ -1,0 +1,211 @@
+"""The machines of an elastic job: when they begin, with which slots, and how the job ends; without a socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+import paceline
+from paceline.elastic import messages
+from paceline.elastic.messages import Installed, Ready, View
+from paceline.launch.elastic.options import ElasticOptions
+from paceline.launch.elastic.steering import ElasticSteering
+from paceline.launch.failures import Failure, Record
+from paceline.launch.nodes.membership import Policy
+from paceline.launch.nodes.messages import (
+    Begin,
+    End,
+    Join,
+    Leave,
+    Order,
+    Slots,
+    TellWorker,
+    Wait,
+    WorkerEnded,
+    WorkerSaid,
+    WorkerStarted,
+)
+
+
+@dataclass
+class Play:
+    """A job on stage: what each node was told since it was last asked."""
+
+    least: int = 1
+    most: int = 1
+    now_s: float = 0.0
+    told: dict[str, list[Order]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        policy = Policy("job", self.least, self.most, join_timeout_s=60.0)
+        self.steering = ElasticSteering(policy, ElasticOptions(), self.now_s)
+
+    def take(self, orders) -> None:
+        for node, order in orders:
+            self.told.setdefault(node, []).append(order)
+
+    def report(self, node: str, *reports: object) -> None:
+        for each in reports:
+            self.take(self.steering.reported(node, each, self.now_s))
+
+    def join(self, node: str, workers: int = 1, **rest: object) -> None:
+        version = {"version": paceline.__version__, "is_elastic": True, **rest}
+        self.report(node, Join(node, 1, f"10.0.0.{ord(node[0])}", 4000, workers, **version))
+
+    def asked(self, node: str) -> list[Order]:
+        return self.told.pop(node, [])
+
+    def begin(self, node: str) -> Begin:
+        (begin,) = [order for order in self.asked(node) if isinstance(order, Begin)]
+        return begin
+
+    def say(self, node: str, uid: str, *said: messages.FromWorker) -> None:
+        self.report(node, *(WorkerSaid(uid, messages.encode(each).decode()) for each in said))
+
+    def run(self, node: str, *uids: str) -> None:
+        """Starts workers, which get ready and enter the view that they are told of."""
+        for uid in uids:
+            self.report(node, WorkerStarted(uid))
+        for uid in uids:
+            self.say(node, uid, Ready("same"))
+        self.enter()
+
+    def enter(self) -> None:
+        for _ in range(5):
+            self.now_s += 1.0
+            self.take(self.steering.tick(self.now_s))
+            for node, orders in list(self.told.items()):
+                tells = [each for each in orders if isinstance(each, TellWorker)]
+                self.told[node] = [each for each in orders if each not in tells]
+                for tell in tells:
+                    match messages.to_worker(tell.body.encode()):
+                        case View(generation, members) if tell.uid in members:
+                            self.views[tell.uid] = members
+                            self.say(node, tell.uid, Installed(generation, 0))
+
+    views: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def failure(slot: int) -> Failure:
+    return Failure(slot, 100 + slot, 1, 1.0 + slot, Record(1.0 + slot, "ValueError", "ValueError: x"), host="h")
+
+
+def test_a_single_machine_begins_at_once_with_its_own_store():
+    play = Play()
+    play.join("here", 3, serves=True)
+    assert play.begin("here") == Begin(0, 0, 3, "job", "")
+
+
+def test_machines_begin_when_enough_are_there():
+    play = Play(2, 3)
+    play.join("b", 2)
+    assert [type(each) for each in play.asked("b")] == [Wait]
+    play.join("a", 1, serves=True)
+    assert play.begin("b") == Begin(0, 0, 3, "job", "tcp:10.0.0.97:4000")
+    assert play.begin("a") == Begin(1, 2, 3, "job", "tcp:10.0.0.97:4000")
+
+
+def test_the_first_machines_wait_for_the_one_that_serves():
+    play = Play(1, 3)
+    play.join("b")
+    assert [type(each) for each in play.asked("b")] == [Wait]
+    play.join("a", serves=True)
+    assert play.begin("b").machine == 0 and play.begin("a").machine == 1
+
+
+def test_too_few_machines_are_given_up_in_time():
+    play = Play(3, 3)
+    play.join("a", serves=True)
+    play.asked("a")
+    assert play.steering.deadline_s == 60.0
+    play.take(play.steering.tick(60.0))
+    (end,) = play.asked("a")
+    assert end.code == 1 and "waited 60 s for 3 machines; 1 came (a)" in end.reason
+    assert play.steering.deadline_s is None
+
+
+def test_a_later_machine_begins_at_once_in_the_first_free_slots():
+    play = Play(2, 4)
+    play.join("a", 2, serves=True)
+    play.join("b", 2)
+    play.begin("a"), play.begin("b")
+    play.join("c", 2)
+    assert play.begin("c") == Begin(2, 4, 6, "job", "tcp:10.0.0.97:4000")
+    play.report("b", Leave("SIGTERM"))
+    assert End(1) in play.asked("b")
+    play.join("d", 1)
+    assert play.begin("d") == Begin(3, 2, 6, "job", "tcp:10.0.0.97:4000")
+
+
+@pytest.mark.parametrize(
+    ("rest", "complaint"),
+    [({"version": "0.0.1"}, "install the same version"), ({"is_elastic": False}, "was started without --elastic")],
+)
+def test_a_machine_that_does_not_fit_is_refused(rest, complaint):
+    play = Play(1, 2)
+    play.join("a", serves=True)
+    play.join("b", **rest)
+    (end,) = play.asked("b")
+    assert end.code == 2 and complaint in end.reason
+
+
+def test_workers_of_two_machines_meet_in_one_view():
+    play = Play(2, 2)
+    play.join("a", serves=True)
+    play.join("b")
+    play.run("a", "0.0.0")
+    play.run("b", "1.1.0")
+    assert sorted(play.views) == ["0.0.0", "1.1.0"]
+    assert {tuple(sorted(members)) for members in play.views.values()} == {("0.0.0", "1.1.0")}
+
+
+def test_the_workers_of_an_ended_launcher_are_dead_at_once():
+    play = Play(2, 2)
+    play.join("a", serves=True)
+    play.join("b", 2)
+    play.run("a", "0.0.0")
+    play.run("b", "1.1.0", "1.2.0")
+    play.take(play.steering.ended("b", "its launcher has ended", play.now_s))
+    play.enter()
+    assert play.views["0.0.0"] == ("0.0.0",), "though the others were the majority"
+
+
+def test_a_silent_majority_is_waited_for():
+    play = Play(2, 2)
+    play.join("a", serves=True)
+    play.join("b", 2)
+    play.run("a", "0.0.0")
+    play.run("b", "1.1.0", "1.2.0")
+    play.take(play.steering.lost("b", "nothing was heard of it", play.now_s))
+    play.enter()
+    assert len(play.views["0.0.0"]) == 3
+
+
+def test_when_no_slot_is_left_the_failures_are_told():
+    play = Play()
+    play.join("here", 2, serves=True)
+    play.report("here", WorkerStarted("0.0.0"), WorkerStarted("0.1.0"))
+    play.report("here", WorkerEnded("0.0.0", "exit code 1", 1), Slots(1, (failure(0),)))
+    assert not any(isinstance(each, End) for each in play.asked("here"))
+    play.report("here", WorkerEnded("0.1.0", "exit code 1", 1), Slots(0, (failure(0), failure(1))))
+    (end,) = [each for each in play.asked("here") if isinstance(each, End)]
+    assert end.code == 1 and [each.rank for each in end.failures] == [0, 1]
+
+
+def test_scripts_that_say_nothing_and_end_well_end_the_job_well():
+    play = Play()
+    play.join("here", 1, serves=True)
+    play.report("here", WorkerStarted("0.0.0"), WorkerEnded("0.0.0", "exit code 0", 0), Slots(0))
+    assert End(0) in play.asked("here")
+    play.join("late")
+    assert play.asked("late") == [End(1, "the job is over")]
+
+
+def test_the_job_ends_with_the_machine_that_serves():
+    play = Play(2, 2)
+    play.join("a", serves=True)
+    play.join("b")
+    play.asked("b")
+    play.report("a", Leave("SIGINT"))
+    assert End(1, "a was stopped (SIGINT)") in play.asked("b")
