@@ -17,6 +17,7 @@ ARCHITECTURE = runpy.run_path(str(PICTURES / "architecture.py"))
 DRAWN = {
     **{name: draw().svg() for name, draw in REPLICAS.items()},
     **{name: draw() for name, draw in ARCHITECTURE["PICTURES"].items()},
+    **{name: draw() for name, draw in runpy.run_path(str(PICTURES / "elastic.py"))["PICTURES"].items()},
 }
 LAYERS = ARCHITECTURE["LAYERS"]
 HOPS = [(route.title, number, hop) for route in ARCHITECTURE["ROUTES"] for number, hop in enumerate(route.hops, 1)]
