@@ -20,8 +20,8 @@ std::vector<int> ranks_of(std::uint64_t mask) {
 
 // Looks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
 // rank, an abort, ranks that have gone, the deadline and an interrupt. The order matters: a verdict names the first
-// cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks that have not come, or 0 when the
-// wait is over. False when this rank gave up or adopted a verdict.
+// cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
+// that have not come, or 0 when the wait is over. False when this rank gave up or adopted a verdict.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<std::uint64_t()>& missing) {
     if (ended_by_a_rank()) return false;
     const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
