@@ -43,7 +43,7 @@ newer: $(VENV)/built $(VENV)/newer/installed ## Run the plug-in's tests with the
 $(VENV)/newer/installed: $(VENV)/installed
 	@echo "==> Making an environment with the newest torch in $(VENV)/newer"
 	@$(BIN)/python -m venv $(VENV)/newer
-	@$(VENV)/newer/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.15" msgspec numpy pytest pytest-timeout
+	@$(VENV)/newer/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.15" msgspec numpy pytest pytest-timeout hypothesis
 	@touch $@
 
 lint: $(VENV)/built ## Check style, formatting, types and layers

@@ -1,7 +1,7 @@
 """Tests of the plug-in under a newer torch than the other tests', in an environment of its own.
 
 `PACELINE_NEWER_TORCH` names that environment's interpreter, of the same version of Python, with torch 2.15 or newer,
-msgspec, numpy, pytest and pytest-timeout; `make newer` makes one.
+msgspec, numpy, pytest, pytest-timeout and hypothesis; `make newer` makes one.
 """
 
 from __future__ import annotations
