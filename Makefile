@@ -10,7 +10,7 @@ CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test nightly lint format bench sanitize clean
+.PHONY: help demo chaos test newer nightly lint format bench sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -36,6 +36,15 @@ test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time
 
 nightly: $(VENV)/built ## Run what takes too long for the test suite (PARTS="soak docs" for some of it)
 	@$(BIN)/python tests/nightly.py $(PARTS)
+
+newer: $(VENV)/built $(VENV)/newer/installed ## Run the plug-in's tests with the newest torch, in an environment of its own
+	@PACELINE_NEWER_TORCH="$(CURDIR)/$(VENV)/newer/bin/python" $(BIN)/python -m pytest tests/ranks/test_plugin_newer_torch.py
+
+$(VENV)/newer/installed: $(VENV)/installed
+	@echo "==> Making an environment with the newest torch in $(VENV)/newer"
+	@$(BIN)/python -m venv $(VENV)/newer
+	@$(VENV)/newer/bin/python -m pip install --quiet --disable-pip-version-check "torch>=2.15" msgspec numpy pytest pytest-timeout hypothesis
+	@touch $@
 
 lint: $(VENV)/built ## Check style, formatting, types and layers
 	$(BIN)/ruff check $(CODE)

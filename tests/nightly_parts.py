@@ -52,6 +52,7 @@ def parts(root: Path) -> list[Part]:
         _cross_build(),
         _clang(),
         *(_other_python(minor) for minor in range(10, 15) if minor != sys.version_info.minor),
+        _newer_torch(),
         _slurm(),
         _gpu(),
         _bench(),
@@ -150,6 +151,11 @@ def _other_python(minor: int) -> Part:
         2 * _HOUR_S,
         lambda: "" if interpreter else f"there is no python3.{minor}",
     )
+
+
+def _newer_torch() -> Part:
+    words = ["make", "newer"]
+    return Part("torch", "runs the tests of the plug-in with the newest torch", [words], 2 * _HOUR_S)
 
 
 def _interpreter(minor: int) -> str | None:

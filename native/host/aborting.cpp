@@ -11,14 +11,12 @@ int Group::aborted_by() const {
     return -1;
 }
 
-// Ends the call if a rank has aborted the group.
+// Ends the call because a rank has aborted the group; returns false, as `give_up` does.
 bool Group::adopt_abort() {
-    const int by = aborted_by();
-    if (by < 0) return false;
     outcome_.code = Code::aborted;
-    outcome_.reporter = by;
+    outcome_.reporter = aborted_by();
     broken_ = true;
-    return true;
+    return false;
 }
 
 void Group::abort() {

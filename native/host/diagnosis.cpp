@@ -20,10 +20,13 @@ std::vector<int> ranks_of(std::uint64_t mask) {
 
 // Looks, after a turn of waiting since `since`, for a reason to end the wait, in this order: the verdict of another
 // rank, an abort, ranks that have gone, the deadline and an interrupt. The order matters: a verdict names the first
-// cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks that have not come, or 0 when the
-// wait is over. False when this rank gave up or adopted a verdict.
+// cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
+// that have not come, or 0 when the wait is over. False when this rank gave up or adopted a verdict.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<std::uint64_t()>& missing) {
-    if (ended_by_a_rank()) return false;
+    for (int other = 0; other < size_; ++other)
+        if (other != rank_ && adopt_verdict(other)) return false;
+    // Whatever a rank published before it aborted is visible now.
+    if (aborted_by() >= 0 && missing() != 0) return adopt_abort();
     const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
     const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
@@ -111,14 +114,6 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
         mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[static_cast<std::size_t>(first)]), left != 0});
     }
     return false;
-}
-
-// Whether a rank has given up or aborted the group, which then ends this call; a verdict comes first, because it names
-// the first cause.
-bool Group::ended_by_a_rank() {
-    for (int other = 0; other < size_; ++other)
-        if (other != rank_ && adopt_verdict(other)) return true;
-    return adopt_abort();
 }
 
 // Adopts the verdict of `peer`, if it gave up.

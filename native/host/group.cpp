@@ -117,12 +117,13 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         started_ = Clock::now();
         clock_started_ = true;
     }
-    if (ended_by_a_rank()) return false;
     std::atomic<std::uint32_t>& sleepers = control(peer).sleepers;
     const auto missing = [&] {
         const std::uint64_t ranks = missing_in(round);
         return (ranks & bit(peer)) != 0 ? ranks : 0;
     };
+    // A group that has been aborted already has nobody left who would wake this thread.
+    if (aborted_by() >= 0 && !look_around(1, started_, missing)) return false;
     for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
@@ -161,7 +162,10 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
     if (broken_) return outcome_;
     outcome_ = {};
     // Only this rank's own word is looked at here: another rank that has aborted is missed in this call's first round.
-    if (control(rank_).aborted.load(std::memory_order_acquire) != 0 && adopt_abort()) return outcome_;
+    if (control(rank_).aborted.load(std::memory_order_acquire) != 0) {
+        adopt_abort();
+        return outcome_;
+    }
     interrupted_ = &interrupted;
     background_ = background;
     timeout_ns_ = call.timeout_ns;

@@ -52,7 +52,6 @@ class Group final : public Collectives {
                  Cause cause = {});
     bool give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns);
     Cause cause_of(int rank) const;
-    bool ended_by_a_rank();
     bool adopt_verdict(int peer);
     int aborted_by() const;
     bool adopt_abort();

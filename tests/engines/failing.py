@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import paceline as dist
+from paceline.engine.failures import Code
 
 _TIMEOUT = timedelta(seconds=0.7)
 
@@ -47,6 +48,19 @@ def different_calls(group: dist.ProcessGroup) -> None:
     dist.barrier()
 
 
-PROGRAMS = [a_rank_stays_away, nobody_sends]
+def the_ranks_abort(group: dist.ProcessGroup) -> None:
+    assert group.failure() is Code.OK
+    dist.barrier(group=group)
+    group.abort()
+    assert group.failure() is Code.ABORTED
+    with pytest.raises(dist.GroupAbortedError, match=r"all_reduce.* aborted the group"):
+        dist.all_reduce(torch.ones(3), group=group)
+    work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+    with pytest.raises(dist.GroupAbortedError):
+        work.wait()
+    dist.barrier()
+
+
+PROGRAMS = [a_rank_stays_away, nobody_sends, the_ranks_abort]
 # Only of engines that compare the ranks' calls.
 COMPARING = [different_calls]

@@ -44,6 +44,14 @@ def mix_with_gloo(directory: str, backend: str) -> None:
     model = DistributedDataParallel(nn.Linear(3, 1))
     model(torch.full((2, 3), float(rank))).sum().backward()
     assert model.module.weight.grad.tolist() == [[1, 1, 1]]
+    group, ran = torch_dist.new_group(), []
+    backend = group._get_backend(torch.device("cpu"))
+    backend.register_abort_hook(0, lambda: ran.append(True))
+    assert backend.get_error().name == "SUCCESS"
+    group.abort()
+    assert backend.get_error().name == "COMM_ERROR" and ran == [True]
+    with pytest.raises(paceline.GroupAbortedError):
+        torch_dist.all_reduce(tensor, group=group)
     torch_dist.destroy_process_group()
     assert not paceline.is_initialized()
 

@@ -121,6 +121,7 @@ def replace_the_dead(directory: str) -> tuple[float, float]:
         if me.name != LATE:
             me.form(1, [0, 1, 2])
             assert me.sum() == 3
+            torch_dist.new_group()  # which the replacement has not made
             replica = model(nn.Linear(3, 1))
             replica(torch.ones(2, 3)).sum().backward()
             if me.name == 1:
@@ -132,6 +133,9 @@ def replace_the_dead(directory: str) -> tuple[float, float]:
         me.form(2, [0, LATE, 2])
         assert me.group.get_error().name == "SUCCESS"
         total = me.sum()
+        ones = torch.ones(3)
+        torch_dist.all_reduce(ones, group=torch_dist.new_group([2, 0, 1]))
+        assert ones[0] == 3
         torch.manual_seed(me.name)
         replica = model(nn.Linear(3, 1))  # takes rank 0's parameters
         loss = replica(torch.full((2, 3), me.name + 1.0)).sum()

@@ -43,7 +43,7 @@ def sum_of_ones(group: torch_dist.ProcessGroup | None = None) -> int:
     return int(tensor[0])
 
 
-def abort(directory: str, how: str) -> str:
+def abort_what_all_wait_for(directory: str, how: str) -> str:
     with torch_group("paceline", directory, LONG_S):
         group = torch_dist.group.WORLD
         assert group.get_error() == ErrorType.SUCCESS
@@ -80,7 +80,7 @@ def abort(directory: str, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["work", "message"])
 def test_an_abort_ends_what_all_ranks_wait_for(ranks, tmp_path, how):
-    told = ranks(3)(abort, str(tmp_path), how)
+    told = ranks(3)(abort_what_all_wait_for, str(tmp_path), how)
     assert "because this process aborted the group" in told[2]
     for rank in (0, 1):
         assert "because rank 2 (" in told[rank] and told[rank].startswith(f"rank {rank} (")

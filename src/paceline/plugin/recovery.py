@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from torch._C import _distributed_c10d as torch_core
 from torch._C._distributed_c10d import PrefixStore
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import _world
 from paceline.engine.failures import Code
 from paceline.errors import RendezvousError
 from paceline.group.default import World
+from paceline.group.reduce_op import ReduceOp
 from paceline.plugin import shrinking
 from paceline.plugin.abort_hooks import AbortHooks
 from paceline.plugin.handles import Handle, in_rank_order
@@ -128,7 +130,18 @@ class Recovery(Identity):
         self._abort_hooks.rearm()
         if self in _world.pg_group_ranks:
             _world.pg_group_ranks[self] = {name: at for at, name in enumerate(named)}
+        if self._is_default():
+            self._agree_on_names()
         return kept(FinishedWork([]))
+
+    def _agree_on_names(self) -> None:
+        """Has all ranks give the same names to the groups that they make from now on.
+
+        torch.distributed counts groups, and a process that takes the place of another one has made fewer than the rest.
+        """
+        count = torch.tensor([_world.group_count])
+        self._group.all_reduce(count, ReduceOp.MAX)
+        _world.group_count = int(count)
 
     def _claim(self, store: PrefixStore, uuid: int, order: Sequence[Handle]) -> None:
         """Makes sure that the number is new, and that all ranks were given the same handles in the same order."""
