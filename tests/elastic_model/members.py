@@ -251,8 +251,8 @@ class Member:
             self.exit(0)
 
     def broke(self, group: Group, reason: str) -> None:
-        """The connections of the view are gone."""
-        if self.group is not group or self.state not in ("forming", "working", "idle"):
+        """The connections of the view are gone; one that waits between two batches does not look."""
+        if self.group is not group or self.state not in ("forming", "working"):
             return
         self.leave_group()
         self.state = "broken"

@@ -17,13 +17,14 @@ order in which they are applied:
 4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
    (`planning.py`).
 
-What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members
-of another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in
-a view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
-batch, where newcomers cannot begin. No member goes on in a view before all its members have the state. In a view that
-must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a view
-without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code 0, at
-once, or at the agreed batch if the view is planned and its own connections work.
+What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members of
+another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in a
+view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
+batch, where newcomers cannot begin. One that waits between two batches does not report that connections broke, since
+others have entered the planned view before it. No member goes on in a view before all its members have the state. In a
+view that must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a
+view without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code
+0, at once, or at the agreed batch if the view is planned and its own connections work.
 """
 
 from __future__ import annotations
