@@ -252,13 +252,12 @@ class Coordinator:
         elif message.round >= 0:
             worker.has_state = True  # it was given the state, and lost the others before it could say so
         else:
-            worker.place = Place.OUTSIDE
+            worker.place = Place.READY
 
     def _heard_again(self, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:
         """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""
         is_in = any(isinstance(each, Installed) for each in said)
-        was_left_out = worker.place is Place.OUTSIDE and worker.fingerprint
         for message in said:
-            if isinstance(message, Ready) and is_known and (is_in or was_left_out):
-                continue  # an old one: a worker that is told again that it is left out asks again
+            if isinstance(message, Ready) and is_known and is_in:
+                continue  # it is known, and does not mean that the worker has no state any more
             self._hear(worker, message, now_s)
