@@ -32,7 +32,7 @@ def strike(world: World, kind: str) -> None:
     elif kind == "reset" and world.groups:
         world.groups[max(world.groups)].fail()
     elif kind == "curse":
-        world.is_cursed = world.chance() < 0.1
+        world.is_cursed |= world.chance() < 0.1
     elif kind == "evacuate" and world.chance() < 0.3:
         for site in world.sites.values():
             site.replaces = False
