@@ -32,7 +32,7 @@ def strike(world: World, kind: str) -> None:
     elif kind == "reset" and world.groups:
         world.groups[max(world.groups)].fail()
     elif kind == "curse":
-        world.is_cursed = world.chance() < 0.1
+        world.is_cursed |= world.chance() < 0.1
     elif kind == "evacuate" and world.chance() < 0.3:
         for site in world.sites.values():
             site.replaces = False
@@ -157,7 +157,8 @@ def depart_when_empty(world: World, site: Site, tries: int = 100) -> None:
             if each.site is site:
                 each.exit(-9)
     if not site.is_gone and not site.is_cut:
-        world.after(0.2, None, gone, world, site)
+        heard_s = max((each.last_up_s for each in world.members.values() if each.site is site), default=0.0)
+        world.at(max(heard_s, world.now_s) + 0.001, None, gone, world, site)
 
 
 def gone(world: World, site: Site) -> None:

@@ -136,11 +136,14 @@ class Member:
             return
         self.heard, self.latest = message.generation, message
         if self.uid in message.members:
-            if not message.is_planned or self.state in ("ready", "idle"):
+            if not message.is_planned or self.state in ("ready", "idle") or self.round == NO_STATE:
                 self.enter(message)
         elif self.is_leaving:
             if not message.is_planned or self.state != "working":
                 self.exit(0)
+        elif self.world.left_out_ends and self.round == NO_STATE:
+            if self.group is not None and not message.is_planned:
+                self.broke(self.group, "there is a later view")
         elif self.world.left_out_ends:
             self.exit(75)
         else:
@@ -251,8 +254,8 @@ class Member:
             self.exit(0)
 
     def broke(self, group: Group, reason: str) -> None:
-        """The connections of the view are gone."""
-        if self.group is not group or self.state not in ("forming", "working", "idle"):
+        """The connections of the view are gone; one that waits between two batches does not look."""
+        if self.group is not group or self.state not in ("forming", "working"):
             return
         self.leave_group()
         self.state = "broken"

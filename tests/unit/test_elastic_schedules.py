@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from paceline.elastic import views
 from paceline.elastic.views import Views
 
-BLOCK = 10_000
+BLOCK = 5_000
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def no_collector() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(20))
 def test_no_schedule_goes_wrong(block):
     ends: Counter[str] = Counter()
     for seed in range(block * BLOCK, (block + 1) * BLOCK):

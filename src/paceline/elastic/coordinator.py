@@ -17,13 +17,14 @@ order in which they are applied:
 4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
    (`planning.py`).
 
-What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members
-of another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in
-a view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
-batch, where newcomers cannot begin. No member goes on in a view before all its members have the state. In a view that
-must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a view
-without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code 0, at
-once, or at the agreed batch if the view is planned and its own connections work.
+What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members of
+another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in a
+view that must wait; a worker whose connections broke does *not* enter it, since the others may be in the middle of a
+batch, where newcomers cannot begin. One that waits between two batches does not report that connections broke, since
+others have entered the planned view before it. No member goes on in a view before all its members have the state. In a
+view that must wait, a batch that any member has begun is finished by all; no other is begun. A worker that receives a
+view without itself has no state any more: it ends, or asks again, unless it was asked to end: then it ends with code
+0, at once, or at the agreed batch if the view is planned and its own connections work.
 """
 
 from __future__ import annotations
@@ -251,13 +252,12 @@ class Coordinator:
         elif message.round >= 0:
             worker.has_state = True  # it was given the state, and lost the others before it could say so
         else:
-            worker.place = Place.OUTSIDE
+            worker.place = Place.READY
 
     def _heard_again(self, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:
         """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""
         is_in = any(isinstance(each, Installed) for each in said)
-        was_left_out = worker.place is Place.OUTSIDE and worker.fingerprint
         for message in said:
-            if isinstance(message, Ready) and is_known and (is_in or was_left_out):
-                continue  # an old one: a worker that is told again that it is left out asks again
+            if isinstance(message, Ready) and is_known and is_in:
+                continue  # it is known, and does not mean that the worker has no state any more
             self._hear(worker, message, now_s)

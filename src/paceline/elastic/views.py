@@ -143,8 +143,10 @@ class Views:
         self.base, self.base_team, self.newcomers = self.latest, self.team, []
 
     def _leave_out(self, worker: Worker) -> None:
+        """Lets a worker that had no state yet go on waiting; another has to ask again."""
         if worker.place is Place.MEMBER and not worker.has_finished:
-            worker.place, worker.has_state = Place.OUTSIDE, False
+            worker.place = Place.OUTSIDE if worker.has_state else Place.READY
+            worker.has_state = False
 
 
 def has_arrived(newcomer: Worker) -> bool:
