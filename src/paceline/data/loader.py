@@ -203,8 +203,8 @@ class StatefulLoader(Generic[Sample]):
             )
         if self.num_replicas is not None or self.rank is not None:
             raise ValueError(
-                f"StatefulLoader has num_replicas={self.num_replicas} and rank={self.rank}, but the ranks of an elastic "
-                "job change; leave both out"
+                f"StatefulLoader has num_replicas={self.num_replicas} and rank={self.rank}, but the ranks of an "
+                "elastic job change; leave both out"
             )
         self._dealer = dealer
 

@@ -99,8 +99,8 @@ class DelegatingModule(JoinableModule):
         }
         if found := [option for option, is_used in refused.items() if is_used]:
             raise ValueError(
-                f"ElasticState got a DistributedDataParallel with {found[0]}: that needs ranks which stay, and those of "
-                "an elastic job come and go"
+                f"ElasticState got a DistributedDataParallel with {found[0]}: that needs ranks which stay, and those "
+                "of an elastic job come and go"
             )
 
     def _require_not_elastic(self, call: str, instead: str) -> None:

@@ -23,8 +23,8 @@ from paceline.parallel.ddp.arguments import (
     require_whole_pairs,
 )
 from paceline.parallel.ddp.copying import CopyableModule
-from paceline.parallel.ddp.delegating import DelegatingModule
 from paceline.parallel.ddp.delayed import DelayedParameters, require_delayed
+from paceline.parallel.ddp.delegating import DelegatingModule
 from paceline.parallel.ddp.error_text import add_context, sending_buffers_context
 from paceline.parallel.ddp.hook import CommHook, Hook
 from paceline.parallel.ddp.join_hook import UnevenSteps
