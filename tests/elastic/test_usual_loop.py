@@ -56,7 +56,7 @@ def require_reference(result: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = elastic_usual.Counted(normalises=False).double()
     optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
-    indices, inputs, targets = elastic_usual.dataset().tensors
+    _, inputs, targets = elastic_usual.dataset().tensors
     for step in result["shares"]:
         optimizer.zero_grad()
         chosen = torch.tensor(list(step))

@@ -78,8 +78,8 @@ class Averaging:
         if self._rounds_of_batch == 0:
             raise RuntimeError(
                 f"worker {self._name or '0'}: the loop went on to the next batch, but the last one had no backward, "
-                "for which the other ranks wait. Call state.skip_batch() instead of backward, and then optimizer.step() "
-                "like the other ranks"
+                "for which the other ranks wait. Call state.skip_batch() instead of backward, and then "
+                "optimizer.step() like the other ranks"
             )
 
     # - What the module asks

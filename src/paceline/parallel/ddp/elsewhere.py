@@ -76,6 +76,10 @@ class DelegatingReducer(Reducer):
         super().before_forward(inputs)
         self._averages.before_forward()
 
+    def make_static(self) -> None:
+        """Lets backwards leave out parameters; nothing else depends on whether they are alike."""
+        self._find_unused = True
+
     def skip(self) -> None:
         """Takes part in the mean of the others' gradients without a backward, or after one that failed."""
         started = time.perf_counter()
