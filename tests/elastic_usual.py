@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +19,30 @@ BATCH = 2
 RATE = 0.1
 
 
+class Centre(nn.Module):
+    """Subtracts a running mean, as batch normalisation does, but takes a batch of one sample too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("has_begun", torch.tensor(False))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs less the running mean."""
+        self.mean.lerp_(inputs.detach().mean(0), 0.1)
+        self.batches += 1
+        self.has_begun.fill_(True)
+        return inputs - self.mean
+
+
 class Counted(nn.Module):
     """A network whose parameter `used` has, as its gradient, the share of each sample in the step's mean."""
 
-    def __init__(self, normalises: bool) -> None:
+    def __init__(self, centres: bool) -> None:
         super().__init__()
-        norm = nn.BatchNorm1d(8) if normalises else nn.Identity()
-        self.net = nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 3))
+        centre = Centre() if centres else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(4, 8), centre, nn.Tanh(), nn.Linear(8, 3))
         self.used = nn.Parameter(torch.zeros(SAMPLES))
 
     def forward(self, indices: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,10 +74,10 @@ def dataset() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), inputs, torch.randint(0, 3, (SAMPLES,), generator=drawn))
 
 
-def build(normalises: bool) -> tuple[Counted, torch.optim.Optimizer]:
+def build(centres: bool) -> tuple[Counted, torch.optim.Optimizer]:
     """Returns the network and its optimizer."""
     torch.manual_seed(0)
-    model = Counted(normalises)
+    model = Counted(centres)
     return model, torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
 
 
@@ -66,7 +85,7 @@ def train(
     epochs: int,
     step_s: float = 0.0,
     *,
-    normalises: bool = True,
+    centres: bool = False,
     weighs: bool = False,
     skips: str = "",
     loader_workers: int = 0,
@@ -76,14 +95,16 @@ def train(
     Args:
         epochs: how many.
         step_s: how long a step takes at least.
-        normalises: whether the network has batch normalisation.
+        centres: whether the network has buffers.
         weighs: whether a rank's weight is the number of its samples.
         skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward, and "step"
             for all ranks to skip the third step.
         loader_workers: the loader's processes.
     """
+    # torch starts the loader's processes as children of this one, which is a daemon itself.
+    multiprocessing.current_process()._config["daemon"] = False
     dist.init_process_group(elastic=True)
-    inner, optimizer = build(normalises)
+    inner, optimizer = build(centres)
     model = dist.DistributedDataParallel(inner)
     loader = dist.StatefulLoader(dataset(), BATCH, num_workers=loader_workers)
     steps = Steps()
@@ -115,6 +136,7 @@ def train(
         "digest": state.digest(),
         "shares": steps.shares,
         "views": steps.views,
+        "buffers": [buffer.tolist() for buffer in inner.buffers()],
         "parameters": [param.tolist() for param in inner.net.parameters()],
     }
 
@@ -133,15 +155,15 @@ def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch
 
 
 def careless(epochs: int) -> None:
-    """Goes on to the next batch without backward on one worker."""
+    """Goes on to the next batch without backward, once, on the worker 0.1.0."""
     dist.init_process_group(elastic=True)
-    inner, optimizer = build(normalises=False)
+    inner, optimizer = build(centres=False)
     model = dist.DistributedDataParallel(inner)
     loader = dist.StatefulLoader(dataset(), BATCH)
     state = dist.ElasticState(model, optimizer=optimizer, loader=loader)
     for _ in state.epochs(epochs):
-        for indices, inputs, _ in loader:
-            if 7 not in indices.tolist():
+        for step, (indices, inputs, _) in enumerate(loader):
+            if step != 1 or os.environ["PACELINE_WORKER"] != "0.1.0":
                 model(indices, inputs)[0].sum().backward()
                 optimizer.step()
 
