@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar, get_args
 
 from torch.utils.data import Dataset, IterableDataset
@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from paceline.data.indexed import IndexedBatches
 from paceline.data.order import Deal, Remainder, epoch_order
 from paceline.data.reader import Bookmark
+from paceline.data.rest import Dealer, Rest, Seat, Step, deal_for
 from paceline.data.sampler import which_part
 from paceline.data.stream import Order, StreamBatches
 
@@ -106,7 +107,10 @@ class StatefulLoader(Generic[Sample]):
         self.dataset_state = dataset_state
         self.epoch = 0
         self._position = 0
+        self._returned: tuple[int, ...] = ()  # places before the position that come again at the end of the epoch
         self._bookmark = Bookmark(0)  # at most a step before the position, if it has a state
+        self._dealer: Dealer | None = None
+        self._step: Step | None = None  # the latest one that the dealer has dealt out
         self._iteration = 0
         self._reading = 0
         options = {
@@ -128,6 +132,8 @@ class StatefulLoader(Generic[Sample]):
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of the epoch; an earlier iterator that was not exhausted ends."""
         self._iteration += 1
+        if self._dealer is not None:
+            return self._hand_out_as_dealt(self._iteration, self._dealer)
         return self._hand_out(self._iteration)
 
     def __len__(self) -> int:
@@ -136,7 +142,8 @@ class StatefulLoader(Generic[Sample]):
         Raises:
             TypeError: the dataset is a stream that has no length.
         """
-        return self._deal().batches(max(len(self.dataset) - self._position, 0))  # type: ignore[arg-type]
+        left = max(len(self.dataset) - self._position, 0) + len(self._returned)  # type: ignore[arg-type]
+        return self._deal().batches(left)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch: a different one begins at its start, the current one stays where it is."""
@@ -159,6 +166,8 @@ class StatefulLoader(Generic[Sample]):
         }
         if self._bookmark.state is not None:
             state["stream"] = self._bookmark._asdict()
+        if self._returned:
+            state["returned"] = list(self._returned)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,9 +184,35 @@ class StatefulLoader(Generic[Sample]):
             )
         self.seed = int(state["seed"])
         self._go_to(int(state["epoch"]), int(state["position"]))
+        self._returned = tuple(state.get("returned", ()))
         if self.dataset_state and "stream" in state:
             self._bookmark = Bookmark(**state["stream"])
         self._iteration += 1
+
+    def deal_by(self, dealer: Dealer) -> None:
+        """Deals out every batch from now on to the ranks that `dealer` names; each rank has a batch in every step.
+
+        Raises:
+            TypeError: the dataset is a stream.
+            ValueError: the loader was made for certain ranks.
+        """
+        if isinstance(self._batches, StreamBatches):
+            raise TypeError(
+                f"StatefulLoader reads a {type(self.dataset).__name__}, a stream, which cannot be dealt out anew when "
+                "ranks change; in an elastic job give it a dataset with __len__ and __getitem__"
+            )
+        if self.num_replicas is not None or self.rank is not None:
+            raise ValueError(
+                f"StatefulLoader has num_replicas={self.num_replicas} and rank={self.rank}, but the ranks of an "
+                "elastic job change; leave both out"
+            )
+        self._dealer = dealer
+
+    def give_back(self, ranks: Iterable[int]) -> None:
+        """Has the samples that these ranks were dealt in the latest step come again at the end of the epoch."""
+        if self._step is not None:
+            for rank in ranks:
+                self._returned += tuple(self._step.places_of(rank))
 
     def _deal(self) -> Deal:
         num_replicas, rank = which_part(self.num_replicas, self.rank)
@@ -192,28 +227,63 @@ class StatefulLoader(Generic[Sample]):
     def _go_to(self, epoch: int, position: int) -> None:
         self.epoch = epoch
         self._position = position
+        self._returned = ()
         self._bookmark = Bookmark(0)
         self._reading += 1
 
-    def _read(self) -> Iterator[tuple[Any, Bookmark, int]]:
+    def _rest(self) -> Rest:
+        return Rest(self._position, len(self.dataset), self._returned)  # type: ignore[arg-type]
+
+    def _read(self) -> Iterator[tuple[Any, Bookmark, Rest]]:
+        """Yields each batch, and what is left after it."""
         deal = self._deal()
         if isinstance(self._batches, StreamBatches):
             start = Bookmark(self._position) if self._bookmark.state is None else self._bookmark
-            yield from self._batches.read(Order(self._reading, self.epoch, self._position, start, deal))
+            order = Order(self._reading, self.epoch, self._position, start, deal)
+            for batch, bookmark, end in self._batches.read(order):
+                yield batch, bookmark, Rest(end, end)
         else:
-            order = epoch_order(len(self.dataset), self.shuffle, self.seed, self.epoch)  # type: ignore[arg-type]
-            for batch, end in self._batches.read(order, self._position, deal):
-                yield batch, Bookmark(0), end
+            rest = self._rest()
+            for batch, end in self._read_rest(self._batches, rest, deal):
+                yield batch, Bookmark(0), rest.after(end)
+
+    def _read_rest(self, batches: IndexedBatches, rest: Rest, deal: Deal) -> Iterator[tuple[Any, int]]:
+        """Yields the batches of `rest`, and how many of its places all ranks have had then."""
+        order = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
+        return batches.read([order[place] for place in rest.places(0, len(rest))], 0, deal)
 
     def _hand_out(self, iteration: int) -> Iterator[Any]:
         if iteration != self._iteration:
             return
-        for batch, bookmark, end in self._read():
-            self._position, self._bookmark = end, bookmark
+        for batch, bookmark, left in self._read():
+            self._position, self._returned, self._bookmark = left.position, left.returned, bookmark
             yield batch
             if iteration != self._iteration:  # persistent workers serve the later iteration now
                 return
         self._go_to(self.epoch + 1, 0)
+
+    def _hand_out_as_dealt(self, iteration: int, dealer: Dealer) -> Iterator[Any]:
+        assert isinstance(self._batches, IndexedBatches)
+        seat: Seat | None = None
+        expected: Rest | None = None
+        while iteration == self._iteration:
+            now = dealer.begin_batch()
+            if now != seat or self._rest() != expected:  # the batches that were read ahead are others' now
+                seat, start, used = now, self._rest(), 0
+                batches = self._read_rest(self._batches, start, deal_for(seat, self.batch_size, self.remainder))
+            found = next(batches, None)
+            if found is None:
+                self._go_to(self.epoch + 1, 0)
+                return
+            batch, end = found
+            self._step = Step(start.after(used), seat.ranks, end - used)
+            used, expected = end, start.after(end)
+            self._position, self._returned = expected.position, expected.returned
+            is_own = seat.rank is not None and bool(self._step.places_of(seat.rank))
+            dealer.handed_out(counts=is_own or (self.remainder == "repeat" and seat.rank is not None))
+            yield batch
+            if iteration == self._iteration:
+                dealer.end_batch()
 
 
 def _check_dataset(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from paceline.elastic.dealings import NOTHING_DEALT, Dealt
 from paceline.parallel.sharded.tree import Node, nodes_within, run_of_rank
 
 FRESH = -1  # the round of a worker that has no state yet
@@ -23,13 +24,17 @@ Deal = list[list[Node]]  # for each rank the nodes of the tree whose sums it com
 class Status(msgspec.Struct, frozen=True, array_like=True):
     """What a member says about itself when it enters a view.
 
-    `round` is its round, `held` the nodes of that round that it has the sums of, and `shard_ns` how long a shard takes
-    on it, 0 if it has not computed any.
+    Attributes:
+        round: its round.
+        held: the nodes of that round that it has the sums of.
+        shard_ns: how long a shard takes on it, 0 if it has not computed any.
+        dealt: the latest batch that it knows to have been dealt out.
     """
 
     round: int
     held: tuple[tuple[int, int], ...] = ()
     shard_ns: int = 0
+    dealt: Dealt = NOTHING_DEALT
 
 
 @dataclass(frozen=True)

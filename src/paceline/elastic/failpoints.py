@@ -33,6 +33,8 @@ POINTS = (
     "batch.begun",
     "loop.over",
 )
+# Points of the usual loop only, with DistributedDataParallel and StatefulLoader.
+POINTS_OF_MEANS = ("batch.dealt", "mean.weighed", "mean.applied")
 _DELAY_S = 0.3
 
 _reached: Counter[str] = Counter()
@@ -54,8 +56,9 @@ def arm(worker: str, orders: str) -> None:
             number = int(count)
         except ValueError:
             raise ValueError(f"{VARIABLE} has {order!r}; it must be WORKER:POINT@COUNT=ACTION") from None
-        if point not in POINTS or action not in _ACTIONS:
-            raise ValueError(f"{VARIABLE} has {order!r}; points are {POINTS}, and actions {tuple(_ACTIONS)}")
+        if point not in (*POINTS, *POINTS_OF_MEANS) or action not in _ACTIONS:
+            points = (*POINTS, *POINTS_OF_MEANS)
+            raise ValueError(f"{VARIABLE} has {order!r}; points are {points}, and actions {tuple(_ACTIONS)}")
         if name == worker:
             _orders[point, number] = action
 

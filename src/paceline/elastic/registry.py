@@ -33,12 +33,14 @@ class Registry:
     Args:
         module: the model, of which gradients that have been kept for the next step belong to the state too.
         others: the optimizer and everything else that has a state, by name.
+        is_replicated: whether all workers compute the same, so that they also share the state of random numbers, and
+            the buffers are equal when a round is agreed on. Otherwise each computes on its own part of a batch.
 
     Raises:
         TypeError: one of the others has no state_dict and load_state_dict.
     """
 
-    def __init__(self, module: nn.Module, others: Mapping[str, Stateful]) -> None:
+    def __init__(self, module: nn.Module, others: Mapping[str, Stateful], *, is_replicated: bool = True) -> None:
         for name, each in others.items():
             if not isinstance(each, Stateful):
                 raise TypeError(
@@ -47,6 +49,7 @@ class Registry:
                 )
         self._module = module
         self._others = dict(others)
+        self._is_replicated = is_replicated
 
     def capture(self) -> dict[str, Any]:
         """Returns the state; its tensors are those that the training goes on to change."""
@@ -67,6 +70,8 @@ class Registry:
             param.grad = None if gradient is None else gradient.clone()
         for name, each in self._others.items():
             each.load_state_dict(state["others"][name])
+        if not self._is_replicated:
+            return
         torch_state, python_state = state["random"]
         torch.set_rng_state(torch_state)
         version, numbers, gauss = python_state
@@ -100,7 +105,7 @@ class Registry:
         states = [each.state for each in self._others.values() if isinstance(each, torch.optim.Optimizer)]
         return [
             [param.detach() for param in self._module.parameters()],
-            [buffer for buffer in self._module.buffers() if not buffer.is_floating_point()],
+            [each for each in self._module.buffers() if self._is_replicated and not each.is_floating_point()],
             [[state.get(param, {}) for group in _groups(state, self._others) for param in group] for state in states],
         ]
 

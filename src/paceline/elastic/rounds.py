@@ -20,6 +20,7 @@ from paceline.elastic import speeds
 from paceline.elastic.agreement import FRESH, Agreement, Deal, Status, agree, deal_runs
 from paceline.elastic.audit import Audit, audit_of
 from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
 from paceline.elastic.meeting import LOST, Meeting, describe_self, exchange_statuses
 from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Ready, View
@@ -61,6 +62,7 @@ class Rounds:
         self._fingerprint = ""
         self.number = FRESH  # the round that comes next
         self._deal: Deal = []
+        self.dealings = Dealings()
         self._held: dict[Node, Values] = {}
         self._result: Values = {}  # of the round before
         self._given: Values | None = None  # the result of this round, from a member that had it already
@@ -91,21 +93,35 @@ class Rounds:
             DivergenceError: the members' results or states differ.
             SystemExit: this worker is not in the next view.
         """
+        return self._round(lambda group: self._sum(group, value_of, is_step))
 
+    def agree_on(self, compute: Callable[[ProcessGroup], Values]) -> Values:
+        """Runs a round; returns its result, which `compute` computes together with the members of a view.
+
+        It is called again in the next view if this one breaks, so it must leave what it computes with as it is.
+
+        Raises:
+            DivergenceError: the members' results or states differ.
+            SystemExit: this worker is not in the next view.
+        """
+        return self._round(lambda group: self._agreed_on(group, compute(group), None))
+
+    def _round(self, agreed_result: Callable[[ProcessGroup], Values]) -> Values:
         def attempt() -> Values:
             if self._group is None:
                 self._enter_next()
-            if self._given is not None:
-                return self._given
-            return self._sum(self._group_now(), value_of, is_step)
+            return self._given if self._given is not None else agreed_result(self._group_now())
 
         reach("round.begun")
         result: Values = self._until_it_holds(attempt)
         self._commit(result)
         return result
 
-    def begin_batch(self) -> None:
+    def begin_batch(self) -> ViewChange | None:
         """Enters the next view if all members have heard of it; the state belongs to no batch here.
+
+        Returns:
+            Who has come and gone since the last batch, the same on every member; None if nobody has.
 
         Raises:
             SystemExit: this worker is not in that view.
@@ -120,6 +136,7 @@ class Rounds:
 
         self._until_it_holds(attempt)
         self._tell_deal()
+        return self.dealings.begin(self.number, self._view.members)
 
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another any more."""
@@ -169,7 +186,8 @@ class Rounds:
         group = self._meeting.enter(view)
         reach("view.formed")
         held = tuple((node.first, node.stop) for node in self._held)
-        statuses = exchange_statuses(group, Status(self.number, held, self._shard_ns))
+        statuses = exchange_statuses(group, Status(self.number, held, self._shard_ns, self.dealings.latest))
+        self.dealings.learn([status.dealt for status in statuses], is_new=self.number == FRESH)
         agreed = agree(statuses, self._shards)
         even = even_counts(self._shards, len(statuses))
         self._counts = fair_counts(self._shards, [status.shard_ns for status in statuses], even)
@@ -219,7 +237,9 @@ class Rounds:
         if audit is not None and group.rank() in audit.others:
             self._audited = digest_of(value_of(audit.shard))
         reach("round.computed")
-        result = sum_over_ranks(self._held, self._deal, self._shards, group)
+        return self._agreed_on(group, sum_over_ranks(self._held, self._deal, self._shards, group), audit)
+
+    def _agreed_on(self, group: ProcessGroup, result: Values, audit: Audit | None) -> Values:
         reach("round.summed")
         self._vote(group, result, audit)
         reach("round.voted")

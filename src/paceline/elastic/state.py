@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-import torch
-
 from paceline.elastic import failpoints
-from paceline.elastic.connection import LauncherConnection, same_bits_as
+from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.dealings import ViewChange
+from paceline.elastic.loops import Loop, ShardsLoop, UsualLoop
 from paceline.elastic.messages import Leaving
-from paceline.elastic.registry import Registry, Stateful
+from paceline.elastic.registry import Stateful
 from paceline.elastic.rounds import Rounds
+from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.sharded.logical import LogicalShards
 
 
 class ElasticState:
     """Keeps the state of a training run through the deaths, departures and arrivals of workers.
 
-    The loop is that of `LogicalShards` with `ShardLoader`. When a worker dies in the middle of a step, the others
+    The loop is that of `LogicalShards` with `ShardLoader`, or the usual one of `DistributedDataParallel` with
+    `StatefulLoader` (see below). When a worker dies in the middle of a step, the others
     compute its shards of that step and go on; none of them is restarted. A worker that comes late runs the script from
     the top, is given the state in `epochs`, and takes part from the next step on. Since a step depends on the number of
     shards and not on that of workers, the results have the same bits as those of one process that nothing disturbed.
@@ -32,12 +34,19 @@ class ElasticState:
     `shards.backward` nothing may change the state; schedulers step after the optimizer. A loop that is resumed in the
     middle of an epoch runs the lines before the loader's `for` again.
 
+    In the usual loop the others finish the step with the mean over their own samples, and the samples of the worker
+    that died come again at the end of the epoch: no step is lost, and each sample is used once. The bits depend on who
+    died when. Each batch has a backward, or `skip_batch`, on every worker.
+
     Args:
-        shards: the logical shards, which hold the model.
+        model: the logical shards, which hold the model, or the model in a DistributedDataParallel.
+        on_view: is called with a `ViewChange` at the beginning of the first batch that other workers train on than the
+            one before, with the same arguments on every worker, so that it may change learning rates.
         others: everything else that has a state, by name: the optimizer, the scheduler, the loader, ....
 
     Raises:
         TypeError: one of the others has no state_dict and load_state_dict.
+        ValueError: the DistributedDataParallel or its loader was made with an option that needs ranks which stay.
 
     Example::
 
@@ -50,12 +59,31 @@ class ElasticState:
                 optimizer.zero_grad()
                 shards.backward(lambda xy: loss_function(model(xy[0]), xy[1]), batches)
                 optimizer.step()
+
+    The usual loop::
+
+        model = paceline.DistributedDataParallel(model)
+        loader = paceline.StatefulLoader(dataset, batch_size=8)
+        state = paceline.ElasticState(model, optimizer=optimizer, loader=loader)
+        for epoch in state.epochs(20):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss_function(model(inputs), targets).backward()
+                optimizer.step()
     """
 
-    def __init__(self, shards: LogicalShards, **others: Stateful) -> None:
-        self._shards = shards
+    def __init__(
+        self,
+        model: LogicalShards | DistributedDataParallel,
+        *,
+        on_view: Callable[[ViewChange], None] | None = None,
+        **others: Stateful,
+    ) -> None:
+        self._model = model
+        self._loop: Loop = ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others.values())
+        self._on_view = on_view
         self._epoch = 0
-        self._registry = Registry(shards.module, {**others, "epoch": self})
+        self._registry = self._loop.registry({**others, "epoch": self})
         self._rounds: Rounds | None = None
 
     @property
@@ -73,11 +101,27 @@ class ElasticState:
         connection = LauncherConnection.of_environment()
         if connection is not None:
             self._join(connection)
+        else:
+            self._tell(ViewChange(1, ("0",), ()))
         while self._epoch < count:
             yield self._epoch
             self._epoch += 1
         if self._rounds is not None:
             self._rounds.finish()
+
+    def skip_batch(self) -> None:
+        """Takes part in the other workers' step without this worker's samples; in the usual loop, instead of backward.
+
+        The gradients are the mean over the samples of the others afterwards, and `optimizer.step()` must follow as
+        always. If all workers skip the batch, the gradients are as they were before the forward, which is None after
+        `optimizer.zero_grad()`, so that the optimizer does nothing. The samples do not come again in this epoch.
+
+        Raises:
+            TypeError: the loop is that of `LogicalShards`, in which every shard counts.
+        """
+        if isinstance(self._model, LogicalShards):
+            raise TypeError("skip_batch() was called in a loop of LogicalShards, whose steps need every shard")
+        self._model.skip_batch()
 
     def digest(self) -> str:
         """Returns the SHA-256 of the whole state, as 64 hexadecimal digits; it is the same on every worker."""
@@ -93,16 +137,18 @@ class ElasticState:
 
     def _join(self, connection: LauncherConnection) -> None:
         failpoints.arm_by_environment(connection.name)
-        shards = self._shards
-
-        def deal(mine: range) -> None:
-            shards.mine = mine
-
-        rounds = self._rounds = Rounds(shards.count, connection, self._registry, deal)
-        shards.sum_by(rounds, rounds.begin_batch)
+        rounds = self._rounds = self._loop.rounds(connection, self._registry, self._begin_batch)
         if threading.current_thread() is threading.main_thread():
             _leave_on_sigterm(connection, rounds)
-        rounds.join(_fingerprint(shards))
+        rounds.join(self._loop.fingerprint())
+
+    def _begin_batch(self) -> None:
+        assert self._rounds is not None
+        self._tell(self._rounds.begin_batch())
+
+    def _tell(self, change: ViewChange | None) -> None:
+        if change is not None and self._on_view is not None:
+            self._on_view(change)
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
@@ -114,19 +160,3 @@ def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
         connection.send(Leaving("SIGTERM"))
 
     signal.signal(signal.SIGTERM, leave)
-
-
-def _fingerprint(shards: LogicalShards) -> str:
-    """Returns what must be equal on two workers for their results to have the same bits."""
-    described = [
-        (name, tuple(tensor.shape), tensor.dtype)
-        for name, tensor in [*shards.module.named_parameters(), *shards.module.named_buffers()]
-    ]
-    return same_bits_as(
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        torch.get_num_threads(),
-        shards.count,
-        shards.seed,
-        described,
-    )

@@ -24,10 +24,10 @@ from paceline.parallel.ddp.arguments import (
 )
 from paceline.parallel.ddp.copying import CopyableModule
 from paceline.parallel.ddp.delayed import DelayedParameters, require_delayed
+from paceline.parallel.ddp.delegating import DelegatingModule
 from paceline.parallel.ddp.error_text import add_context, sending_buffers_context
 from paceline.parallel.ddp.hook import CommHook, Hook
 from paceline.parallel.ddp.join_hook import UnevenSteps
-from paceline.parallel.ddp.joining import JoinableModule
 from paceline.parallel.ddp.reducer import Reducer
 from paceline.parallel.ddp.start import start_alike
 from paceline.parallel.ddp.watched import WatchedModule
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel.distributed import _MixedPrecision
 
 
-class DistributedDataParallel(JoinableModule, CopyableModule):
+class DistributedDataParallel(DelegatingModule, CopyableModule):
     """Wraps `module` so that its backward averages the gradients over the ranks.
 
     Args:
@@ -155,7 +155,7 @@ class DistributedDataParallel(JoinableModule, CopyableModule):
         self._delayed_pairs = require_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._delay_trigger = (param_to_hook_all_reduce,)  # in a tuple, or it would be a parameter of the wrapper
         self.require_backward_grad_sync = True
-        self.overlap = bool(overlap)
+        self.overlap = self.asks_for_overlap = bool(overlap)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
@@ -202,7 +202,7 @@ class DistributedDataParallel(JoinableModule, CopyableModule):
             return self._call(args, kwargs)
         self._reducer.before_forward((args, kwargs))
         self._watched.check_unchanged()
-        if self.forward_sync_buffers and self.training:
+        if self.forward_sync_buffers and self.training and self._averages is None:
             self._send_buffers(root)
         output = self._call(args, kwargs)
         self._reducer.expect(output, any(tensor.requires_grad for tensor in find_tensors((args, kwargs))))
@@ -228,6 +228,7 @@ class DistributedDataParallel(JoinableModule, CopyableModule):
 
         The backward of the first forward after the context averages what was accumulated.
         """
+        self._require_not_elastic("no_sync", "without it, gradients accumulate too, and are averaged in each backward")
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -249,6 +250,7 @@ class DistributedDataParallel(JoinableModule, CopyableModule):
             ValueError: the module is `deterministic`.
         """
         self._require_not_deterministic("register_comm_hook")
+        self._require_not_elastic("register_comm_hook", "gradients are averaged as they are")
         if not callable(hook):
             raise TypeError(
                 f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"

@@ -54,9 +54,13 @@ class WatchedModule:
         """Returns the module's present parameters, and its buffers if asked for, since they may have been replaced."""
         return collect_tracked(self._module, self.tracked.ignored).tensors(with_buffers)
 
+    def current_buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers that `send_buffers` would copy."""
+        return self._structure.buffers()
+
     def has_buffers(self) -> bool:
         """Returns whether the module has buffers that `send_buffers` would copy."""
-        return bool(self._structure.buffers())
+        return bool(self.current_buffers())
 
     def send_buffers(self, root: int) -> None:
         """Copies the root's buffers to all ranks."""

@@ -1,0 +1,196 @@
+"""The usual loop in an elastic job: each sample counts once, and every step is the mean over those that count."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import elastic_job
+import elastic_usual
+import pytest
+import torch
+from elastic_job import Outcome
+from elastic_usual import BATCH, RATE, SAMPLES
+from torch import nn
+
+from paceline.elastic.failpoints import POINTS, POINTS_OF_MEANS
+
+WORKERS = ("0.0.0", "0.1.0", "0.2.0")
+EPOCHS = 2
+# Points that are only reached when a member lacks something that another has.
+RARE = {"result.before_sending", "result.received"}
+SWEPT = [point for point in (*POINTS, *POINTS_OF_MEANS) if point not in RARE]
+
+
+def run(failpoints: str = "", step_s: float = 0.003, workers: int = 3, **options: object) -> Outcome:
+    return elastic_job.run(
+        functools.partial(elastic_usual.train, EPOCHS, step_s, **options),
+        workers=workers,
+        failpoints=failpoints,
+        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+    )
+
+
+def result_of(outcome: Outcome) -> dict[str, Any]:
+    """Returns the result, which must be the same on all workers that have finished."""
+    assert outcome.code == 0, outcome
+    assert outcome.errors == {}, outcome
+    first, *others = outcome.results.values()
+    assert isinstance(first, dict)
+    assert all(each == first for each in others), outcome.results
+    return first
+
+
+def require_each_sample_once(result: dict[str, Any]) -> None:
+    """Requires that each epoch has used each sample in exactly one committed step."""
+    used = [index for step in result["shares"] for index in step]
+    assert len(used) == EPOCHS * SAMPLES
+    for at in range(0, len(used), SAMPLES):
+        assert sorted(used[at : at + SAMPLES]) == list(range(SAMPLES))
+    assert all(result["shares"])
+
+
+def require_reference(result: dict[str, Any]) -> None:
+    """Requires the parameters of one process that computes each step's mean in float64 from the recorded shares."""
+    torch.manual_seed(0)
+    model = elastic_usual.Counted(centres=False).double()
+    optimizer = torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
+    _, inputs, targets = elastic_usual.dataset().tensors
+    for step in result["shares"]:
+        optimizer.zero_grad()
+        chosen = torch.tensor(list(step))
+        losses = nn.functional.cross_entropy(model.net(inputs[chosen].double()), targets[chosen], reduction="none")
+        (losses * torch.tensor([*step.values()], dtype=torch.float64)).sum().backward()
+        assert sum(step.values()) == pytest.approx(1, abs=1e-5)
+        optimizer.step()
+    for param, found in zip(model.net.parameters(), result["parameters"], strict=True):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), param.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_undisturbed_steps_are_those_of_ddp() -> None:
+    result = result_of(run(centres=False))
+    require_each_sample_once(result)
+    require_reference(result)
+    for step in result["shares"][:3]:
+        assert [*step.values()] == pytest.approx([1 / (3 * BATCH)] * 3 * BATCH)
+    # The last step has 4 samples for 3 ranks: one has 2 of them, and each rank counts the same.
+    assert sorted(result["shares"][3].values()) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
+    assert result["views"] == [[3, [*WORKERS], []]]
+
+
+def test_weights_make_it_the_mean_over_samples() -> None:
+    result = result_of(run(centres=False, weighs=True))
+    require_each_sample_once(result)
+    require_reference(result)
+    assert [*result["shares"][3].values()] == pytest.approx([1 / 4] * 4)
+
+
+@pytest.mark.parametrize("point", SWEPT)
+def test_a_worker_may_be_killed_at_any_point(point: str) -> None:
+    fired = []
+    for worker in WORKERS:
+        count = 2 if point.startswith(("round", "batch", "mean")) else 1  # the others are reached once, if at all
+        outcome = run(f"{worker}:{point}@{count}=kill")
+        result = result_of(outcome)
+        require_each_sample_once(result)
+        require_reference(result)
+        fired += [worker] * (outcome.ended[worker] == -9)
+    assert fired, f"{point} was never reached"
+
+
+@pytest.mark.parametrize("point", ["round.begun", "mean.weighed", "round.summed", "round.voted", "batch.dealt"])
+def test_two_workers_may_be_killed_at_once(point: str) -> None:
+    outcome = run(f"0.1.0:{point}@3=kill,0.2.0:{point}@3=kill")
+    result = result_of(outcome)
+    assert outcome.ended["0.1.0"] == outcome.ended["0.2.0"] == -9
+    require_each_sample_once(result)
+    require_reference(result)
+
+
+@pytest.mark.parametrize("point", ["mean.weighed", "round.computed", "round.summed", "round.voted"])
+def test_lost_connections_lose_no_sample(point: str) -> None:
+    for worker in WORKERS:
+        outcome = run(f"{worker}:{point}@3=lose")
+        result = result_of(outcome)
+        assert set(outcome.ended) == set(WORKERS)
+        require_each_sample_once(result)
+        require_reference(result)
+        assert len(result["shares"]) == 4 * EPOCHS
+
+
+@pytest.mark.parametrize("point", sorted(RARE))
+def test_a_committed_mean_outlives_its_keepers(point: str) -> None:
+    fired = []
+    for late in WORKERS:
+        for worker in WORKERS:
+            outcome = run(f"{late}:round.voted@3=lose,{worker}:{point}@1=kill")
+            result = result_of(outcome)
+            require_each_sample_once(result)
+            require_reference(result)
+            fired += [worker] * (outcome.ended[worker] == -9)
+    assert fired, f"{point} was never reached"
+
+
+@pytest.mark.parametrize("point", ["round.begun", "round.voted", "mean.applied"])
+def test_buffers_follow_the_first_worker_that_counts(point: str) -> None:
+    result = result_of(run(f"0.0.0:{point}@2=kill", centres=True))
+    require_each_sample_once(result)
+    _, batches, has_begun = result["buffers"]
+    assert batches == len(result["shares"])
+    assert has_begun is True
+
+
+def test_newcomers_take_part_and_views_are_told() -> None:
+    result = result_of(run("0.1.0:round.voted@2=kill", step_s=0.3))
+    require_each_sample_once(result)
+    require_reference(result)
+    first, *later = result["views"]
+    assert first == [3, [*WORKERS], []]
+    came = [name for _, names, _ in later for name in names]
+    went = [name for _, _, names in later for name in names]
+    assert came == ["0.1.1"]
+    assert went == ["0.1.0"]
+    assert later[-1][0] == 3
+
+
+def test_a_batch_is_dealt_out_alike_across_views() -> None:
+    # A newcomer has come. Before 0.0.0 begins the batch it loses the view, in which 0.2.0 begins it; the newcomer dies.
+    failpoints = "0.1.0:round.voted@2=kill,0.0.0:view.agreed@3=lose,0.1.1:batch.dealt@1=kill"
+    outcome = run(failpoints, step_s=0.3)
+    result = result_of(outcome)
+    assert outcome.ended["0.1.1"] == -9
+    require_each_sample_once(result)
+    require_reference(result)
+
+
+def test_a_dead_loader_is_dealt_out_anew() -> None:
+    result = result_of(run("0.2.0:batch.dealt@2=kill", loader_workers=1))
+    require_each_sample_once(result)
+    require_reference(result)
+
+
+@pytest.mark.parametrize("kind", ["sample", "error"])
+def test_a_skipped_batch_counts_on_no_rank(kind: str) -> None:
+    result = result_of(run(skips=kind))
+    used = [index for step in result["shares"] for index in step]
+    assert 7 not in used
+    assert max(Counter(used).values()) == EPOCHS
+    assert len(used) >= EPOCHS * (SAMPLES - BATCH)  # in each epoch only the batch with sample 7 is missing
+    require_reference(result)
+
+
+def test_a_step_that_all_skip_changes_nothing() -> None:
+    result = result_of(run(skips="step"))
+    assert result["shares"][2] == {}
+    del result["shares"][2]
+    require_reference(result)
+
+
+def test_a_rank_without_backward_is_told_to_skip() -> None:
+    outcome = elastic_job.run(elastic_usual.careless, 1, workers=2)
+    assert outcome.code == 0, outcome
+    ((worker, error),) = outcome.errors.items()
+    assert worker == "0.1.0"
+    assert "had no backward" in error
+    assert "state.skip_batch()" in error

@@ -1,0 +1,174 @@
+"""Training programs of the usual loop for tests of elastic jobs; they record which samples counted in which step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline as dist
+
+SAMPLES = 22
+BATCH = 2
+RATE = 0.1
+
+
+class Centre(nn.Module):
+    """Subtracts a running mean, as batch normalisation does, but takes a batch of one sample too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("has_begun", torch.tensor(False))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs less the running mean."""
+        self.mean.lerp_(inputs.detach().mean(0), 0.1)
+        self.batches += 1
+        self.has_begun.fill_(True)
+        return inputs - self.mean
+
+
+class Counted(nn.Module):
+    """A network whose parameter `used` has, as its gradient, the share of each sample in the step's mean."""
+
+    def __init__(self, centres: bool) -> None:
+        super().__init__()
+        centre = Centre() if centres else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(4, 8), centre, nn.Tanh(), nn.Linear(8, 3))
+        self.used = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, indices: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the logits, and what adds the samples' shares to the loss."""
+        return self.net(inputs), self.used[indices].mean()
+
+
+@dataclass
+class Steps:
+    """The samples' shares in each committed step, and the changes of views, which belong to the state."""
+
+    shares: list[dict[int, float]] = field(default_factory=list)
+    views: list[list[Any]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns them."""
+        return {"shares": [list(each.items()) for each in self.shares], "views": self.views}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues after those of another worker."""
+        self.shares = [dict(map(tuple, each)) for each in state["shares"]]
+        self.views = list(state["views"])
+
+
+def dataset() -> TensorDataset:
+    """Returns the samples, with their numbers."""
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 4, generator=drawn)
+    return TensorDataset(torch.arange(SAMPLES), inputs, torch.randint(0, 3, (SAMPLES,), generator=drawn))
+
+
+def build(centres: bool) -> tuple[Counted, torch.optim.Optimizer]:
+    """Returns the network and its optimizer."""
+    torch.manual_seed(0)
+    model = Counted(centres)
+    return model, torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
+
+
+def train(
+    epochs: int,
+    step_s: float = 0.0,
+    *,
+    centres: bool = False,
+    weighs: bool = False,
+    skips: str = "",
+    loader_workers: int = 0,
+) -> dict[str, Any]:
+    """Trains; returns the digest of the state, the parameters and the record.
+
+    Args:
+        epochs: how many.
+        step_s: how long a step takes at least.
+        centres: whether the network has buffers.
+        weighs: whether a rank's weight is the number of its samples.
+        skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward, and "step"
+            for all ranks to skip the third step.
+        loader_workers: the loader's processes.
+    """
+    # torch starts the loader's processes as children of this one, which is a daemon itself.
+    multiprocessing.current_process()._config["daemon"] = False
+    dist.init_process_group(elastic=True)
+    inner, optimizer = build(centres)
+    model = dist.DistributedDataParallel(inner)
+    loader = dist.StatefulLoader(dataset(), BATCH, num_workers=loader_workers)
+    steps = Steps()
+    state = dist.ElasticState(
+        model,
+        optimizer=optimizer,
+        loader=loader,
+        steps=steps,
+        on_view=lambda change: steps.views.append([change.workers, [*change.came], [*change.went]]),
+    )
+    for _ in state.epochs(epochs):
+        for indices, inputs, targets in loader:
+            model.zero_grad()
+            if weighs:
+                model.weight(len(indices))
+            logits, shares = model(indices, inputs)
+            loss = nn.functional.cross_entropy(logits, targets) + shares
+            has_seventh = 7 in indices.tolist()
+            if (skips == "sample" and has_seventh) or (skips == "step" and len(steps.shares) == 2):
+                state.skip_batch()
+            elif skips == "error" and has_seventh:
+                skip_after_error(state, loss, logits)
+            else:
+                loss.backward()
+            steps.shares.append(_shares(inner.used.grad))
+            optimizer.step()
+            time.sleep(step_s)
+    return {
+        "digest": state.digest(),
+        "shares": steps.shares,
+        "views": steps.views,
+        "buffers": [buffer.tolist() for buffer in inner.buffers()],
+        "parameters": [param.tolist() for param in inner.net.parameters()],
+    }
+
+
+def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch.Tensor) -> None:
+    """Has a backward fail when it has begun, and skips the batch."""
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("out of luck")
+
+    logits.register_hook(fail)
+    try:
+        loss.backward()
+    except ArithmeticError:
+        state.skip_batch()
+
+
+def careless(epochs: int) -> None:
+    """Goes on to the next batch without backward, once, on the worker 0.1.0."""
+    dist.init_process_group(elastic=True)
+    inner, optimizer = build(centres=False)
+    model = dist.DistributedDataParallel(inner)
+    loader = dist.StatefulLoader(dataset(), BATCH)
+    state = dist.ElasticState(model, optimizer=optimizer, loader=loader)
+    for _ in state.epochs(epochs):
+        for step, (indices, inputs, _) in enumerate(loader):
+            if step != 1 or os.environ["PACELINE_WORKER"] != "0.1.0":
+                model(indices, inputs)[0].sum().backward()
+                optimizer.step()
+
+
+def _shares(gradient: torch.Tensor | None) -> dict[int, float]:
+    if gradient is None:
+        return {}
+    return {index: gradient[index].item() for index in gradient.nonzero().flatten().tolist()}

@@ -1,0 +1,127 @@
+"""A StatefulLoader whose ranks change between batches: every sample counts once, and all ranks stay at one position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from paceline import StatefulLoader
+from paceline.data.rest import Rest, Seat, Step
+
+
+class Dealt:
+    """A dealer that is told by the test; `counts` is what the loader has said of the latest batch."""
+
+    def __init__(self) -> None:
+        self.seat = Seat(1, 0)
+        self.counts = False
+
+    def begin_batch(self) -> Seat:
+        return self.seat
+
+    def handed_out(self, *, counts: bool) -> None:
+        self.counts = counts
+
+    def end_batch(self) -> None:
+        """Is told that the batch is over."""
+
+
+class Worker:
+    """One rank's loader in the middle of an epoch."""
+
+    def __init__(self, samples: int, remainder: str = "share") -> None:
+        self.dealer = Dealt()
+        self.loader = StatefulLoader(range(samples), 2, seed=5, remainder=remainder)
+        self.loader.deal_by(self.dealer)
+        self.batches: Iterator[object] = iter(self.loader)
+
+    def step(self, seat: Seat) -> list[int] | None:
+        """Returns the samples of the next batch that count; None at the end of the epoch."""
+        self.dealer.seat = seat
+        batch = next(self.batches, None)
+        return None if batch is None else batch.tolist() if self.dealer.counts else []
+
+
+def newcomer(like: Worker, samples: int) -> Worker:
+    worker = Worker(samples)
+    worker.loader.load_state_dict(like.loader.state_dict())
+    worker.batches = iter(worker.loader)
+    return worker
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_sample_counts_once_whoever_dies(seed: int) -> None:
+    drawn = random.Random(seed)
+    samples = drawn.randrange(1, 40)
+    workers = [Worker(samples) for _ in range(drawn.randrange(1, 5))]
+    used: list[int] = []
+    while True:
+        count = len(workers)
+        batches = [worker.step(Seat(count, rank)) for rank, worker in enumerate(workers)]
+        if None in batches:
+            assert batches == [None] * count
+            break
+        dead = {rank for rank in range(1, count) if drawn.random() < 0.2}
+        used += [index for rank, batch in enumerate(batches) if rank not in dead for index in batch or ()]
+        workers = [worker for rank, worker in enumerate(workers) if rank not in dead]
+        for worker in workers:
+            worker.loader.give_back(sorted(dead))
+        assert len({str(worker.loader.state_dict()) for worker in workers}) == 1
+        if drawn.random() < 0.3:
+            workers.append(newcomer(workers[0], samples))
+    assert sorted(used) == list(range(samples))
+    assert {worker.loader.epoch for worker in workers} == {1}
+
+
+def test_a_rank_without_samples_repeats_one_that_counts_not() -> None:
+    workers = [Worker(4) for _ in range(3)]
+    first = [worker.step(Seat(3, rank)) for rank, worker in enumerate(workers)]
+    assert sorted(index for batch in first for index in batch or ()) == [0, 1, 2, 3]
+    many = [Worker(2) for _ in range(3)]
+    assert many[2].step(Seat(3, 2)) == []
+    assert len(many[0].step(Seat(3, 0)) or ()) == 1
+
+
+def test_a_rank_that_is_late_for_a_batch_counts_not() -> None:
+    worker = Worker(8)
+    assert worker.step(Seat(2, None)) == []
+    assert worker.loader.state_dict()["position"] == 4
+
+
+def test_repeated_samples_do_not_come_again() -> None:
+    step = Step(Rest(6, 8), ranks=3, count=2)
+    assert step.places_of(2) == []
+    worker = Worker(2, remainder="repeat")
+    assert worker.step(Seat(3, 0)) is not None
+    worker.loader.give_back([2])
+    assert "returned" not in worker.loader.state_dict()
+
+
+def test_returned_samples_survive_in_a_checkpoint() -> None:
+    worker = Worker(8)
+    taken = worker.step(Seat(2, 0))
+    worker.loader.give_back([1])
+    plain = StatefulLoader(range(8), 3, seed=5, num_replicas=1, rank=0)
+    plain.load_state_dict(worker.loader.state_dict())
+    assert len(plain) == 2
+    rest = [index for batch in plain for index in batch.tolist()]
+    assert sorted([*rest, *(taken or ())]) == list(range(8))
+    assert plain.state_dict()["position"] == 0
+    assert "returned" not in plain.state_dict()
+
+
+def test_a_loader_for_certain_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_replicas=2 and rank=0.*leave both out"):
+        StatefulLoader(range(8), num_replicas=2, rank=0).deal_by(Dealt())
+
+
+def test_a_stream_is_refused() -> None:
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(TypeError, match="Numbers, a stream"):
+        StatefulLoader(Numbers()).deal_by(Dealt())
