@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launch import template
+from paceline.launch.lifeline import kill_group
 from paceline.launch.start_workers import Prepared
 from paceline.launch.starting import Interpreters, python, request_of
 from paceline.launch.worker import place
@@ -22,7 +24,7 @@ from paceline.launch.worker import place
 MODULES = ("torch", "torch._dynamo", "paceline.elastic.state")
 
 _LARGEST_ANSWER = 4096
-_ANSWER_S = 10.0  # a process that has not forked a worker by then never will
+_ANSWER_S = 30.0  # a process that has not forked a worker by then never will
 _MOST_TEMPLATES = 4
 
 
@@ -190,6 +192,7 @@ class Forker:
             self._connection.close()
             self._connection = None
         if self._process is not None:
-            self._process.kill()
+            if self._process.poll() is None:
+                kill_group(self._process.pid, signal.SIGKILL)  # with a worker that is just being forked
             self._process.wait()
             self._process = None
