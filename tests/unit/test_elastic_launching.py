@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.elastic.messages import LEFT_OUT
 from paceline.launch.elastic.chaos import Act, Chaos, acts_of
 from paceline.launch.elastic.frozen import PATIENCE_S, StopWatch
 from paceline.launch.elastic.ledger import Ledger
 from paceline.launch.elastic.places import Places
 from paceline.launch.elastic.replacement import (
-    LEFT_OUT,
     LONGEST_PAUSE_S,
     MOST_FAILED_STARTS,
     MOST_KILLED_STARTS,

@@ -29,12 +29,14 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
         held: the nodes of that round that it has the sums of.
         shard_ns: how long a shard takes on it, 0 if it has not computed any.
         dealt: the latest batch that it knows to have been dealt out.
+        has_begun: it is in the batch whose first round that is, or in a later round of it.
     """
 
     round: int
     held: tuple[tuple[int, int], ...] = ()
     shard_ns: int = 0
     dealt: Dealt = NOTHING_DEALT
+    has_begun: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 LARGEST = 1 << 16  # bytes of a datagram
+LEFT_OUT, OUTVOTED = 75, 76  # exit codes of workers that a view left out, or whose result or state was wrong
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

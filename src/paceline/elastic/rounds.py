@@ -23,7 +23,7 @@ from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
 from paceline.elastic.meeting import LOST, Meeting, describe_self, exchange_statuses
-from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Ready, View
+from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, Ready, View
 from paceline.elastic.registry import Registry, digest_of
 from paceline.elastic.speeds import even_counts, fair_counts, smoothed
 from paceline.elastic.vote import Ballot, OutvotedError, vote
@@ -31,8 +31,6 @@ from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
 from paceline.parallel.sharded.tree import Node, add_up
-
-_LEFT_OUT, _OUTVOTED = 75, 76  # exit codes of workers that the launcher replaces
 
 
 class Rounds:
@@ -65,6 +63,8 @@ class Rounds:
         self.dealings = Dealings()
         self._held: dict[Node, Values] = {}
         self._result: Values = {}  # of the round before
+        self._has_begun = False  # this worker is in a batch
+        self._others_have = False  # a member that is in the same round has begun its batch
         self._given: Values | None = None  # the result of this round, from a member that had it already
         self.is_leaving = False  # this worker was asked to end
         self._counts: list[int] = []  # of shards, by rank, in rounds to come
@@ -131,10 +131,13 @@ class Rounds:
         def attempt() -> None:
             if self._agreed > self._view.generation:
                 self._enter(self._connection.view(self._agreed))
-            while self._group is None or self._view.must_wait:
+            # A batch that another member has begun is finished, however few the members are.
+            while self._group is None or (self._view.must_wait and not self._others_have):
                 self._enter_next()
 
+        self._has_begun = False
         self._until_it_holds(attempt)
+        self._has_begun = True
         self._tell_deal()
         return self.dealings.begin(self.number, self._view.members)
 
@@ -178,15 +181,16 @@ class Rounds:
         return not view.is_planned or (self._group is not None and self._view.must_wait)
 
     def _enter(self, view: View) -> None:
-        before, self._view, self._group = self._view, view, None
+        before, self._view, self._group, self._given = self._view, view, None, None
         if self._connection.name not in view.members:
-            code = 0 if self.is_leaving else _LEFT_OUT
+            code = 0 if self.is_leaving else LEFT_OUT
             self._end(f"it is not in view {view.generation}, which follows view {before.generation}", code)
         reach("view.entering")
         group = self._meeting.enter(view)
         reach("view.formed")
-        held = tuple((node.first, node.stop) for node in self._held)
-        statuses = exchange_statuses(group, Status(self.number, held, self._shard_ns, self.dealings.latest))
+        statuses = exchange_statuses(group, self._status())
+        latest = max(status.round for status in statuses)
+        self._others_have = any(status.has_begun for status in statuses if status.round == latest)
         self.dealings.learn([status.dealt for status in statuses], is_new=self.number == FRESH)
         agreed = agree(statuses, self._shards)
         even = even_counts(self._shards, len(statuses))
@@ -198,6 +202,10 @@ class Rounds:
         self._deal = agreed.deal if any(status.held for status in statuses) else deal_runs(self._counts)
         self._group = group
         self._connection.send(Installed(view.generation, self.number))
+
+    def _status(self) -> Status:
+        held = tuple((node.first, node.stop) for node in self._held)
+        return Status(self.number, held, self._shard_ns, self.dealings.latest, self._has_begun)
 
     def _share(self, group: ProcessGroup, agreed: Agreement) -> None:
         """Gives the state or the latest result to those that lack it."""
@@ -264,7 +272,7 @@ class Rounds:
         try:
             ballots = vote(group, mine, self.number, self._view.members, audit)
         except OutvotedError as error:
-            self._end(str(error), _OUTVOTED)
+            self._end(str(error), OUTVOTED)
         self._agreed = min(ballot.heard for ballot in ballots)
         if self.number % speeds.EVERY == 0:
             counts = fair_counts(self._shards, [ballot.shard_ns for ballot in ballots], self._counts)
@@ -277,8 +285,9 @@ class Rounds:
         is_given = self._given is not None
         self._result, self._given, self._held, self._audited = result, None, {}, 0
         self.number += 1
-        if not is_given:  # otherwise the members agreed on the deal of the round that comes now
+        if not is_given:  # otherwise the members agreed on the round that comes now when they entered the view
             self._deal = deal_runs(self._counts)
+            self._others_have = False
         reach("round.committed")
 
     def _tell_deal(self) -> None:

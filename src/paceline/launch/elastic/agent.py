@@ -239,11 +239,22 @@ class ElasticAgent(Loop):
             self._say(f"the last traceback of slot {member.number}:\n{failure.record.text.rstrip()}")
 
     def _fence(self, member: Member) -> None:
-        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it."""
-        if not member.life.is_fenced:
+        """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it.
+
+        If there are no others, it is left alone: nobody else holds the job's state.
+        """
+        if not member.life.is_fenced and self._others_can_go_on(member):
             member.life.is_fenced = True
             self._connection.client.send(WorkerStalled(member.uid, f"stopped by a signal for {PATIENCE_S:g} s"))
             member.signal(signal.SIGKILL)
+
+    def _others_can_go_on(self, member: Member) -> bool:
+        if self._job.rendezvous.address is not None or self._members is None:
+            return True  # they may be on other machines
+        others = [each.life for each in self._members.members.values() if each is not member]
+        return member.life.took_part_s is None or any(
+            life.took_part_s is not None and not life.is_fenced for life in others
+        )
 
     def _close_places(self) -> None:
         if self._places is not None and self._members is not None:

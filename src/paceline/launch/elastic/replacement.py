@@ -6,13 +6,14 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from paceline.elastic.messages import LEFT_OUT
+
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 SOON_S = 60.0  # a worker that fails earlier than this after it took part has failed soon
 MOST_SOON = 3  # the slot is given up with the third failure soon after taking part
 MOST_FAILED_STARTS = 4  # ... with the fourth worker in a row that fails before it takes part
 MOST_KILLED_STARTS = 10  # ... with the tenth in a row that somebody kills before it takes part
-LEFT_OUT = 75  # a worker ends with this code when the others go on without it; another may come
 
 _CRASHES = frozenset(
     (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP)
