@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from dataclasses import dataclass, field
@@ -88,7 +87,6 @@ def train(
     centres: bool = False,
     weighs: bool = False,
     skips: str = "",
-    loader_workers: int = 0,
 ) -> dict[str, Any]:
     """Trains; returns the digest of the state, the parameters and the record.
 
@@ -99,14 +97,11 @@ def train(
         weighs: whether a rank's weight is the number of its samples.
         skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward, and "step"
             for all ranks to skip the third step.
-        loader_workers: the loader's processes.
     """
-    # torch starts the loader's processes as children of this one, which is a daemon itself.
-    multiprocessing.current_process()._config["daemon"] = False
     dist.init_process_group(elastic=True)
     inner, optimizer = build(centres)
     model = dist.DistributedDataParallel(inner)
-    loader = dist.StatefulLoader(dataset(), BATCH, num_workers=loader_workers)
+    loader = dist.StatefulLoader(dataset(), BATCH)
     steps = Steps()
     state = dist.ElasticState(
         model,
@@ -164,7 +159,7 @@ def careless(epochs: int) -> None:
     for _ in state.epochs(epochs):
         for step, (indices, inputs, _) in enumerate(loader):
             if step != 1 or os.environ["PACELINE_WORKER"] != "0.1.0":
-                model(indices, inputs)[0].sum().backward()
+                sum(each.sum() for each in model(indices, inputs)).backward()
                 optimizer.step()
 
 

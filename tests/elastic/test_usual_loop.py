@@ -164,12 +164,6 @@ def test_a_batch_is_dealt_out_alike_across_views() -> None:
     require_reference(result)
 
 
-def test_a_dead_loader_is_dealt_out_anew() -> None:
-    result = result_of(run("0.2.0:batch.dealt@2=kill", loader_workers=1))
-    require_each_sample_once(result)
-    require_reference(result)
-
-
 @pytest.mark.parametrize("kind", ["sample", "error"])
 def test_a_skipped_batch_counts_on_no_rank(kind: str) -> None:
     result = result_of(run(skips=kind))

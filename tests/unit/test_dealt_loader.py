@@ -32,9 +32,9 @@ class Dealt:
 class Worker:
     """One rank's loader in the middle of an epoch."""
 
-    def __init__(self, samples: int, remainder: str = "share") -> None:
+    def __init__(self, samples: int, remainder: str = "share", **options: object) -> None:
         self.dealer = Dealt()
-        self.loader = StatefulLoader(range(samples), 2, seed=5, remainder=remainder)
+        self.loader = StatefulLoader(range(samples), 2, seed=5, remainder=remainder, **options)
         self.loader.deal_by(self.dealer)
         self.batches: Iterator[object] = iter(self.loader)
 
@@ -83,6 +83,16 @@ def test_a_rank_without_samples_repeats_one_that_counts_not() -> None:
     many = [Worker(2) for _ in range(3)]
     assert many[2].step(Seat(3, 2)) == []
     assert len(many[0].step(Seat(3, 0)) or ()) == 1
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_what_was_read_ahead_for_others_is_not_used(persistent_workers: bool) -> None:
+    worker = Worker(12, num_workers=1, persistent_workers=persistent_workers)
+    used = worker.step(Seat(2, 0)) or []
+    worker.loader.give_back([1])
+    while batch := worker.step(Seat(1, 0)):
+        used += batch
+    assert sorted(used) == list(range(12))
 
 
 def test_a_rank_that_is_late_for_a_batch_counts_not() -> None:

@@ -119,6 +119,16 @@ def test_a_backward_outside_the_loop_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_batch_without_all_gradients_is_told_so() -> None:
+    model, state, loader = loop(Twice())
+    with pytest.raises(RuntimeError, match="the last backward.*norm"):
+        for _ in state.epochs(1):
+            for inputs in loader:
+                model(inputs)
+                (model.module.layer(inputs).sum()).backward()
+
+
+@pytest.mark.usefixtures("group")
 def test_shards_cannot_skip() -> None:
     state = dist.ElasticState(dist.LogicalShards(Twice(), 2))
     with pytest.raises(TypeError, match="every shard"):

@@ -34,6 +34,7 @@ class Averaging:
     def __init__(
         self, model: DistributedDataParallel, loader: StatefulLoader[object], on_batch: Callable[[], None]
     ) -> None:
+        self._model = model
         self._loader = loader
         self._on_batch = on_batch
         self._rounds: Rounds | None = None
@@ -73,9 +74,10 @@ class Averaging:
         """Requires that the batch has had a backward.
 
         Raises:
-            RuntimeError: it had none.
+            RuntimeError: it had none, or one that left parameters without a gradient.
         """
         if self._rounds_of_batch == 0:
+            self._model.require_averaged()
             raise RuntimeError(
                 f"worker {self._name or '0'}: the loop went on to the next batch, but the last one had no backward, "
                 "for which the other ranks wait. Call state.skip_batch() instead of backward, and then "

@@ -82,6 +82,15 @@ class DelegatingModule(JoinableModule):
         self._require_not_elastic("Join", "its StatefulLoader gives every rank a batch in every step")
         return super().join_hook(**kwargs)
 
+    def require_averaged(self) -> None:
+        """Requires that the latest backward was averaged.
+
+        Raises:
+            RuntimeError: it was not, since parameters have no gradient.
+        """
+        assert isinstance(self._reducer, DelegatingReducer)
+        self._reducer.require_averaged()
+
     def _require_delegable(self) -> None:
         tracked = self._watched.tracked
         refused = {

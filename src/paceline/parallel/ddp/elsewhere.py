@@ -76,6 +76,15 @@ class DelegatingReducer(Reducer):
         super().before_forward(inputs)
         self._averages.before_forward()
 
+    def require_averaged(self) -> None:
+        """Requires that the latest backward left no parameter without a gradient, for which the others would wait.
+
+        Raises:
+            RuntimeError: it did, which the message says with the names and the fix.
+        """
+        if self._state is State.INCOMPLETE:
+            self._raise_missing("the last backward")
+
     def make_static(self) -> None:
         """Lets backwards leave out parameters; nothing else depends on whether they are alike."""
         self._find_unused = True
