@@ -21,20 +21,30 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_cases import death
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from elastic_cases import death, joining, slow, speeds, undisturbed
 from elastic_cases.options import Options, Rows
 from report import machine, parser, show
 
 CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
     "death": death.measure,
     "peers": death.measure_peers,
+    "overhead": undisturbed.measure_overhead,
+    "shards": undisturbed.measure_shards,
+    "join": joining.measure,
+    "frozen": slow.measure,
+    "speeds": speeds.measure,
 }
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
     arguments.add_argument("--kills", type=int, default=200, help="in `death`; a tenth of it in each row of the others")

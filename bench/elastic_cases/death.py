@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 from collections.abc import Callable
 from random import Random
 
@@ -41,6 +42,7 @@ class Contestant:
         self._equal += len(results) == churn.workers and {result["digest"] for result in results} == {self._digest}
         self._lost += max(int(str(result["lost"])) for result in results)
         self._repeated += max(int(str(result["repeated"])) for result in results)
+        print(self.row(), file=sys.stderr)
 
     def row(self) -> dict[str, object]:
         figures = self.figures

@@ -38,6 +38,9 @@ class Job(Protocol):
             RuntimeError: it has failed.
         """
 
+    def output(self) -> str:
+        """Returns what it has printed so far."""
+
     def close(self) -> None:
         """Ends what still runs; idempotent."""
 
@@ -64,6 +67,7 @@ class Launched:
         return None not in codes
 
     def output(self) -> str:
+        """Returns what the launchers and their workers have printed."""
         return "".join(path.read_text() for path in sorted(self.directory.glob("output-*")))
 
     def close(self) -> None:
@@ -109,6 +113,7 @@ class TorchFT:
         return all(worker.poll() == 0 for worker in self._workers)
 
     def output(self) -> str:
+        """Returns what the lighthouse and the workers have printed."""
         return (self.directory / "output-0").read_text()
 
     def close(self) -> None:
@@ -130,7 +135,9 @@ def torchrun(workers: int, steps: int, restarts: int) -> Launched:
     """Starts torchrun's job of `train_ddp.py`."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
     script = (str(HERE / "train_ddp.py"), "{directory}", "--steps", str(steps))
-    return Launched([*launcher, "--max-restarts", str(restarts), *script])
+    # Workers that are started again would find the addresses of the dead ones in a store that the agent keeps.
+    fresh_store = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    return Launched([*fresh_store, *launcher, "--max-restarts", str(restarts), *script])
 
 
 def undisturbed_digest(steps: int, shards: int = 4) -> str:
