@@ -2,10 +2,10 @@
 
     python bench/elastic.py [--cases death peers overhead shards join frozen speeds] [--kills 200] [--json FILE]
 
-- death: a random worker is killed with kill -9 at random instants. `pause` is the longest time between two steps of each
-  survivor until the replacement takes part, less the median step; `back` runs until a step is committed that nobody had
-  committed before. Steps and samples that were lost are counted, and the digest is compared with that of a run of one
-  process.
+- death: a random worker is killed with kill -9 at random instants. `pause` is the longest time between two steps of
+  each survivor until the replacement takes part, less the median step; `back` runs until a step is committed that
+  nobody had committed before. Steps and samples that were lost are counted, and the digest is compared with that of a
+  run of one process.
 - peers: the same beside torchft (needs --torchft) and torchrun with gloo and checkpoints, job by job in turns.
 - overhead: the loop of shards in an elastic job against the same loop in a job that is not, in turns.
 - shards: the loop with as many shards as workers against DistributedDataParallel on the same samples.

@@ -19,6 +19,7 @@ from elastic_cases import timeline
 
 HERE = Path(__file__).resolve().parent
 _ENDING_S = 10.0
+_ALONE_S = 1.0
 _OF_A_JOB = ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE", "PACELINE_STORE", "RANK", "WORLD_SIZE")
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in _OF_A_JOB},
@@ -94,11 +95,11 @@ class TorchFT:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        settings = ("--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000")  # those of its README
+        of_its_readme = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
         lighthouse = str(Path(python).parent / "torchft_lighthouse")
         self._environment = {**ENVIRONMENT, "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
         self._output = open(self.directory / "output-0", "w")  # noqa: SIM115 - `close` closes it
-        self._lighthouse = self._popen(lighthouse, "--bind", f"[::]:{port}", *settings)
+        self._lighthouse = self._popen(lighthouse, "--bind", f"[::]:{port}", *of_its_readme)
         script, options = str(HERE / "train_torchft.py"), ("--steps", str(steps), "--replicas", str(workers))
         self._words = [(python, script, str(self.directory), *options, "--replica", str(n)) for n in range(workers)]
         self._workers = [self._popen(*words) for words in self._words]
@@ -107,10 +108,17 @@ class TorchFT:
         return subprocess.Popen(words, stdout=self._output, stderr=self._output, env=self._environment)
 
     def is_over(self) -> bool:
+        if any(worker.poll() == 0 for worker in self._workers):
+            # Whoever has not come back by now would find nobody, and train alone from the first step.
+            deadline = time.monotonic() + _ALONE_S
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for worker in self._workers:
+                    worker.wait(max(0.0, deadline - time.monotonic()))
+            return True
         for number, worker in enumerate(self._workers):
             if worker.poll():
                 self._workers[number] = self._popen(*self._words[number])
-        return all(worker.poll() == 0 for worker in self._workers)
+        return False
 
     def output(self) -> str:
         """Returns what the lighthouse and the workers have printed."""

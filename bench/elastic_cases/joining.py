@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
+from hosts.namespaces import enter
+from hosts.network import Network, ipv4
+
 from elastic_cases import jobs, timeline
 from elastic_cases.churn import Churn, disturb
 from elastic_cases.jobs import HERE, Job, Launched
 from elastic_cases.options import Options, Rows
 from elastic_cases.pauses import Figures, distribution
-from hosts.namespaces import enter
-from hosts.network import Network, ipv4
 
 _STEPS = 400  # of a job; between two deaths there are some seconds
 _RATE = "1gbit"
@@ -42,7 +43,9 @@ def measure(options: Options) -> tuple[str, Rows]:
 _TITLE = "the replacement of a worker that was killed"
 
 
-def _measure(where: str, mib: int, options: Options, start: Callable[[], Job], slots: tuple[int, ...]) -> dict[str, object]:
+def _measure(
+    where: str, mib: int, options: Options, start: Callable[[], Job], slots: tuple[int, ...]
+) -> dict[str, object]:
     figures, random = Figures(), Random(options.seed)
     while figures.deaths < options.few:
         churn = Churn(options.workers, _STEPS, options.few - figures.deaths, slots=slots)

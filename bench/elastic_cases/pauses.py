@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from elastic_cases.churn import Kill
 from elastic_cases.timeline import Commit
@@ -41,7 +42,7 @@ class Figures:
         commits = [note for note in notes if note.step > 0]
         of_slot = {slot: [each for each in commits if each.slot == slot] for slot in range(workers)}
         median_ns = statistics.median(
-            later.at_ns - earlier.at_ns for each in of_slot.values() for earlier, later in zip(each, each[1:])
+            later.at_ns - earlier.at_ns for each in of_slot.values() for earlier, later in pairwise(each)
         )
         self.steps.append(median_ns / _NS_A_MS)
         self.deaths += len(kills)
@@ -61,21 +62,23 @@ class Figures:
         everybody = [each for commits in of_slot.values() for each in commits]
         before = max(each.step for each in everybody if each.at_ns <= kill.at_ns)
         during = [each for each in everybody if kill.at_ns < each.at_ns < until_ns]
-        first = next(each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid)
-        self.joined.append((first.at_ns - kill.at_ns) / _NS_A_MS)
+        first = next((each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid), None)
+        if first is not None:  # otherwise the job was over before the replacement had come
+            self.joined.append((first.at_ns - kill.at_ns) / _NS_A_MS)
         self.back.append((min(each.at_ns for each in during if each.step > before) - kill.at_ns) / _NS_A_MS)
         for slot, commits in of_slot.items():
             if slot == kill.slot:
                 continue
             gaps = [
                 (later.at_ns - earlier.at_ns, later.step)
-                for earlier, later in zip(commits, commits[1:])
+                for earlier, later in pairwise(commits)
                 if kill.at_ns < later.at_ns < until_ns
             ]
-            entry = next((at for at, (_, step) in enumerate(gaps) if step == first.step), len(gaps) - 1)
-            waited_ns = max(gap_ns for gap_ns, _ in gaps[: max(entry, 1)])
+            entry = next((at for at, (_, step) in enumerate(gaps) if first is not None and step == first.step), None)
+            waited_ns = max(gap_ns for gap_ns, _ in gaps[: None if entry is None else max(entry, 1)])
             self.at_death.append((waited_ns - median_ns) / _NS_A_MS)
-            self.at_entry.append((gaps[entry][0] - median_ns) / _NS_A_MS)
+            if entry is not None:
+                self.at_entry.append((gaps[entry][0] - median_ns) / _NS_A_MS)
 
 
 def distribution(times_ms: Sequence[float], name: str = "") -> dict[str, object]:

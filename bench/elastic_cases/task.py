@@ -1,7 +1,7 @@
 """What the workers of every system train: a network that counts, in a parameter, how often each sample was used.
 
-The loss of a batch contains the mean of its samples' tallies. The gradient of that does not depend on anything else, so
-after training the parameter shows in how many committed steps each sample had a part, whatever the system did meanwhile.
+The loss of a batch contains the mean of its samples' tallies. The gradient of that does not depend on anything else,
+so after training the parameter shows in how many committed steps each sample had a part, whatever happened meanwhile.
 """
 
 from __future__ import annotations

@@ -20,14 +20,13 @@ from elastic_cases.turns import Turn
 
 def run(steps: Iterator[None], turn: Turn, of_a_turn: int) -> None:
     """Runs all steps, `of_a_turn` in each turn."""
-    done, started = 0, 0.0
-    for _ in steps:
-        if done % of_a_turn == 0:
-            if done:
+    started = 0.0
+    for number, _ in enumerate(steps):
+        if number % of_a_turn == 0:
+            if number:
                 turn.report((time.perf_counter() - started) / of_a_turn)
             turn.wait()
             started = time.perf_counter()
-        done += 1
     turn.report((time.perf_counter() - started) / of_a_turn)
 
 

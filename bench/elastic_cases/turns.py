@@ -1,4 +1,4 @@
-"""Loops in different jobs that take turns: whoever is not running a turn sleeps, and the times of a turn are its own."""
+"""Loops in different jobs that take turns: all others sleep, so that the times of a turn are its own."""
 
 from __future__ import annotations
 

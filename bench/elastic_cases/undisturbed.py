@@ -23,15 +23,16 @@ def measure_overhead(options: Options) -> tuple[str, Rows]:
     rows: Rows = []
     for model in options.models:
         times: dict[str, list[float]] = {"elastic": [], "plain": []}
-        with tempfile.TemporaryDirectory() as directory, turns(directory, options.workers, *times) as taking:
-            with contextlib.ExitStack() as running:
-                for job in times:
-                    running.enter_context(contextlib.closing(_launch(job, model, directory, options)))
-                taking.meet()
-                for number in range(_SETTLING_TURNS + options.rounds):
-                    for job, measured in times.items():
-                        seconds = taking.take(job)
-                        measured += [seconds] if number >= _SETTLING_TURNS else []
+        with contextlib.ExitStack() as opened:
+            directory = opened.enter_context(tempfile.TemporaryDirectory())
+            taking = opened.enter_context(turns(directory, options.workers, *times))
+            for job in times:
+                opened.enter_context(contextlib.closing(_launch(job, model, directory, options)))
+            taking.meet()
+            for number in range(_SETTLING_TURNS + options.rounds):
+                for job, measured in times.items():
+                    seconds = taking.take(job)
+                    measured += [seconds] if number >= _SETTLING_TURNS else []
         rows.append(_compared(model, times))
     return f"a step of the shards' loop on {options.workers} workers, elastic and not", rows
 
@@ -57,9 +58,9 @@ def measure_shards(options: Options) -> tuple[str, Rows]:
 
 def _rank_main(rank: int, models: tuple[str, ...], rounds: int, directory: str) -> None:
     import torch
-    from elastic_cases.loops import model_and_samples, optimizer_of, with_ddp, with_shards
 
     import paceline as dist
+    from elastic_cases.loops import model_and_samples, optimizer_of, with_ddp, with_shards
 
     torch.set_num_threads(1)
     dist.init_process_group()
