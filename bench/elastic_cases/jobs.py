@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from elastic_cases import timeline
 
 HERE = Path(__file__).resolve().parent
+Popen = subprocess.Popen[bytes]
 _ENDING_S = 10.0
 _ALONE_S = 1.0
 _OF_A_JOB = ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE", "PACELINE_STORE", "RANK", "WORLD_SIZE")
@@ -46,25 +47,36 @@ class Job(Protocol):
         """Ends what still runs; idempotent."""
 
 
-class Launched:
-    """A job of one or more launchers, which look after the workers."""
+def popen(words: Sequence[str], output: TextIO, environment: Mapping[str, str] = ENVIRONMENT) -> Popen:
+    """Starts a process without input, whose output goes to a file."""
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
 
-    def __init__(self, *commands: Sequence[str], start: Callable[..., subprocess.Popen[bytes]] | None = None) -> None:
+
+class Launched:
+    """A job of one or more launchers, which look after the workers.
+
+    Args:
+        commands: those of the launchers, in which `{directory}` stands for the job's directory.
+        start: starts a launcher, given its command and where its output goes.
+    """
+
+    def __init__(self, *commands: Sequence[str], start: Callable[[list[str], TextIO], Popen] = popen) -> None:
         self._made = tempfile.TemporaryDirectory(prefix="paceline-bench-")
         self.directory = Path(self._made.name)
-        start = start or subprocess.Popen
-        self._launchers = []
+        self._commands = commands
+        self._launchers: list[Popen] = []
         for number, command in enumerate(commands):
             words = [word.replace("{directory}", str(self.directory)) for word in command]
             with open(self.directory / f"output-{number}", "w") as output:
-                one = start(words, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
-            self._launchers.append(one)
+                self._launchers.append(start(words, output))
 
     def is_over(self) -> bool:
         codes = [launcher.poll() for launcher in self._launchers]
         if failed := [number for number, code in enumerate(codes) if code]:
             output = (self.directory / f"output-{failed[0]}").read_text()
-            raise RuntimeError(f"{self._launchers[failed[0]].args} ended with {codes}:\n{output[-3000:]}")
+            raise RuntimeError(
+                f"the launchers of {self._commands[0]} ended with the exit codes {codes}:\n{output[-3000:]}"
+            )
         return None not in codes
 
     def output(self) -> str:
@@ -104,8 +116,8 @@ class TorchFT:
         self._words = [(python, script, str(self.directory), *options, "--replica", str(n)) for n in range(workers)]
         self._workers = [self._popen(*words) for words in self._words]
 
-    def _popen(self, *words: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(words, stdout=self._output, stderr=self._output, env=self._environment)
+    def _popen(self, *words: str) -> Popen:
+        return popen(words, self._output, self._environment)
 
     def is_over(self) -> bool:
         if any(worker.poll() == 0 for worker in self._workers):

@@ -12,23 +12,24 @@ import paceline as dist
 
 
 class Repeated(torch.utils.data.Dataset[torch.Tensor]):
-    """The samples of one batch again and again."""
+    """The samples of one step again and again; each shard has a batch of its own, derived from the given one."""
 
-    def __init__(self, batch: torch.Tensor, count: int) -> None:
-        self._batch, self._count = batch, count
+    def __init__(self, batch: torch.Tensor, steps: int, shards: int) -> None:
+        self._step = torch.cat([batch.roll(shard, -1) for shard in range(shards)])
+        self._count = steps * len(self._step)
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self._batch[index % len(self._batch)]
+        return self._step[index % len(self._step)]
 
 
 def model_and_samples(name: str, steps: int, shards: int) -> tuple[nn.Module, Repeated, int]:
     """Returns a model of `bench/ddp.py`, the samples of so many steps, and how many of them a shard takes in a step."""
     torch.manual_seed(0)
     model, batch = build(name)
-    return model, Repeated(batch, steps * shards * len(batch)), len(batch)
+    return model, Repeated(batch, steps, shards), len(batch)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -53,7 +53,8 @@ class Turns:
         for connection in self._connections[job]:
             connection.sendall(b"!")
         answers = [_receive(connection, _SECONDS.size) for connection in self._connections[job]]
-        return statistics.median(_SECONDS.unpack(answer)[0] for answer in answers)
+        seconds: list[float] = [_SECONDS.unpack(answer)[0] for answer in answers]
+        return statistics.median(seconds)
 
     def meet(self) -> None:
         """Waits until all workers of all jobs have connected."""

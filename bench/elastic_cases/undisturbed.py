@@ -8,6 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 from elastic_cases.jobs import HERE, Launched
@@ -63,6 +64,7 @@ def _rank_main(rank: int, models: tuple[str, ...], rounds: int, directory: str) 
     from elastic_cases.loops import model_and_samples, optimizer_of, with_ddp, with_shards
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".* slow each other down")  # in all loops alike
     dist.init_process_group()
     ranks = dist.get_world_size()
     steps = _STEPS * (_SETTLING_TURNS + rounds) + 1  # an iterator stops once before its first step
