@@ -74,9 +74,8 @@ class Launched:
         codes = [launcher.poll() for launcher in self._launchers]
         if failed := [number for number, code in enumerate(codes) if code]:
             output = (self.directory / f"output-{failed[0]}").read_text()
-            raise RuntimeError(
-                f"the launchers of {self._commands[0]} ended with the exit codes {codes}:\n{output[-3000:]}"
-            )
+            command, code = self._commands[failed[0]], codes[failed[0]]
+            raise RuntimeError(f"{command} ended with exit code {code}:\n{output[-3000:]}")
         return None not in codes
 
     def output(self) -> str:
