@@ -179,7 +179,7 @@ def _gpu() -> Part:
 
 
 def _bench() -> Part:
-    more = [[sys.executable, f"bench/{name}.py"] for name in ("death", "hosts", "schedules")]
+    more = [[sys.executable, f"bench/{name}.py"] for name in ("death", "elastic", "hosts", "schedules")]
     return Part("bench", "runs every benchmark", [["make", "bench"], *more], 3 * _HOUR_S)
 
 

@@ -1,0 +1,81 @@
+"""What does it cost an elastic job when workers die, freeze, join or are slow, and when nothing happens?
+
+    python bench/elastic.py [--cases death peers overhead shards join frozen speeds] [--kills 200] [--json FILE]
+
+- death: a random worker is killed with kill -9 at random instants. `pause` is the longest time between two steps of
+  each survivor until the replacement takes part, less the median step; `back` runs until a step is committed that
+  nobody had committed before. Steps and samples that were lost are counted, and the digest is compared with that of a
+  run of one process.
+- peers: the same beside torchft (needs --torchft) and torchrun with gloo and checkpoints, job by job in turns.
+- overhead: the loop of shards in an elastic job against the same loop in a job that is not, in turns.
+- shards: the loop with as many shards as workers against DistributedDataParallel on the same samples.
+- join: how long a replacement takes to take part, and the others' pause when it does, for states of several sizes, on
+  one machine and on two (network namespaces at 1 Gbit/s, as root).
+- frozen: a worker is stopped (SIGSTOP), and another is 10 times slower than the others.
+- speeds: workers of the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
+
+For torchft: python -m venv DIR && DIR/bin/pip install torchft-nightly, then --torchft DIR/bin/python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from elastic_cases import death, joining, slow, speeds, undisturbed
+from elastic_cases.options import Options, Rows
+from report import machine, parser, show
+
+CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
+    "death": death.measure,
+    "peers": death.measure_peers,
+    "overhead": undisturbed.measure_overhead,
+    "shards": undisturbed.measure_shards,
+    "join": joining.measure,
+    "frozen": slow.measure,
+    "speeds": speeds.measure,
+}
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
+    arguments.add_argument("--kills", type=int, default=200, help="in `death`; a tenth of it in each row of the others")
+    arguments.add_argument("--workers", type=int, default=4)
+    arguments.add_argument("--steps", type=int, default=1500, help="of every job whose workers are killed")
+    arguments.add_argument("--rounds", type=int, default=15, help="of the loops that take turns")
+    arguments.add_argument("--states", type=int, nargs="+", default=[1, 100, 1024], metavar="MIB", help="of `join`")
+    arguments.add_argument("--models", nargs="+", default=["transformer", "CNN"], help="those of bench/ddp.py")
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument(
+        "--torchft", metavar="PYTHON", default=os.environ.get("TORCHFT_PYTHON"), help="an interpreter that has torchft"
+    )
+    given = arguments.parse_args()
+    options = Options(
+        workers=given.workers,
+        steps=given.steps,
+        kills=given.kills,
+        rounds=given.rounds,
+        states=tuple(given.states),
+        models=tuple(given.models),
+        torchft=given.torchft,
+        seed=given.seed,
+    )
+    tables = []
+    for case in given.cases:
+        title, rows = CASES[case](options)
+        show(title, rows, None)
+        tables.append({"case": case, "title": title, "rows": rows})
+    if given.json:
+        Path(given.json).write_text(json.dumps({"machine": machine(), "tables": tables}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Kills or stops a random worker of a job again and again, at random instants drawn from a seed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from random import Random
+
+from elastic_cases import timeline
+from elastic_cases.jobs import Job
+
+_POLL_S = 0.02
+_LAST_PART = 0.85  # of the steps; whoever is killed later is not back before the end
+_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A worker that was killed, and when (monotonic)."""
+
+    slot: int
+    pid: int
+    at_ns: int
+
+
+@dataclass(frozen=True)
+class Churn:
+    """What happens to the workers of a job.
+
+    The next kill comes after all of `workers` slots have committed a step since the one before, and a random time of up
+    to `rest_s`.
+
+    Attributes:
+        workers: how many slots there are.
+        steps: how many steps the job has.
+        most: how often workers are killed at most; the job may be too short for that.
+        signal: what they get.
+        rest_s: the longest time between everybody's return and the next kill.
+        slots: whom it may be; all if empty.
+    """
+
+    workers: int
+    steps: int
+    most: int
+    signal: int = signal.SIGKILL
+    rest_s: float = 1.0
+    slots: tuple[int, ...] = ()
+
+
+def disturb(job: Job, churn: Churn, random: Random) -> list[Kill]:
+    """Runs a job to its end; returns whom it has killed.
+
+    Raises:
+        TimeoutError: the job does not end.
+    """
+    kills: list[Kill] = []
+    due_s: float | None = None
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not job.is_over():
+        time.sleep(_POLL_S)
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            raise TimeoutError(f"the job does not end; it has printed:\n{job.output()[-3000:]}")
+        notes = timeline.latest(job.directory)
+        since_ns = kills[-1].at_ns if kills else 0
+        back = {note.slot: note.pid for note in notes if note.at_ns > since_ns}
+        furthest = max((note.step for note in notes), default=0)
+        if len(kills) == churn.most or furthest > _LAST_PART * churn.steps or len(back) < churn.workers:
+            due_s = None
+            continue
+        due_s = now_s + random.uniform(0.0, churn.rest_s) if due_s is None else due_s
+        if now_s >= due_s:
+            slot = random.choice(churn.slots or sorted(back))
+            os.kill(back[slot], churn.signal)
+            kills.append(Kill(slot, back[slot], time.monotonic_ns()))
+            due_s = None
+    return kills

@@ -1,0 +1,175 @@
+"""Jobs that run beside the benchmark, each in a directory of its own; closed, none of their processes runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from elastic_cases import timeline
+
+HERE = Path(__file__).resolve().parent
+Popen = subprocess.Popen[bytes]
+_ENDING_S = 10.0
+_ALONE_S = 1.0
+_OF_A_JOB = ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE", "PACELINE_STORE", "RANK", "WORLD_SIZE")
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in _OF_A_JOB},
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Job(Protocol):
+    """A running job."""
+
+    directory: Path
+
+    def is_over(self) -> bool:
+        """Whether the job has ended well; keeps it going otherwise.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+
+    def output(self) -> str:
+        """Returns what it has printed so far."""
+
+    def close(self) -> None:
+        """Ends what still runs; idempotent."""
+
+
+def popen(words: Sequence[str], output: TextIO, environment: Mapping[str, str] = ENVIRONMENT) -> Popen:
+    """Starts a process without input, whose output goes to a file."""
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+
+
+class Launched:
+    """A job of one or more launchers, which look after the workers.
+
+    Args:
+        commands: those of the launchers, in which `{directory}` stands for the job's directory.
+        start: starts a launcher, given its command and where its output goes.
+    """
+
+    def __init__(self, *commands: Sequence[str], start: Callable[[list[str], TextIO], Popen] = popen) -> None:
+        self._made = tempfile.TemporaryDirectory(prefix="paceline-bench-")
+        self.directory = Path(self._made.name)
+        self._commands = commands
+        self._launchers: list[Popen] = []
+        for number, command in enumerate(commands):
+            words = [word.replace("{directory}", str(self.directory)) for word in command]
+            with open(self.directory / f"output-{number}", "w") as output:
+                self._launchers.append(start(words, output))
+
+    def is_over(self) -> bool:
+        codes = [launcher.poll() for launcher in self._launchers]
+        if failed := [number for number, code in enumerate(codes) if code]:
+            output = (self.directory / f"output-{failed[0]}").read_text()
+            command, code = self._commands[failed[0]], codes[failed[0]]
+            raise RuntimeError(f"{command} ended with exit code {code}:\n{output[-3000:]}")
+        return None not in codes
+
+    def output(self) -> str:
+        """Returns what the launchers and their workers have printed."""
+        return "".join(path.read_text() for path in sorted(self.directory.glob("output-*")))
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for launcher in self._launchers:
+                if launcher.poll() is None:
+                    launcher.send_signal(number)
+            deadline = time.monotonic() + _ENDING_S
+            for launcher in self._launchers:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(max(0.0, deadline - time.monotonic()))
+        for note in timeline.latest(self.directory):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(note.pid, signal.SIGKILL)
+        self._made.cleanup()
+
+
+class TorchFT:
+    """Replica groups of one worker each, with a lighthouse; whoever dies is started again, as a scheduler would."""
+
+    def __init__(self, python: str, workers: int, steps: int) -> None:
+        self._made = tempfile.TemporaryDirectory(prefix="paceline-bench-")
+        self.directory = Path(self._made.name)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        of_its_readme = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+        lighthouse = str(Path(python).parent / "torchft_lighthouse")
+        self._environment = {**ENVIRONMENT, "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
+        self._output = open(self.directory / "output-0", "w")  # noqa: SIM115 - `close` closes it
+        self._lighthouse = self._popen(lighthouse, "--bind", f"[::]:{port}", *of_its_readme)
+        script, options = str(HERE / "train_torchft.py"), ("--steps", str(steps), "--replicas", str(workers))
+        self._words = [(python, script, str(self.directory), *options, "--replica", str(n)) for n in range(workers)]
+        self._workers = [self._popen(*words) for words in self._words]
+
+    def _popen(self, *words: str) -> Popen:
+        return popen(words, self._output, self._environment)
+
+    def is_over(self) -> bool:
+        if any(worker.poll() == 0 for worker in self._workers):
+            # Whoever has not come back by now would find nobody, and train alone from the first step.
+            deadline = time.monotonic() + _ALONE_S
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for worker in self._workers:
+                    worker.wait(max(0.0, deadline - time.monotonic()))
+            return True
+        for number, worker in enumerate(self._workers):
+            if worker.poll():
+                self._workers[number] = self._popen(*self._words[number])
+        return False
+
+    def output(self) -> str:
+        """Returns what the lighthouse and the workers have printed."""
+        return (self.directory / "output-0").read_text()
+
+    def close(self) -> None:
+        for process in [*self._workers, self._lighthouse]:
+            process.kill()
+            process.wait()
+        self._output.close()
+        self._made.cleanup()
+
+
+def elastic(workers: int, steps: int, *options: str, shards: int = 4) -> Launched:
+    """Starts Paceline's job of `train_shards.py`."""
+    launcher = (sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(workers))
+    script = (str(HERE / "train_shards.py"), "{directory}", "--steps", str(steps), "--shards", str(shards))
+    return Launched([*launcher, *script, *options])
+
+
+def torchrun(workers: int, steps: int, restarts: int) -> Launched:
+    """Starts torchrun's job of `train_ddp.py`."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers))
+    script = (str(HERE / "train_ddp.py"), "{directory}", "--steps", str(steps))
+    # Workers that are started again would find the addresses of the dead ones in a store that the agent keeps.
+    fresh_store = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    return Launched([*fresh_store, *launcher, "--max-restarts", str(restarts), *script])
+
+
+def undisturbed_digest(steps: int, shards: int = 4) -> str:
+    """Returns the digest of a run of one process without a launcher."""
+    script = (str(HERE / "train_shards.py"), "{directory}", "--steps", str(steps), "--shards", str(shards))
+    job = Launched([sys.executable, *script])
+    with contextlib.closing(job):
+        while not job.is_over():
+            time.sleep(0.05)
+        (result,) = results_of(job.directory)
+        return str(result["digest"])
+
+
+def results_of(directory: Path) -> list[dict[str, object]]:
+    """Returns what the workers that came to the end of their loop have left."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("result-*")) if not path.suffix]

@@ -1,0 +1,91 @@
+"""Turns the notes of a job's workers, and the list of those that were killed, into figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from elastic_cases.churn import Kill
+from elastic_cases.timeline import Commit
+
+_NS_A_MS = 1e6
+
+
+@dataclass
+class Figures:
+    """What the deaths of one or more jobs have cost; times are in ms.
+
+    Attributes:
+        at_death: for each death and each other slot, the longest time between two steps before the replacement's first
+            one, less the median step.
+        at_entry: the same for the replacement's first step.
+        back: for each death, the time until a step was committed that nobody had committed before.
+        joined: for each death, the time until the replacement's first step.
+    """
+
+    at_death: list[float] = field(default_factory=list)
+    at_entry: list[float] = field(default_factory=list)
+    back: list[float] = field(default_factory=list)
+    joined: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  # the median step of each job
+    deaths: int = 0
+    lost: int = 0  # steps that nobody has committed
+    redone: int = 0  # steps that a slot has committed before
+    given_up: int = 0
+    restarted: int = 0  # workers that were started again though nobody had killed them
+
+    def add(self, notes: Sequence[Commit], kills: Sequence[Kill], workers: int, steps: int) -> None:
+        """Adds a job that has ended."""
+        commits = [note for note in notes if note.step > 0]
+        of_slot = {slot: [each for each in commits if each.slot == slot] for slot in range(workers)}
+        median_ns = statistics.median(
+            later.at_ns - earlier.at_ns for each in of_slot.values() for earlier, later in pairwise(each)
+        )
+        self.steps.append(median_ns / _NS_A_MS)
+        self.deaths += len(kills)
+        self.lost += steps - len({each.step for each in commits})
+        counts = Counter((each.slot, each.step) for each in commits)
+        most = Counter[int]()
+        for (_, step), count in counts.items():
+            most[step] = max(most[step], count)
+        self.redone += sum(count - 1 for count in most.values())
+        self.given_up += len({note.step for note in notes if note.step < 0})
+        self.restarted += len({note.pid for note in notes}) - workers - len(kills)
+        for number, kill in enumerate(kills):
+            until_ns = kills[number + 1].at_ns if number + 1 < len(kills) else commits[-1].at_ns + 1
+            self._add_kill(of_slot, kill, until_ns, median_ns)
+
+    def _add_kill(self, of_slot: dict[int, list[Commit]], kill: Kill, until_ns: int, median_ns: float) -> None:
+        everybody = [each for commits in of_slot.values() for each in commits]
+        before = max(each.step for each in everybody if each.at_ns <= kill.at_ns)
+        during = [each for each in everybody if kill.at_ns < each.at_ns < until_ns]
+        first = next((each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid), None)
+        if first is not None:  # otherwise the job was over before the replacement had come
+            self.joined.append((first.at_ns - kill.at_ns) / _NS_A_MS)
+        self.back.append((min(each.at_ns for each in during if each.step > before) - kill.at_ns) / _NS_A_MS)
+        for slot, commits in of_slot.items():
+            if slot == kill.slot:
+                continue
+            gaps = [
+                (later.at_ns - earlier.at_ns, later.step)
+                for earlier, later in pairwise(commits)
+                if kill.at_ns < later.at_ns < until_ns
+            ]
+            entry = next((at for at, (_, step) in enumerate(gaps) if first is not None and step == first.step), None)
+            waited_ns = max(gap_ns for gap_ns, _ in gaps[: None if entry is None else max(entry, 1)])
+            self.at_death.append((waited_ns - median_ns) / _NS_A_MS)
+            if entry is not None:
+                self.at_entry.append((gaps[entry][0] - median_ns) / _NS_A_MS)
+
+
+def distribution(times_ms: Sequence[float], name: str = "") -> dict[str, object]:
+    """Returns n, the median, the 99th percentile and the maximum, as columns of a table."""
+    columns = [f"{name} {column}".strip() for column in ("n", "p50 ms", "p99 ms", "max ms")]
+    if len(times_ms) < 2:
+        only = times_ms[0] if times_ms else None
+        return dict(zip(columns, (len(times_ms), only, only, only), strict=True))
+    cuts = statistics.quantiles(times_ms, n=100, method="inclusive")
+    return dict(zip(columns, (len(times_ms), cuts[49], cuts[98], max(times_ms)), strict=True))

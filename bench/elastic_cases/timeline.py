@@ -1,0 +1,75 @@
+"""Where workers note each step that they have committed, so that it is known after a kill -9."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_NOTE = struct.Struct("qq")  # the number of a step, and when it was committed; the negative number of one given up
+
+
+class Recorder:
+    """Writes the notes of this process, each with one system call.
+
+    Args:
+        directory: where all workers of the job write.
+        slot: which of the job's workers this one is; the replacement of a dead worker has the same slot.
+    """
+
+    def __init__(self, directory: str, slot: int) -> None:
+        self._file = os.open(Path(directory, f"steps-{slot}-{os.getpid()}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def committed(self, step: int) -> None:
+        """Notes that the parameters have changed by step number `step`, counted from 1."""
+        os.write(self._file, _NOTE.pack(step, time.monotonic_ns()))
+
+    def given_up(self, step: int) -> None:
+        """Notes that step number `step` was computed and did not change the parameters."""
+        os.write(self._file, _NOTE.pack(-step, time.monotonic_ns()))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A step that a process has committed, and when (monotonic)."""
+
+    slot: int
+    pid: int
+    step: int
+    at_ns: int
+
+
+def read(directory: Path) -> list[Commit]:
+    """Returns all notes in the order of their times; `step` is negative in those of steps that were given up."""
+    notes = []
+    for path in directory.glob("steps-*"):
+        slot, pid = map(int, path.name.split("-")[1:])
+        content = path.read_bytes()
+        whole = content[: len(content) // _NOTE.size * _NOTE.size]
+        notes += [Commit(slot, pid, step, at_ns) for step, at_ns in _NOTE.iter_unpack(whole)]
+    return sorted(notes, key=lambda note: note.at_ns)
+
+
+def latest(directory: Path) -> list[Commit]:
+    """Returns the last note of each process that still runs."""
+    notes = []
+    for path in directory.glob("steps-*"):
+        slot, pid = map(int, path.name.split("-")[1:])
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END) // _NOTE.size * _NOTE.size
+            file.seek(max(0, size - _NOTE.size))
+            last = file.read(_NOTE.size)
+        if len(last) == _NOTE.size and is_alive(pid):
+            step, at_ns = _NOTE.unpack(last)
+            notes.append(Commit(slot, pid, abs(step), at_ns))
+    return notes
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False

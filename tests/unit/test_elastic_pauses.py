@@ -1,0 +1,76 @@
+"""What `bench/elastic.py` makes of the notes of workers that were killed."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))  # behind tests, since both have a module `hosts`
+
+from elastic_cases import timeline
+from elastic_cases.churn import Kill
+from elastic_cases.pauses import Figures, distribution
+from elastic_cases.timeline import Commit
+
+MS = 1_000_000
+
+
+def commits(slot: int, pid: int, times_ms: dict[int, int]) -> list[Commit]:
+    """The notes of a process: when it committed which step."""
+    return [Commit(slot, pid, step, at_ms * MS) for step, at_ms in times_ms.items()]
+
+
+def figures_of(*notes: Commit, kill: Kill, steps: int) -> Figures:
+    figures = Figures()
+    figures.add(sorted(notes, key=lambda note: note.at_ns), [kill], 2, steps)
+    return figures
+
+
+def test_the_pause_ends_before_the_replacements_step() -> None:
+    survivor = commits(0, 10, {1: 10, 2: 20, 3: 130, 4: 140, 5: 150, 6: 210, 7: 220, 8: 230})
+    dead = commits(1, 11, {1: 10, 2: 20})
+    replacement = commits(1, 12, {6: 210, 7: 220, 8: 230})
+    figures = figures_of(*survivor, *dead, *replacement, kill=Kill(1, 11, 25 * MS), steps=8)
+    assert figures.steps == [10.0]
+    assert figures.at_death == [110.0 - 10.0]
+    assert figures.at_entry == [60.0 - 10.0]
+    assert figures.back == [130.0 - 25.0]
+    assert figures.joined == [210.0 - 25.0]
+    assert (figures.lost, figures.redone, figures.restarted) == (0, 0, 0)
+
+
+def test_steps_that_all_do_again_are_counted_once() -> None:
+    first = [note for slot in (0, 1) for note in commits(slot, 10 + slot, {1: 10, 2: 20, 3: 30})]
+    again = [note for slot in (0, 1) for note in commits(slot, 20 + slot, {2: 530, 3: 540, 4: 550})]
+    figures = figures_of(*first, *again, kill=Kill(1, 11, 35 * MS), steps=5)
+    assert figures.redone == 2
+    assert figures.lost == 1, "nobody has committed step 5"
+    assert figures.restarted == 1, "the worker of slot 0 was not killed"
+    assert figures.at_death == [500.0 - 10.0]
+    assert figures.back == [550.0 - 35.0], "steps 2 and 3 had been committed before"
+
+
+def test_a_replacement_that_comes_too_late_is_no_arrival() -> None:
+    survivor = commits(0, 10, {1: 10, 2: 20, 3: 130, 4: 140})
+    figures = figures_of(*survivor, *commits(1, 11, {1: 10}), kill=Kill(1, 11, 15 * MS), steps=4)
+    assert figures.joined == [] == figures.at_entry
+    assert figures.at_death == [110.0 - 10.0]
+
+
+def test_notes_outlive_the_process_that_made_them(tmp_path: Path) -> None:
+    recorder = timeline.Recorder(str(tmp_path), 3)
+    recorder.committed(1)
+    recorder.given_up(2)
+    recorder.committed(2)
+    with open(next(tmp_path.iterdir()), "ab") as file:
+        file.write(b"part of a note")
+    notes = timeline.read(tmp_path)
+    assert [(note.slot, note.pid, note.step) for note in notes] == [(3, os.getpid(), step) for step in (1, -2, 2)]
+    assert timeline.latest(tmp_path) == [notes[-1]]
+
+
+def test_distributions_of_few_times_have_all_columns() -> None:
+    assert distribution([5.0], "pause") == {"pause n": 1, "pause p50 ms": 5.0, "pause p99 ms": 5.0, "pause max ms": 5.0}
+    assert distribution([]) == {"n": 0, "p50 ms": None, "p99 ms": None, "max ms": None}
+    assert distribution([float(each) for each in range(101)])["p99 ms"] == pytest.approx(99.0)
