@@ -159,6 +159,7 @@ void register_engine(nb::module_& module) {
     nb::class_<Outcome>(module, "Outcome")
         .def_prop_ro("code", [](const Outcome& outcome) { return static_cast<int>(outcome.code); })
         .def_ro("missing", &Outcome::missing)
+        .def_ro("came", &Outcome::came)
         .def_ro("gone", &Outcome::gone)
         .def_ro("left", &Outcome::left)
         .def_prop_ro("cause", [](const Outcome& outcome) { return outcome.cause.rank; })

@@ -28,6 +28,13 @@ enum class Operation : std::uint8_t {
     barrier,
 };
 
+// Whether a rank can complete the call only after every rank has begun it.
+constexpr bool needs_all(Operation operation) {
+    return operation == Operation::all_reduce || operation == Operation::all_gather ||
+           operation == Operation::reduce_scatter || operation == Operation::all_to_all ||
+           operation == Operation::barrier;
+}
+
 // Describes a rank's call to the other ranks, which compare the headers in the first round.
 struct CallHeader {
     std::uint64_t sequence;  // number of the call in its group, from 1
@@ -91,6 +98,7 @@ enum class Code {
 struct Outcome {
     Code code = Code::ok;
     std::vector<int> missing;  // group ranks that did not arrive
+    bool came = false;         // the ranks in `missing` did begin the call, but it waits for them
     std::vector<int> gone;     // the ranks in `missing` that died or left
     std::vector<int> left;     // the ranks in `missing` that said goodbye
     Cause cause;               // why the ranks in `gone` gave up, if they reported it; not a group rank

@@ -36,26 +36,12 @@ std::vector<int> Executor::awaited() const {
     return peers;
 }
 
-// The ranks to report as missing after a time-out. A rank that has not announced this call may nevertheless have
-// completed its part; a rank that we still wait for has not.
-std::vector<int> Executor::missing(const std::vector<CallHeader>& announced) const {
-    const auto has_come = [&](int rank) {
-        return rank == lanes_.rank() || announced[static_cast<std::size_t>(rank)].sequence >= header_.sequence;
-    };
-    const std::vector<int> here = awaited();
-    std::vector<int> ranks = here;
-    std::erase_if(ranks, has_come);
-    if (!ranks.empty()) return ranks;
-    for (int rank = 0; rank < lanes_.size(); ++rank)
-        if (!has_come(rank)) ranks.push_back(rank);
-    return ranks.empty() ? here : ranks;
-}
-
 // Looks, once in every turn of waiting, for a reason to fail the call; false when it found one.
 bool Executor::look_around(int turn, const Interrupted& interrupted) {
     hear();
     if (broken_at_) return true;
     if (turn == kAnnounceInTurn) messenger_.announce(header_);
+    messenger_.answer(header_.sequence, awaited());
     const std::vector<CallHeader> announced = messenger_.announced();
     Outcome outcome;
     for (std::size_t r = 0; r < announced.size(); ++r) {
@@ -74,14 +60,15 @@ bool Executor::look_around(int turn, const Interrupted& interrupted) {
         outcome.code = Code::peer_lost;
         outcome.missing = outcome.gone = {peer};
     }
-    if (outcome.code == Code::ok && waited_ns > timeout_ns_) {
+    if (outcome.code == Code::ok && waited_ns > timeout_ns_ && blame(outcome)) {
         outcome.code = Code::timed_out;
-        outcome.missing = missing(announced);
         outcome.calls = messenger_.latest();
     }
     if (outcome.code == Code::ok && turn % kTurnsPerInterruptCheck == 0 && interrupted && interrupted()) {
         outcome.code = Code::interrupted;
-        outcome.missing = awaited();
+        outcome.missing = absent();
+        outcome.came = outcome.missing.empty();
+        if (outcome.came) outcome.missing = awaited();
     }
     if (outcome.code == Code::ok) return true;
     outcome.waited_ns = waited_ns;

@@ -17,13 +17,6 @@ constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
 // complete it.
 constexpr auto kLastMoves = std::chrono::milliseconds(10);
 
-// Whether a rank can complete the call only after every rank has begun it.
-bool needs_all(Operation operation) {
-    return operation == Operation::all_reduce || operation == Operation::all_gather ||
-           operation == Operation::reduce_scatter || operation == Operation::all_to_all ||
-           operation == Operation::barrier;
-}
-
 }  // namespace
 
 Executor::Executor(link::LaneSet& lanes, Messenger& messenger) : lanes_(lanes), messenger_(messenger) {
@@ -148,6 +141,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     outcome_ = {};
     failed_ = false;
     broken_at_.reset();
+    asked_at_.reset();
     schedule_ = call.schedule.get();
     timeout_ns_ = call.timeout_ns;
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);

@@ -96,7 +96,9 @@ class Executor final : public Collectives {
     void hear();
     bool look_around(int turn, const Interrupted& interrupted);
     std::vector<int> awaited() const;
-    std::vector<int> missing(const std::vector<CallHeader>& announced) const;
+    std::vector<int> absent() const;
+    std::optional<std::vector<int>> holders_up();
+    bool blame(Outcome& outcome);
 
     link::LaneSet& lanes_;
     Messenger& messenger_;
@@ -120,6 +122,8 @@ class Executor final : public Collectives {
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;
     std::optional<std::chrono::steady_clock::time_point> broken_at_;  // when this rank learned that the group is broken
+    std::optional<std::chrono::steady_clock::time_point>
+        asked_at_;  // when this rank began to look for the one to blame
     Outcome outcome_;
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};

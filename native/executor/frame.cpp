@@ -93,6 +93,7 @@ std::vector<std::uint8_t> encode(const Outcome& outcome) {
     writer.put(outcome.split_sent);
     writer.put(outcome.split_expected);
     writer.put_list(outcome.missing);
+    writer.put(static_cast<std::uint8_t>(outcome.came));
     writer.put_list(outcome.gone);
     writer.put_list(outcome.left);
     writer.put_list(outcome.calls);
@@ -104,14 +105,16 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
     Reader reader(bytes);
     Outcome outcome;
     std::uint32_t code = 0;
+    std::uint8_t came = 0;
     std::uint32_t cause = 0;
     const bool whole = reader.get(code) && reader.get(outcome.reporter) && reader.get(outcome.waited_ns) &&
                        reader.get(outcome.split_from) && reader.get(outcome.split_to) &&
                        reader.get(outcome.split_sent) && reader.get(outcome.split_expected) &&
-                       reader.get_list(outcome.missing) && reader.get_list(outcome.gone) &&
+                       reader.get_list(outcome.missing) && reader.get(came) && reader.get_list(outcome.gone) &&
                        reader.get_list(outcome.left) && reader.get_list(outcome.calls) && reader.get(cause);
     outcome.code = static_cast<Code>(code);
     if (!whole || !is_verdict(outcome.code)) return std::nullopt;
+    outcome.came = came != 0;
     outcome.cause = Cause::unpack(cause);
     const bool sound = are_ranks(outcome.missing, size) && are_ranks(outcome.gone, size) &&
                        are_ranks(outcome.left, size) && outcome.reporter >= 0 && outcome.reporter < size &&
@@ -124,11 +127,23 @@ std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size) {
     return outcome;
 }
 
+std::vector<std::uint8_t> encode(const std::vector<int>& ranks) {
+    Writer writer;
+    writer.put_list(ranks);
+    return std::move(writer.bytes);
+}
+
+std::optional<std::vector<int>> decode_ranks(std::span<const std::uint8_t> bytes, int size) {
+    std::vector<int> ranks;
+    if (!Reader(bytes).get_list(ranks) || !are_ranks(ranks, size)) return std::nullopt;
+    return ranks;
+}
+
 bool is_sound(const Frame& frame) {
-    if (frame.magic != Frame::kMagic || frame.kind < FrameKind::eager || frame.kind > FrameKind::goodbye) return false;
+    if (frame.magic != Frame::kMagic || frame.kind < FrameKind::eager || frame.kind > FrameKind::answer) return false;
     if (frame.dtype > DType::c32) return false;
     if (frame.kind == FrameKind::waiting) return frame.nbytes == sizeof(CallHeader);
-    if (frame.kind == FrameKind::verdict) return frame.nbytes <= kMostVerdictBytes;
+    if (frame.kind == FrameKind::verdict || frame.kind == FrameKind::answer) return frame.nbytes <= kMostVerdictBytes;
     return true;
 }
 

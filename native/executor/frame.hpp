@@ -21,13 +21,15 @@ enum class FrameKind : std::uint32_t {
     waiting,  // the sender waits in the call that follows
     verdict,  // why the sender gave up the group
     goodbye,  // the sender destroyed the group, because of the packed `Cause` in `id` if there is one
+    ask,      // call `id` has taken too long on the sender: whom does the receiver wait for in it?
+    answer,   // the ranks that the sender waits for in call `id`, which the receiver asked about
 };
 
 struct Frame {
     std::uint32_t magic = kMagic;
     FrameKind kind{};
     std::uint64_t id = 0;      // of the message, given by its sender
-    std::uint64_t nbytes = 0;  // of the message; of `waiting` and `verdict`, what follows
+    std::uint64_t nbytes = 0;  // of the message; of `waiting`, `verdict` and `answer`, what follows
     std::uint64_t offset = 0;  // data: where the part belongs; its length is in `part`
     std::uint32_t part = 0;
     std::int32_t tag = 0;
@@ -43,6 +45,10 @@ constexpr std::size_t kMostVerdictBytes = 64 << 10;
 // A verdict as bytes and back; nullopt for what is none.
 std::vector<std::uint8_t> encode(const Outcome& outcome);
 std::optional<Outcome> decode(std::span<const std::uint8_t> bytes, int size);
+
+// The ranks of an answer as bytes and back; nullopt for what is none.
+std::vector<std::uint8_t> encode(const std::vector<int>& ranks);
+std::optional<std::vector<int>> decode_ranks(std::span<const std::uint8_t> bytes, int size);
 
 // Whether `frame` is one that a rank may send at all.
 bool is_sound(const Frame& frame);

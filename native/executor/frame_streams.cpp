@@ -88,7 +88,7 @@ bool Messenger::receive_from(int peer) {
         const std::size_t body = from.frame_read < sizeof(Frame)      ? 0
                                  : from.frame.kind == FrameKind::data ? from.frame.part
                                  : from.frame.kind == FrameKind::eager || from.frame.kind == FrameKind::waiting ||
-                                         from.frame.kind == FrameKind::verdict
+                                         from.frame.kind == FrameKind::verdict || from.frame.kind == FrameKind::answer
                                      ? from.frame.nbytes
                                      : 0;
         if (from.frame_read < sizeof(Frame)) {

@@ -109,6 +109,7 @@ bool Messenger::begin_body(int peer) {
         }
         case FrameKind::waiting:
         case FrameKind::verdict:
+        case FrameKind::answer:
             from.body.resize(frame.nbytes);
             return true;
         case FrameKind::offer:
@@ -227,6 +228,15 @@ void Messenger::end_body(int peer) {
             from.left = true;
             from.cause = Cause::unpack(static_cast<std::uint32_t>(frame.id));
             closed(peer);
+            return;
+        case FrameKind::ask:
+            from.asks_about = frame.id;
+            return;
+        case FrameKind::answer:
+            if (auto ranks = decode_ranks(from.body, lanes_.size()); !ranks)
+                closed(peer);
+            else if (frame.id == asked_about_)
+                from.awaits = std::move(ranks);
             return;
     }
 }

@@ -20,6 +20,7 @@
 //   *refuse*, and its send fails too; an eager message is dropped, its send being done long ago. The group remains
 //   usable.
 // - *waiting* carries the call in which the sender waits, for the reports of time-outs and mismatches.
+// - *ask* and *answer* find out who holds up a call that has timed out although all ranks have come (inquiry.cpp).
 // - A *verdict* says why the sender broke the group. A rank that receives its first verdict adopts it, fails all of
 //   its requests with it, and passes it on, so that no rank sees another one leave before it knows why. A rank
 //   keeps its first reason: whatever arrives later is ignored.
@@ -122,6 +123,12 @@ class Messenger {
     void saw_all(const CallHeader& header);
     // The latest call of each rank, announced or recorded; its operation is `none` where no call is known.
     std::vector<CallHeader> latest();
+    // Asks every peer whom it waits for in call `sequence`.
+    void ask(std::uint64_t sequence);
+    // Tells the peers that have asked about call `sequence`, in which this rank is, that it waits for `ranks`.
+    void answer(std::uint64_t sequence, const std::vector<int>& ranks);
+    // What each rank has answered to `ask`; nullopt where no answer has come.
+    std::vector<std::optional<std::vector<int>>> answers();
     // The number of frames that wait to be written to `peer`.
     std::size_t queued(int peer);
     // Ranks that said goodbye.
@@ -159,7 +166,9 @@ class Messenger {
         std::size_t body_read = 0;
         std::shared_ptr<Request> body_for;
         CallHeader announced{};
-        bool deaf = false;  // its lane takes no more, but may hold frames to read
+        std::uint64_t asks_about = 0;            // the call that it has asked about, 0 without a question
+        std::optional<std::vector<int>> awaits;  // its answer to this rank's question
+        bool deaf = false;                       // its lane takes no more, but may hold frames to read
         bool left = false;
         bool lost = false;
         Cause cause;  // why it left, if it said so
@@ -207,6 +216,7 @@ class Messenger {
     std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in the order of their calls
     std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
+    std::uint64_t asked_about_ = 0;               // the call that this rank has asked about, 0 without one
     bool driving_ = false;
     int urgent_ = 0;  // threads that wait for a request while another drives
     bool closing_ = false;

@@ -1,4 +1,5 @@
 // Why a call on one host fails: mismatches, ranks that have gone, time-outs and interrupts.
+#include <algorithm>
 #include <bit>
 
 #include "call/turns.hpp"
@@ -23,21 +24,22 @@ std::vector<int> ranks_of(std::uint64_t mask) {
 // cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
 // that have not come, or 0 when the wait is over. False when this rank gave up or adopted a verdict.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<std::uint64_t()>& missing) {
-    for (int other = 0; other < size_; ++other)
-        if (other != rank_ && adopt_verdict(other)) return false;
-    // Whatever a rank published before it aborted is visible now.
-    if (aborted_by() >= 0 && missing() != 0) return adopt_abort();
+    const bool aborted = aborted_by() >= 0;
     const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
     const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
-    // Read after the masks of the lost and the left, whose acquire makes visible whatever a peer published before it
-    // went. Otherwise a peer that completed the round and then left would be reported as missing.
+    // Read after the aborts and the masks of the lost and the left, whose acquire makes visible whatever a peer
+    // published before it went. Otherwise a peer that completed the round and then left would be reported as missing.
     const std::uint64_t ranks = missing();
+    // Read last, so that a rank that has given up, and then taken back its marks or left, is not reported as missing.
+    for (int other = 0; other < size_; ++other)
+        if (other != rank_ && adopt_verdict(other)) return false;
     if (ranks == 0) return true;
+    if (aborted) return adopt_abort();
     if ((ranks & (lost | left)) != 0) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
-    if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, 0, 0, waited_ns);
+    if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, 0, 0, waited_ns, {}, have_begun(ranks));
     if (turn % kTurnsPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())
-        return give_up(GaveUp::interrupted, ranks, 0, 0, waited_ns);
+        return give_up(GaveUp::interrupted, ranks, 0, 0, waited_ns, {}, have_begun(ranks));
     return true;
 }
 
@@ -53,6 +55,16 @@ std::uint64_t Group::missing_in(std::uint32_t round) const {
     for (int r = 0; r < size_; ++r)
         if (r != rank_ && cell(r, round).round.load(std::memory_order_acquire) != round) mask |= bit(r);
     return mask;
+}
+
+// Whether all of `ranks` have begun this rank's call.
+bool Group::have_begun(std::uint64_t ranks) const {
+    const auto has_begun = [this](int rank) {
+        return std::any_of(std::begin(control(rank).cells), std::end(control(rank).cells),
+                           [this](const Cell& cell) { return cell.header.sequence >= sequence_; });
+    };
+    const std::vector<int> all = ranks_of(ranks);
+    return std::all_of(all.begin(), all.end(), has_begun);
 }
 
 // The members that destroyed this group.
@@ -84,7 +96,7 @@ bool Group::give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint
 }
 
 bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left,
-                    std::int64_t waited_ns, Cause cause) {
+                    std::int64_t waited_ns, Cause cause, bool came) {
     outcome_.code = code_of(reason);
     outcome_.missing = ranks_of(missing);
     outcome_.gone = ranks_of(gone);
@@ -100,20 +112,34 @@ bool Group::give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, st
             if (header.sequence > latest.sequence) latest = header;
         }
     }
+    outcome_.came = came;
     broken_ = true;
     Control& mine = control(rank_);
     mine.missing = missing;
     mine.gone = gone;
     mine.left = left;
     mine.waited_ns = waited_ns;
+    mine.came = came;
     mine.cause = cause.pack();
     mine.gave_up.store(reason, std::memory_order_release);
-    for (Cell& each : mine.cells) shm::futex_wake_all(each.round);
+    take_marks_back();
     if (reason == GaveUp::peer_lost && gone != 0) {
         const int first = std::countr_zero(gone);
         mesh_.blame(cause.known() ? cause : Cause{mesh_.name(members_[static_cast<std::size_t>(first)]), left != 0});
     }
     return false;
+}
+
+// Takes back the marks of the rounds of this call, so that a rank that comes to it later finds the verdict and does not
+// complete what failed here. The marks of earlier calls stay, because those calls have been completed.
+void Group::take_marks_back() {
+    for (Cell& each : control(rank_).cells) {
+        const std::uint32_t round = each.round.load(std::memory_order_relaxed);
+        // This is a round of the next cell, so nobody waits for it here. Whoever reads it also sees the verdict.
+        if (static_cast<std::int32_t>(round - first_round_) >= 0)
+            each.round.store(round + 1, std::memory_order_release);
+        shm::futex_wake_all(each.round);
+    }
 }
 
 // Adopts the verdict of `peer`, if it gave up.
@@ -122,7 +148,8 @@ bool Group::adopt_verdict(int peer) {
     const GaveUp reason = theirs.gave_up.load(std::memory_order_acquire);
     if (reason == GaveUp::no || reason == GaveUp::left) return false;
     outcome_.reporter = peer;
-    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns, Cause::unpack(theirs.cause));
+    give_up(reason, theirs.missing, theirs.gone, theirs.left, theirs.waited_ns, Cause::unpack(theirs.cause),
+            theirs.came);
     return true;
 }
 

@@ -148,6 +148,7 @@ bool Group::begin(const Call& call, const void* payload, std::size_t payload_byt
                0,
                {}};
     const std::uint32_t round = round_++;
+    first_round_ = round;
     Cell& mine = cell(rank_, round);
     mine.header = header_;
     if (payload_bytes != 0) std::memcpy(mine.payload, payload, payload_bytes);

@@ -49,8 +49,9 @@ class Group final : public Collectives {
     bool look_around(int turn, std::chrono::steady_clock::time_point since,
                      const std::function<std::uint64_t()>& missing);
     bool give_up(GaveUp reason, std::uint64_t missing, std::uint64_t gone, std::uint64_t left, std::int64_t waited_ns,
-                 Cause cause = {});
+                 Cause cause = {}, bool came = false);
     bool give_up_without(std::uint64_t missing, std::uint64_t lost, std::uint64_t left, std::int64_t waited_ns);
+    void take_marks_back();
     Cause cause_of(int rank) const;
     bool adopt_verdict(int peer);
     int aborted_by() const;
@@ -60,6 +61,7 @@ class Group final : public Collectives {
     std::uint64_t members_of(std::uint64_t mesh_mask) const;
     std::uint64_t left_group() const;
     std::uint64_t missing_in(std::uint32_t round) const;
+    bool have_begun(std::uint64_t ranks) const;
 
     template <class Stage, class Consume>
     bool pipeline(std::size_t rounds, Stage stage, Consume consume);
@@ -91,7 +93,8 @@ class Group final : public Collectives {
     std::vector<const void*> sources_;
     shm::News::Sleeper sleeper_;
 
-    std::uint32_t round_ = 1;  // the next to publish
+    std::uint32_t round_ = 1;        // the next to publish
+    std::uint32_t first_round_ = 1;  // of the latest call
     std::uint64_t sequence_ = 0;
     CallHeader header_{};
     Outcome outcome_;

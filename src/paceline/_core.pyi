@@ -11,6 +11,7 @@ class Outcome:
 
     code: int
     missing: list[int]
+    came: bool
     gone: list[int]
     left: list[int]
     cause: int

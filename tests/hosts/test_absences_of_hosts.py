@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline as dist
-from hosts.talking import rank
+from hosts.talking import await_word, rank, say
 from hosts.telling import CALLS, told_by, world
 
 
@@ -79,6 +79,29 @@ def test_a_stopped_process_ends_in_a_time_out_that_names_it(hosts):
     for error, message, took_s in told[:3]:
         assert error == "CollectiveTimeoutError" and took_s < 4
         assert f"rank 3 (h1, pid {run.pids[3]}) did not come" in message
+
+
+def be_stopped_inside(directory: str) -> tuple[str, str, float]:
+    dist.init_process_group(timeout=timedelta(seconds=20), algorithm="star")
+    dist.barrier()
+    limit = timedelta(seconds=1 if rank() == 1 else 3)
+    say(directory, f"called {rank()}")
+    if rank() == 0:  # the centre of the star, so that rank 3 is stopped while it has most of its tensor to send
+        await_word(directory, "stopped")
+    return told_by(lambda: dist.all_reduce(torch.ones(4_000_000), timeout=limit))
+
+
+def test_a_rank_stopped_inside_its_call_is_named_by_all(hosts, tmp_path):
+    with hosts(2, 2).start(be_stopped_inside, str(tmp_path)) as run:
+        await_word(str(tmp_path), "called 3")
+        time.sleep(0.4)  # by then rank 3 has told the others in which call it waits
+        run.kill(3, signal.SIGSTOP)
+        say(str(tmp_path), "stopped")
+        told = run.join(20, expect_dead={3})
+    for error, message, took_s in told[:3]:
+        assert error == "CollectiveTimeoutError" and took_s < 4
+        assert f"rank 3 (h1, pid {run.pids[3]}) came to the call but did not complete it" in message
+        assert "did not come" not in message
 
 
 def interrupt_one_rank() -> str:

@@ -218,6 +218,46 @@ void a_missing_rank_is_named_with_its_latest_call() {
     });
 }
 
+// Rank 2 begins to wait and then stops, and rank 0, which does not wait for it, is the first to time out.
+void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
+    std::atomic<bool> held = false;
+    std::atomic<int> told = 0;
+    with_ranks(4, 1, over, [&](Rank at) {
+        const Interrupted stop = [&] {
+            held = true;
+            while (told < 3) pause(1);
+            return false;
+        };
+        if (at.rank == 0)
+            while (!held) pause(1);
+        std::vector<float> values(3'000'000, 1.0F);
+        const std::int64_t timeout_ns = (at.rank == 0 ? 300 : 20'000) * kMs;
+        Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), timeout_ns);
+        const Outcome outcome = at.executor.run(call, at.rank == 2 ? stop : nullptr, false);
+        CHECK(outcome.code == Code::timed_out && outcome.came && outcome.reporter == 0);
+        CHECK((outcome.missing == std::vector<int>{2}));
+        ++told;
+    });
+}
+
+// Rank 0 comes late to a broadcast that rank 1 forwards to rank 2.
+void a_rank_that_holds_up_a_chain_has_not_come() {
+    std::atomic<int> told = 0;
+    with_ranks(3, 1, Over::sockets, [&](Rank at) {
+        Flat flat;
+        if (at.rank > 0) flat.insert(flat.end(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
+        if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
+        std::vector<float> values(10);
+        Call call = broadcast(at, values, (at.rank == 2 ? 300 : 20'000) * kMs);
+        call.schedule = Schedule::make(2, 1, at.rank, 3, flat);
+        if (at.rank == 0)
+            while (told < 2) pause(1);
+        const Outcome outcome = at.executor.run(call, nullptr, false);
+        CHECK(outcome.code == Code::timed_out && !outcome.came && (outcome.missing == std::vector<int>{0}));
+        ++told;
+    });
+}
+
 // The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is to blame.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
     with_ranks(3, 1, Over::sockets, [](Rank at) {
@@ -302,6 +342,8 @@ int main() {
     a_mismatch_fails_the_next_call_of_a_rank_that_was_done();
     a_missing_rank_is_named_with_its_latest_call();
     a_rank_that_did_its_part_is_not_among_the_missing();
+    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_stops_in_a_call_is_found_through_the_others(over);
+    a_rank_that_holds_up_a_chain_has_not_come();
     for (const Over over : {Over::sockets, Over::rings}) a_rank_that_leaves_is_named(over);
     an_interrupt_ends_the_call_everywhere();
     for (const Over over : {Over::sockets, Over::rings}) messages_and_collectives_run_side_by_side(over);

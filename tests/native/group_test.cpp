@@ -110,6 +110,64 @@ void a_missing_rank_is_named_after_the_timeout() {
     });
 }
 
+// The first two ranks time out, and the others come one by one: the last one finds the marks of all.
+void a_call_that_failed_for_some_fails_for_those_who_come_late() {
+    std::atomic<int> called{0};
+    with_ranks(4, [&](Rank at) {
+        Call first = barrier(20 * kSecond);
+        CHECK(at.group.run(first, nullptr, false).code == Code::ok);
+        while (at.rank > 1 && called < at.rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        Call call = barrier(kSecond / 5);
+        const Outcome outcome = at.group.run(call, nullptr, false);
+        CHECK(outcome.code == Code::timed_out && !outcome.came);
+        CHECK((outcome.missing == std::vector<int>{2, 3}));
+        CHECK((outcome.reporter == -1 || outcome.reporter < 2) && (at.rank < 2 || outcome.reporter >= 0));
+        ++called;
+    });
+}
+
+// An `Interrupted` that says when it is first called, and then holds its rank up until `until`.
+Interrupted hold_up(std::atomic<bool>& held, const std::atomic<bool>& until) {
+    return [&] {
+        held = true;
+        while (!until) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        return false;
+    };
+}
+
+// Rank 2 takes back its mark of the second call only, and rank 0 has not looked at that of the first one before.
+void a_call_that_others_completed_is_completed_after_they_failed() {
+    std::atomic<bool> held{false};
+    std::atomic<bool> failed{false};
+    with_ranks(3, [&](Rank at) {
+        if (at.rank == 1)
+            while (!held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        Call first = barrier(20 * kSecond);
+        CHECK(at.group.run(first, at.rank == 0 ? hold_up(held, failed) : nullptr, false).code == Code::ok);
+        if (at.rank == 1)
+            while (!failed) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        Call second = barrier(kSecond / 5);
+        CHECK(at.group.run(second, nullptr, false).code == Code::timed_out);
+        failed = true;
+    });
+}
+
+void a_rank_that_stops_in_a_call_has_come() {
+    std::atomic<bool> held{false};
+    std::atomic<bool> failed{false};
+    with_ranks(2, [&](Rank at) {
+        std::vector<float> values(100'000, 1.0F);
+        Call call = sum_of(values);
+        if (at.rank == 0) {
+            while (!held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            call.timeout_ns = kSecond / 5;
+        }
+        const Outcome outcome = at.group.run(call, at.rank == 1 ? hold_up(held, failed) : nullptr, false);
+        failed = true;
+        CHECK(outcome.code == Code::timed_out && outcome.came && (outcome.missing == std::vector<int>{1}));
+    });
+}
+
 void a_rank_that_left_is_named() {
     with_ranks(2, [](Rank at) {
         if (at.rank == 1) return;
@@ -186,6 +244,9 @@ int main() {
     sums_are_right_for_every_size();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();
+    a_call_that_failed_for_some_fails_for_those_who_come_late();
+    a_call_that_others_completed_is_completed_after_they_failed();
+    a_rank_that_stops_in_a_call_has_come();
     a_rank_that_left_is_named();
     every_rank_receives_its_parts();
     an_abort_ends_the_calls_of_every_rank();

@@ -28,7 +28,11 @@ class Outcome(Protocol):
 
     @property
     def missing(self) -> Sequence[int]:
-        """Ranks that did not make the call."""
+        """Ranks that did not make the call or, if `came`, that began it but did not complete it."""
+
+    @property
+    def came(self) -> bool:
+        """Whether the ranks in `missing` have begun the call."""
 
     @property
     def gone(self) -> Sequence[int]:

@@ -63,6 +63,7 @@ class Failure:
     calls: Sequence[HeaderFields] = ()
     algorithms: Sequence[int] = ()
     seen: str = ""
+    came: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def to_error(
         return CollectiveError(f"{me}: {call} was given up by {starved}, which is out of file descriptors. {lost}")
     missing = _select(members, outcome.missing)
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    if outcome.code == Code.TIMED_OUT and outcome.came:
+        return _held_up(outcome, members, me, call, lost)
     if outcome.code == Code.TIMED_OUT:
         known = [at for at in outcome.missing if at < len(outcome.calls) and at != group_rank]
         absent = "; ".join(f"{members[at]}: latest {describe_call(outcome.calls[at])}" for at in known)
@@ -164,7 +167,8 @@ def to_error(
             f"program (look where it waits). {lost}"
         )
     where = "" if reporter is me else f" on {reporter}"
-    waiting = f" while {_names(missing)} had not come" if missing else ""
+    late = "completed it" if outcome.came else "come"
+    waiting = f" while {_names(missing)} had not {late}" if missing else ""
     return CollectiveError(f"{me}: {call} was interrupted{where}{waiting}. {lost}")
 
 
@@ -175,6 +179,22 @@ def _absence(missing: Sequence[Member], calls: str, me: Member) -> str:
     late = ", which had waited for this rank in vain" if me in missing else ""
     absent = f"; {_names(others)} did not come" if others else ""
     return late + absent + (f" ({calls})" if calls else "")
+
+
+def _held_up(
+    outcome: Outcome, members: Sequence[Member], me: Member, call: str, lost: str
+) -> CollectiveTimeoutError:
+    """Returns the error for a time-out after all ranks had begun the call."""
+    others = [members[at] for at in outcome.missing if members[at] is not me]
+    reporter = me if outcome.reporter < 0 else members[outcome.reporter]
+    where = "" if reporter is me else f" on {reporter}"
+    mine = ", which had waited for this rank's part in vain" if len(others) < len(outcome.missing) else ""
+    theirs = f"; {_names(others)} came to the call but did not complete it" if others else ""
+    return CollectiveTimeoutError(
+        f"{me}: {call} timed out after {outcome.waited_ns / 1e9:.1f} s{where}{mine}{theirs}. Either the call needs "
+        "more time than the timeout allows (raise timeout=) or the process has been stopped or has no processor time "
+        f"(look at its state, with ps or top). {lost}"
+    )
 
 
 def _peer_lost(

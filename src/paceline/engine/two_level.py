@@ -215,5 +215,6 @@ class TwoLevelChannel(SerialChannel):
                 outcome.waited_ns,
                 calls=calls,
                 algorithms=[0] * self._size,
+                came=outcome.came,
             )
         )

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, rows_by_rank
@@ -59,7 +59,7 @@ def all_reduce(
         op: the reduction; a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
         group, async_op, timeout: see above.
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         return outside(all_reduce, tensor, op, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)

@@ -168,8 +168,8 @@ def resolve(group: Group) -> ProcessGroup | None:
         TypeError: `group` is not a group of Paceline's.
         ValueError: `group` is None, and there is no default group.
     """
-    if group is None:
-        return default_world().group
+    if group is None:  # as in `default_group`, but without two calls that every collective would pay for
+        return default_world().group if _world is None else _world.group
     if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonMember):

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._compile import _disable_dynamo
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -22,7 +22,7 @@ def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(call)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if is_compiling():
+        if is_dynamo_compiling():
             return outside(call, *args, **kwargs)
         # torch.compile skips a frame without tensors, but would still compile the functions that the frame calls.
         compiler = set_eval_frame(None)
@@ -38,7 +38,7 @@ def eager(call: Callable[_P, _T]) -> Callable[_P, _T]:
 def outside(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Calls `call` where torch.compile does not see it.
 
-    `if is_compiling(): return outside(...)` at the head of a function that takes tensors does what `eager` does,
+    `if is_dynamo_compiling(): return outside(...)` at the head of a function that takes tensors does what `eager` does,
     without the half microsecond of a decorator.
     """
     return cast(_T, _hidden(call, *args, **kwargs))

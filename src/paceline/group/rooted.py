@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.compiler import is_dynamo_compiling
+
 from paceline.durations import Timeout
 from paceline.group.arguments import root_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
-from paceline.group.eager import eager
+from paceline.group.eager import eager, outside
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.work import Work
 
 
-@eager
 def broadcast(
     tensor: Tensors,
     src: int | None = None,
@@ -34,6 +35,8 @@ def broadcast(
     Raises:
         ValueError: there is no source, or it is given twice, or it is not in the group.
     """
+    if is_dynamo_compiling():
+        return outside(broadcast, tensor, src, group, async_op, group_src, timeout)
     chosen = resolve(group)
     if chosen is None:
         return None
