@@ -181,9 +181,7 @@ def _absence(missing: Sequence[Member], calls: str, me: Member) -> str:
     return late + absent + (f" ({calls})" if calls else "")
 
 
-def _held_up(
-    outcome: Outcome, members: Sequence[Member], me: Member, call: str, lost: str
-) -> CollectiveTimeoutError:
+def _held_up(outcome: Outcome, members: Sequence[Member], me: Member, call: str, lost: str) -> CollectiveTimeoutError:
     """Returns the error for a time-out after all ranks had begun the call."""
     others = [members[at] for at in outcome.missing if members[at] is not me]
     reporter = me if outcome.reporter < 0 else members[outcome.reporter]
