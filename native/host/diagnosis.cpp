@@ -24,8 +24,6 @@ std::vector<int> ranks_of(std::uint64_t mask) {
 // cause, and a rank that gave up because of a dead one, or aborted the group, also leaves. `missing` returns the ranks
 // that have not come, or 0 when the wait is over. False when this rank gave up or adopted a verdict.
 bool Group::look_around(int turn, Clock::time_point since, const std::function<std::uint64_t()>& missing) {
-    // Read first: whatever a rank published before it aborted is visible to `missing` then.
-    const bool aborted = aborted_by() >= 0;
     const std::uint64_t lost = members_of(mesh_.liveness().lost.load(std::memory_order_acquire));
     const std::uint64_t left = members_of(mesh_.liveness().left.load(std::memory_order_acquire)) | left_group();
     const std::int64_t waited_ns = std::chrono::nanoseconds(Clock::now() - since).count();
@@ -36,7 +34,7 @@ bool Group::look_around(int turn, Clock::time_point since, const std::function<s
     for (int other = 0; other < size_; ++other)
         if (other != rank_ && adopt_verdict(other)) return false;
     if (ranks == 0) return true;
-    if (aborted) return adopt_abort();
+    if (aborted_by() >= 0) return missing() == 0 || adopt_abort();  // it may have published the round before
     if ((ranks & (lost | left)) != 0) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
     if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, 0, 0, waited_ns, {}, have_begun(ranks));
     if (turn % kTurnsPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())

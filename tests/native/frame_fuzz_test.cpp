@@ -118,6 +118,11 @@ void write_corpus() {
     put(answers, {.kind = FrameKind::credit, .nbytes = 148});
     put(answers, {.kind = FrameKind::refuse, .id = 3, .nbytes = kLarge, .offset = 5, .dtype = DType::f64});
     write("control-answers", answers);
+    Bytes inquiry;
+    const Bytes ranks = encode(std::vector<int>{0, 1});
+    put(inquiry, {.kind = FrameKind::ask, .id = 1});
+    put(inquiry, {.kind = FrameKind::answer, .id = 1, .nbytes = ranks.size()}, ranks);
+    write("control-inquiry", inquiry);
     Bytes news;
     const CallHeader header = broadcast_header();
     Bytes body;
