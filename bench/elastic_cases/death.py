@@ -24,10 +24,14 @@ class Contestant:
         name: of the row.
         start: starts a job.
         digest: that of the undisturbed run, if the system promises the same.
+        keeps_weights: whether a sample has the same weight in every step. If the mean is over fewer workers after a
+            death, a sample that was used once cannot be told from one that was used twice.
     """
 
-    def __init__(self, name: str, start: Callable[[], Job], digest: str | None = None) -> None:
-        self.name, self._start, self._digest = name, start, digest
+    def __init__(
+        self, name: str, start: Callable[[], Job], digest: str | None = None, keeps_weights: bool = True
+    ) -> None:
+        self.name, self._start, self._digest, self._keeps_weights = name, start, digest, keeps_weights
         self.figures = Figures()
         self.jobs = 0
         self._equal = self._lost = self._repeated = 0
@@ -60,7 +64,7 @@ class Contestant:
             "given up": figures.given_up,
             "others restarted": figures.restarted,
             "samples lost": self._lost,
-            "repeated": self._repeated,
+            "repeated": self._repeated if self._keeps_weights else None,
             "digest equal": "-" if self._digest is None else f"{self._equal} of {self.jobs}",
         }
 
@@ -104,7 +108,7 @@ def _torchft(options: Options, python: str) -> Contestant:
     def start() -> Job:
         return jobs.TorchFT(python, options.workers, options.steps)
 
-    return Contestant("torchft, gloo", start)
+    return Contestant("torchft, gloo", start, keeps_weights=False)
 
 
 def _torchrun(options: Options) -> Contestant:

@@ -61,11 +61,13 @@ class Figures:
     def _add_kill(self, of_slot: dict[int, list[Commit]], kill: Kill, until_ns: int, median_ns: float) -> None:
         everybody = [each for commits in of_slot.values() for each in commits]
         before = max(each.step for each in everybody if each.at_ns <= kill.at_ns)
-        during = [each for each in everybody if kill.at_ns < each.at_ns < until_ns]
+        # Another death may come while steps are still done again, so this may be later than `until_ns`.
+        new = [each.at_ns for each in everybody if each.at_ns > kill.at_ns and each.step > before]
         first = next((each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid), None)
         if first is not None:  # otherwise the job was over before the replacement had come
             self.joined.append((first.at_ns - kill.at_ns) / _NS_A_MS)
-        self.back.append((min(each.at_ns for each in during if each.step > before) - kill.at_ns) / _NS_A_MS)
+        if new:
+            self.back.append((min(new) - kill.at_ns) / _NS_A_MS)
         for slot, commits in of_slot.items():
             if slot == kill.slot:
                 continue

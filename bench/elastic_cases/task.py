@@ -72,7 +72,7 @@ def batch_of(samples: Samples, step: int, shard: int) -> Batch:
     return batch
 
 
-def leave_result(directory: str, slot: int, network: Network, digest: str, shards: int = SHARDS) -> None:
+def leave_result(directory: str, slot: int, network: Network, digest: str | None = None, shards: int = SHARDS) -> None:
     """Writes what the parameters tell, and their digest, for the benchmark to read."""
     uses = (network.tally.detach() * (-shards * BATCH / _TALLY_RATE)).round()
     result = {"digest": digest, "lost": int((uses == 0).sum()), "repeated": int((uses > 1).sum())}

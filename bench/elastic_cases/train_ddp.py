@@ -42,7 +42,7 @@ def main() -> None:
             state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "done": step + 1}
             torch.save(state, path.with_suffix(".new"))
             os.rename(path.with_suffix(".new"), path)
-    leave_result(options.directory, rank, network, "")
+    leave_result(options.directory, rank, network)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from elastic_cases.task import Network, Samples, arguments, batch_of, leave_result, optimizer_of
 from elastic_cases.timeline import Recorder
+
+_MEETING_S = 120.0
+
+
+def meet(directory: Path, replica: int, replicas: int) -> None:
+    """Waits until all replicas have come for the first time: whoever is early would begin to train without the others.
+
+    Raises:
+        TimeoutError: somebody does not come.
+    """
+    (directory / f"here-{replica}").touch()
+    deadline = time.monotonic() + _MEETING_S
+    while len(here := list(directory.glob("here-*"))) < replicas:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {sorted(path.name for path in here)} of {replicas} replicas came")
+        time.sleep(0.02)
 
 
 def main() -> None:
@@ -55,6 +72,7 @@ def main() -> None:
     model = DistributedDataParallel(manager, network)
     optimizer = Optimizer(manager, inner)
     recorder = Recorder(options.directory, options.replica)
+    meet(Path(options.directory), options.replica, options.replicas)
     while manager.current_step() < options.steps:
         step = manager.current_step()
         optimizer.zero_grad()  # which starts the quorum; a worker that comes late learns the step below only then
@@ -64,7 +82,7 @@ def main() -> None:
             recorder.committed(manager.current_step())
         else:
             recorder.given_up(step + 1)
-    leave_result(options.directory, options.replica, network, "")
+    leave_result(options.directory, options.replica, network)
     os._exit(0)  # the manager's threads would wait for the others
 
 

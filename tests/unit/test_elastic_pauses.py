@@ -51,6 +51,17 @@ def test_steps_that_all_do_again_are_counted_once() -> None:
     assert figures.back == [550.0 - 35.0], "steps 2 and 3 had been committed before"
 
 
+def test_a_death_may_come_before_the_job_is_back() -> None:
+    first = [note for slot in (0, 1) for note in commits(slot, 10 + slot, {1: 10, 2: 20, 3: 30})]
+    second = [note for slot in (0, 1) for note in commits(slot, 20 + slot, {2: 530})]
+    third = [note for slot in (0, 1) for note in commits(slot, 30 + slot, {2: 930, 3: 940, 4: 950})]
+    figures = Figures()
+    figures.add([*first, *second, *third], [Kill(1, 11, 35 * MS), Kill(1, 21, 535 * MS)], 2, 4)
+    assert figures.back == [950.0 - 35.0, 950.0 - 535.0]
+    assert figures.at_death == [500.0 - 10.0, 400.0 - 10.0]
+    assert (figures.redone, figures.restarted) == (3, 2)
+
+
 def test_a_replacement_that_comes_too_late_is_no_arrival() -> None:
     survivor = commits(0, 10, {1: 10, 2: 20, 3: 130, 4: 140})
     figures = figures_of(*survivor, *commits(1, 11, {1: 10}), kill=Kill(1, 11, 15 * MS), steps=4)
