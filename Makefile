@@ -61,6 +61,7 @@ format: $(VENV)/installed ## Format Python and C++
 bench: $(VENV)/built ## Run the benchmarks against torch (and MPI, if there)
 	$(BIN)/python bench/all_reduce.py
 	$(BIN)/python bench/ddp.py
+	$(BIN)/python bench/shards.py
 	$(BIN)/python bench/store.py
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/engines.py

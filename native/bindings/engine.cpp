@@ -71,7 +71,7 @@ class HostGroup {
     }
 
     void find_region(Call& call) const {
-        if (call.operation == Operation::all_reduce && call.outputs[0].nbytes() > slot_bytes_)
+        if (call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_)
             host::locate(call, mesh_, peers_);
     }
 

@@ -119,7 +119,9 @@ struct Call {
     ReduceOp reduce_op = ReduceOp::none;
     int root = -1;
     std::uint64_t count = 0;
-    std::vector<Stream> inputs;   // one, or one for each rank (scatter, reduce_scatter, all_to_all)
+    // One, or one for each rank (scatter, reduce_scatter, all_to_all). Only on one host may an all_reduce have one: it
+    // is as long as the output and does not change.
+    std::vector<Stream> inputs;
     std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
     std::int64_t timeout_ns = 0;
     std::uint64_t region = 0;  // 0: the tensor does not lie in a shared region

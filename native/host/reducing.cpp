@@ -2,7 +2,7 @@
 //
 // Small tensors travel in the cells. Otherwise every rank stages as much as fits in a slot at a time. With two ranks,
 // both reduce all of it ("flat"); with more, each rank reduces one slice and collects the other slices one round later
-// ("in slices").
+// ("in slices"). An all_reduce with an input leaves it unchanged: what a rank contributes is then its staged copy.
 #include "call/turns.hpp"
 #include "host/pipeline.hpp"
 
@@ -17,6 +17,11 @@ constexpr std::size_t align(std::size_t nbytes, std::size_t to) {
     return (nbytes + to - 1) / to * to;
 }
 
+// Returns what this rank contributes to a reduction with one output.
+const Stream& contribution(const Call& call) {
+    return call.inputs.empty() ? call.outputs[0] : call.inputs[0];
+}
+
 }  // namespace
 
 bool Group::all_reduce(Call& call) {
@@ -25,7 +30,10 @@ bool Group::all_reduce(Call& call) {
     if (nbytes <= slot_bytes_ && (size_ == 2 || nbytes < kSlicesFrom)) return all_reduce_in_one_round(call);
     const std::uint32_t first = round_;
     if (!begin(call, nullptr, 0)) return false;
-    if (size_ == 1) return true;
+    if (size_ == 1) {
+        if (!call.inputs.empty()) call.outputs[0].copy_from(call.inputs[0], nbytes);
+        return true;
+    }
     if (call.region != 0) {
         bool all_shared = true;
         for (int r = 0; r < size_; ++r) all_shared = all_shared && cell(r, first).header.shared != 0;
@@ -37,7 +45,7 @@ bool Group::all_reduce(Call& call) {
 bool Group::all_reduce_inline(Call& call) {
     Stream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
-    Stream input = tensor;
+    Stream input = contribution(call);
     alignas(16) std::uint8_t mine[kInline];
     input.copy_to(mine, nbytes);
     const std::uint32_t round = round_;
@@ -53,7 +61,7 @@ bool Group::all_reduce_inline(Call& call) {
 bool Group::all_reduce_in_one_round(Call& call) {
     Stream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
-    Stream input = tensor;
+    Stream input = contribution(call);
     const std::uint32_t round = round_;
     input.copy_to(slot(rank_, round), nbytes);
     if (!begin(call, nullptr, 0)) return false;
@@ -61,13 +69,15 @@ bool Group::all_reduce_in_one_round(Call& call) {
     return true;
 }
 
-// Reduces the next `nbytes` of `tensor`, in place, with the contents of the peers' slots.
+// Reduces this rank's contribution, which is `tensor` itself or else lies in its slot too, with the contents of the
+// peers' slots into the next `nbytes` of `tensor`.
 void Group::reduce_out_of_slots(const Call& call, Stream& tensor, std::size_t nbytes, std::uint32_t round) {
     const std::size_t item = item_size(call.dtype);
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
+    const bool in_place = call.inputs.empty();
     tensor.next(nbytes, [&](std::uint8_t* data, std::size_t n, std::size_t done) {
         for (int r = 0; r < size_; ++r)
-            sources_[static_cast<std::size_t>(r)] = r == rank_ ? data : slot(r, round) + done;
+            sources_[static_cast<std::size_t>(r)] = in_place && r == rank_ ? data : slot(r, round) + done;
         kernel(data, sources_.data(), size_, n / item, size_);
     });
 }
@@ -83,7 +93,7 @@ bool Group::reduce(Call& call) {
 
 bool Group::reduce_flat(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
-    Stream input = tensor;
+    Stream input = contribution(call);
     const Parts parts{tensor.nbytes(), slot_bytes_};
     const bool stages = call.operation != Operation::reduce || !receives_result;
     return pipeline(
@@ -99,7 +109,7 @@ bool Group::reduce_flat(Call& call, bool receives_result) {
 // A slot holds part j followed by this rank's reduced slice of part j - 1.
 bool Group::reduce_in_slices(Call& call, bool receives_result) {
     Stream& tensor = call.outputs[0];
-    Stream input = tensor;
+    Stream input = contribution(call);
     const auto ranks = static_cast<std::size_t>(size_);
     const std::size_t part_bytes =
         (slot_bytes_ - kSliceAlignment) / (ranks + 1) * ranks / kSliceAlignment * kSliceAlignment;

@@ -56,16 +56,21 @@ def test_sums_that_two_members_hold_count_once():
 
 def test_at_the_beginning_rank_0_gives_the_state():
     agreed = agree([Status(FRESH)] * 3, SHARDS)
-    assert (agreed.round, agreed.source, agreed.needs_state) == (0, (None, 0, 0), {1, 2})
+    assert (agreed.round, agreed.source, agreed.late) == (0, (None, 0, 0), frozenset())
 
 
-def test_members_that_are_behind_get_the_result():
-    agreed = agree([Status(6), Status(7, ((0, 4),)), Status(FRESH), Status(7)], SHARDS)
+def test_members_that_are_behind_take_what_they_voted_for():
+    agreed = agree([Status(6, voted=5), Status(7, ((0, 4),), committed=5), Status(FRESH), Status(7)], SHARDS)
     assert agreed.round == 7
-    assert agreed.source == (1, None, 3, None)
-    assert agreed.needs_state == {2}
+    assert (agreed.late, agreed.outvoted, agreed.committed) == ({0}, frozenset(), 5)
+    assert agreed.source == (None, None, 1, None)
     assert Node(0, 4) in agreed.deal[1]
     assert shards_of(agreed.deal) == list(range(SHARDS))
+
+
+def test_who_is_behind_with_another_result_is_outvoted():
+    agreed = agree([Status(6, voted=5), Status(7, committed=5), Status(6, voted=4)], SHARDS)
+    assert (agreed.late, agreed.outvoted) == ({0, 2}, {2})
 
 
 def test_sums_of_a_round_that_is_over_do_not_count():

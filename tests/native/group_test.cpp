@@ -80,6 +80,32 @@ void sums_are_right_for_every_size() {
         });
 }
 
+// Rounding shows the order: with 2^24 from rank 0 and 1 from every other, each sum of two numbers is rounded.
+float in_the_order_of_the_tree(int low, int high) {
+    if (high - low == 1) return low == 0 ? 16777216.0f : 1.0f;
+    int half = 1;
+    while (half * 2 < high - low) half *= 2;
+    return in_the_order_of_the_tree(low, low + half) + in_the_order_of_the_tree(low + half, high);
+}
+
+void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
+    for (const int n : {1, 2, 3, 5, 6})
+        with_ranks(n, [n](Rank at) {
+            for (const std::size_t count : {0, 1, 18, 19, 1023, 1024, 1025, 9000, 50'000}) {
+                const float mine = at.rank == 0 ? 16777216.0f : 1.0f;
+                std::vector<float> input(count, mine), output(count, -1.0f);
+                Call call = sum_of(output);
+                // The pieces of input and output may end at different places.
+                auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
+                const std::size_t first = count / 3 * 4;
+                call.inputs.emplace_back(std::vector<Piece>{{bytes, first}, {bytes + first, 4 * count - first}});
+                CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                for (const float value : input) CHECK(value == mine);
+                for (const float value : output) CHECK(value == in_the_order_of_the_tree(0, n));
+            }
+        });
+}
+
 void a_mismatch_fails_alike_and_leaves_the_group_usable() {
     with_ranks(3, [](Rank at) {
         std::vector<float> values(at.rank == 1 ? 7 : 8, 1.0f);
@@ -242,6 +268,7 @@ void an_abort_on_another_thread_ends_the_own_call() {
 
 int main() {
     sums_are_right_for_every_size();
+    a_sum_out_of_place_follows_the_tree_and_leaves_its_input();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();
     a_call_that_failed_for_some_fails_for_those_who_come_late();

@@ -14,6 +14,8 @@ from torch import nn
 from world import Ranks
 
 import paceline as dist
+from paceline.parallel.sharded.sums import add, sum_over_ranks
+from paceline.parallel.sharded.tree import Node, add_up, nodes_within
 
 
 @functools.cache
@@ -195,6 +197,42 @@ def gradients_of_a_step() -> None:
 
 def test_the_gradient_is_that_of_the_mean_over_the_step(ranks):
     ranks(3)(gradients_of_a_step)
+
+
+def add_by_each_way() -> None:
+    """The sums of six shards in the core, of five in slices, and of one that only rank 1 has."""
+    dist.init_process_group()
+    group, rank = dist.new_group(), dist.get_rank()
+    made = torch.Generator().manual_seed(0)
+    values = [[(9 * torch.randn(shape, generator=made)).to(dtype) for dtype, shape in KINDS] for _ in range(6)]
+    for runs in ([(0, 2), (2, 4), (4, 6)], [(0, 2), (2, 3), (3, 5)], [(0, 0), (0, 1), (0, 0)]):
+        root = Node(0, runs[-1][1] or 1)
+        nodes = [nodes_within(range(*run), root) for run in runs]
+        leaves = {shard: [each.clone() for each in values[shard]] for shard in range(*runs[rank])}
+        mine = {node: add_up(node, add, leaves.__getitem__, {}) for node in nodes[rank]}
+        before = {node: [each.clone() for each in kept] for node, kept in mine.items()}
+        total = sum_over_ranks(mine, nodes, root.stop, group)
+        whole = {shard: [each.clone() for each in values[shard]] for shard in range(root.stop)}
+        expected = add_up(root, add, whole.__getitem__, {})
+        for one, other in zip(total, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+            one.zero_()
+        for node, kept in before.items():
+            assert all(map(torch.equal, mine[node], kept))
+
+
+KINDS = [
+    (torch.float32, (50_001,)),
+    (torch.float32, ()),
+    (torch.bfloat16, (7, 5)),
+    (torch.int64, (3,)),
+    (torch.float64, (9,)),
+]
+
+
+def test_sums_over_ranks_leave_what_they_were_given(ranks):
+    ranks(3)(add_by_each_way)
 
 
 class Several(nn.Module):

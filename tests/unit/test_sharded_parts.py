@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.sums import pack, unpack
-from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
+from paceline.parallel.sharded.tree import Node, add_up, is_tree_over_ranks, nodes_within, run_of_rank
 
 
 def written(shards: int, known: dict[Node, str] | None = None, node: Node | None = None) -> str:
@@ -47,6 +48,23 @@ def test_powers_of_two_send_one_value_a_rank(shards, ranks):
     shards, ranks = 2 ** max(shards, ranks), 2**ranks
     for rank in range(ranks):
         assert len(nodes_within(run_of_rank(shards, ranks, rank), Node(0, shards))) == 1
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_the_core_adds_only_where_its_tree_is_the_shards(cuts):
+    """The core's tree is over ranks; `cuts` says between which shards a rank ends."""
+    shards = len(cuts) + 1
+    bounds = [0, *(at + 1 for at, cut in enumerate(cuts) if cut), shards]
+    nodes = [nodes_within(range(a, b), Node(0, shards)) for a, b in itertools.pairwise(bounds)]
+    of_rank = [" ".join(written(shards, node=node) for node in theirs) for theirs in nodes]
+    over_ranks = add_up(Node(0, len(nodes)), lambda a, b: f"({a} {b})", of_rank.__getitem__, {})
+    assert is_tree_over_ranks(Node(0, shards), nodes) == (over_ranks == written(shards))
+
+
+def test_the_core_adds_where_every_rank_has_one_shard():
+    for ranks in range(1, 20):
+        assert is_tree_over_ranks(Node(0, ranks), [[Node(rank, rank + 1)] for rank in range(ranks)])
+    assert not is_tree_over_ranks(Node(0, 2), [[Node(0, 2)], []])
 
 
 @given(st.integers(0, 200), st.integers(1, 20))

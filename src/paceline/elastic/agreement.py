@@ -1,9 +1,9 @@
 """What the members of a new view agree on, from what each of them says about itself; every member gets the same result.
 
-A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member that is in round n has the
-result of every round before it, and keeps that of round n - 1, because another member may have failed to get it. It
-also keeps the partial sums that it has computed for round n. So a member is at most one round behind the others, and
-only what a dead worker had computed is computed again.
+A *round* is one sum over all shards: the gradient of a step, or an evaluation. A member keeps the partial sums that it
+has computed for its round n, so only what a dead worker had computed is computed again. Whoever has committed round n
+has seen the vote of every member, so every member has the result, and the rest only lack the knowledge that all agreed.
+They are one round behind, and commit what they have voted for.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
         shard_ns: how long a shard takes on it, 0 if it has not computed any.
         dealt: the latest batch that it knows to have been dealt out.
         has_begun: it is in the batch whose first round that is, or in a later round of it.
+        voted: the digest of the result with which it has voted in this round, 0 without one.
+        committed: the digest of the result of the round before, 0 without one.
     """
 
     round: int
@@ -37,6 +39,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     shard_ns: int = 0
     dealt: Dealt = NOTHING_DEALT
     has_begun: bool = False
+    voted: int = 0
+    committed: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,18 @@ class Agreement:
     Attributes:
         round: the round that is computed next.
         deal: the nodes of each rank in that round.
-        source: for each rank, the rank from which it gets the state or the latest result; None if it has both.
-        needs_state: the ranks that have no state.
+        source: for each rank without a state, the rank from which it gets that; None for the others.
+        late: the ranks that have the latest result, but do not know that it was committed.
+        outvoted: the late ranks that have voted for another result.
+        committed: the digest of the latest result.
     """
 
     round: int
     deal: Deal
     source: tuple[int | None, ...]
-    needs_state: frozenset[int]
+    late: frozenset[int] = frozenset()
+    outvoted: frozenset[int] = frozenset()
+    committed: int = 0
 
 
 def agree(statuses: Sequence[Status], shards: int) -> Agreement:
@@ -64,17 +72,19 @@ def agree(statuses: Sequence[Status], shards: int) -> Agreement:
     """
     latest = max(status.round for status in statuses)
     if latest == FRESH:  # the job begins, and rank 0's state is everybody's
-        source = (None, *[0] * (len(statuses) - 1))
-        return Agreement(0, deal_evenly(shards, len(statuses)), source, frozenset(range(1, len(statuses))))
-    if late := [rank for rank, status in enumerate(statuses) if FRESH < status.round < latest - 1]:
-        raise ValueError(f"ranks {late} are more than one round behind round {latest}: {list(statuses)}")
+        return Agreement(0, deal_evenly(shards, len(statuses)), (None, *[0] * (len(statuses) - 1)))
+    if lost := [rank for rank, status in enumerate(statuses) if FRESH < status.round < latest - 1]:
+        raise ValueError(f"ranks {lost} are more than one round behind round {latest}: {list(statuses)}")
     donors = [rank for rank, status in enumerate(statuses) if status.round == latest]
-    receivers = [rank for rank, status in enumerate(statuses) if status.round < latest]
-    given = {rank: donors[at % len(donors)] for at, rank in enumerate(receivers)}
-    fresh = frozenset(rank for rank in receivers if statuses[rank].round == FRESH)
-    held = [status.held if status.round == latest else () for status in statuses]
+    fresh = [rank for rank, status in enumerate(statuses) if status.round == FRESH]
+    late = frozenset(rank for rank, status in enumerate(statuses) if FRESH < status.round < latest)
+    committed = statuses[donors[0]].committed
+    outvoted = frozenset(rank for rank in late if statuses[rank].voted != committed)
+    given = {rank: donors[at % len(donors)] for at, rank in enumerate(fresh)}
     source = tuple(given.get(rank) for rank in range(len(statuses)))
-    return Agreement(latest, complete([[Node(*each) for each in nodes] for nodes in held], shards), source, fresh)
+    held = [status.held if status.round == latest else () for status in statuses]
+    deal = complete([[Node(*each) for each in nodes] for nodes in held], shards)
+    return Agreement(latest, deal, source, late, outvoted, committed)
 
 
 def deal_runs(counts: Sequence[int]) -> Deal:

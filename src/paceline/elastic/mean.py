@@ -11,7 +11,7 @@ import torch
 from paceline.data.rest import Seat
 from paceline.elastic.failpoints import reach
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.sharded.sums import Values, unpack
+from paceline.parallel.sharded.sums import Flat, Values, unpack
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ def mean_over(group: ProcessGroup | None, part: Part) -> Values:
     reach("mean.weighed")
     total = sum(weights)
     like = _layout(part)
-    values = _zeros(like)
-    flags, *rest = unpack(values, like)
+    whole = _zeros(like)
+    values = unpack(whole, like)
+    flags, *rest = values
     seats = part.seat.ranks
     if part.seat.rank is not None:
         flags[part.seat.rank] = 1
@@ -79,14 +80,14 @@ def mean_over(group: ProcessGroup | None, part: Part) -> Values:
                 view.copy_(buffer)
     reach("round.computed")
     if group is not None:
-        for flat in values.values():
+        for flat in whole.values():
             group.all_reduce(flat)
     return values
 
 
 def read(values: Values, part: Part) -> Mean:
-    """Returns the mean that a result holds, which this member or another one of the same batch has computed."""
-    flags, *rest = unpack(values, _layout(part))
+    """Returns the mean that a result holds."""
+    flags, *rest = values
     read_flags = [each > 0 for each in flags.tolist()]
     seats, params = part.seat.ranks, len(part.params)
     return Mean(read_flags[seats], read_flags[:seats], read_flags[seats + 1 :], rest[:params], rest[params:])
@@ -116,7 +117,7 @@ def _layout(part: Part) -> list[torch.Tensor]:
     return [flags, *part.params, *buffers]
 
 
-def _zeros(like: Sequence[torch.Tensor]) -> Values:
+def _zeros(like: Sequence[torch.Tensor]) -> Flat:
     lengths: dict[torch.dtype, int] = {}
     for tensor in like:
         lengths[tensor.dtype] = lengths.get(tensor.dtype, 0) + tensor.numel()

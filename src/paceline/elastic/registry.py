@@ -117,11 +117,11 @@ def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterato
             yield from (group["params"] for group in each.param_groups)
 
 
-def digest_of(values: Mapping[torch.dtype, torch.Tensor]) -> int:
-    """Returns a digest (XXH3, 63 bits) of flat tensors."""
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Returns a digest (XXH3, 63 bits) of tensors."""
     total = xxhash.xxh3_64(seed=0)
-    for flat in values.values():
-        total.update(_memory(flat))
+    for tensor in tensors:
+        total.update(_memory(tensor))
     return total.intdigest() >> 1
 
 

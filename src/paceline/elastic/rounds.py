@@ -2,9 +2,8 @@
 
 The life of a round. A member computes the sums of its nodes and *keeps* them. The members add them up into a result
 in memory of its own, and compare digests of it and of a part of their state; if all are equal, the round is
-*committed*. The result is kept until the next round is committed, because another member may not have got it. If the
-view breaks at any point, each survivor enters the next view with what it has; `agreement.py` says what follows from
-that. What a member does again is a pure function of the shard, so doing it again gives the same bits.
+*committed*. If the view breaks at any point, each survivor enters the next view with what it has; `agreement.py` says
+what follows from that. What a member does again is a pure function of the shard, so doing it again gives the same bits.
 """
 
 from __future__ import annotations
@@ -62,10 +61,12 @@ class Rounds:
         self._deal: Deal = []
         self.dealings = Dealings()
         self._held: dict[Node, Values] = {}
-        self._result: Values = {}  # of the round before
+        self._voted: Values = []  # the result with which this worker has voted in this round
+        self._digest = 0  # of that
+        self._committed = 0  # the digest of the result of the round before
+        self._is_late = False  # others have committed this round already, with that result
         self._has_begun = False  # this worker is in a batch
         self._others_have = False  # a member that is in the same round has begun its batch
-        self._given: Values | None = None  # the result of this round, from a member that had it already
         self.is_leaving = False  # this worker was asked to end
         self._counts: list[int] = []  # of shards, by rank, in rounds to come
         self._shard_ns = 0  # how long a shard takes here
@@ -110,11 +111,11 @@ class Rounds:
         def attempt() -> Values:
             if self._group is None:
                 self._enter_next()
-            return self._given if self._given is not None else agreed_result(self._group_now())
+            return self._voted if self._is_late else agreed_result(self._group_now())
 
         reach("round.begun")
         result: Values = self._until_it_holds(attempt)
-        self._commit(result)
+        self._commit()
         return result
 
     def begin_batch(self) -> ViewChange | None:
@@ -143,7 +144,7 @@ class Rounds:
 
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another any more."""
-        self.total(lambda _: {torch.uint8: torch.zeros(1, dtype=torch.uint8)})
+        self.total(lambda _: [torch.zeros(1, dtype=torch.uint8)])
         reach("loop.over")
         self._connection.send(Finished(self.number))
 
@@ -181,7 +182,7 @@ class Rounds:
         return not view.is_planned or (self._group is not None and self._view.must_wait)
 
     def _enter(self, view: View) -> None:
-        before, self._view, self._group, self._given = self._view, view, None, None
+        before, self._view, self._group, self._is_late = self._view, view, None, False
         if self._connection.name not in view.members:
             code = 0 if self.is_leaving else LEFT_OUT
             self._end(f"it is not in view {view.generation}, which follows view {before.generation}", code)
@@ -205,32 +206,31 @@ class Rounds:
 
     def _status(self) -> Status:
         held = tuple((node.first, node.stop) for node in self._held)
-        return Status(self.number, held, self._shard_ns, self.dealings.latest, self._has_begun)
+        dealt = self.dealings.latest
+        return Status(self.number, held, self._shard_ns, dealt, self._has_begun, self._digest, self._committed)
 
     def _share(self, group: ProcessGroup, agreed: Agreement) -> None:
-        """Gives the state or the latest result to those that lack it."""
+        """Gives the state to those that lack it; learns that others have committed what this worker has voted for."""
         rank = group.rank()
         for receiver, source in enumerate(agreed.source):
-            needs_state = receiver in agreed.needs_state
             if source == rank:
-                reach("state.before_sending" if needs_state else "result.before_sending")
-                given = self._registry.capture() if needs_state else _named(self._result)
-                send_object_list([given], group_dst=receiver, group=group)
+                reach("state.before_sending")
+                send_object_list([self._registry.capture()], group_dst=receiver, group=group)
                 reach("state.sent")
         source = agreed.source[rank]
-        if source is None:
-            self.number = agreed.round
-            return
-        box: list[Any] = [None]
-        recv_object_list(box, group_src=source, group=group)
-        if rank in agreed.needs_state:
+        if source is not None:
+            box: list[Any] = [None]
+            recv_object_list(box, group_src=source, group=group)
             self._registry.restore(box[0])
-            self.number = agreed.round
             reach("state.loaded")
+            self._committed = agreed.committed
+        if rank in agreed.outvoted:
+            self._end(f"the others have committed another result of round {self.number} than its own", OUTVOTED)
+        if rank in agreed.late:
+            self._is_late = True
+            reach("result.taken")
         else:
-            self._given = _unnamed(box[0])
-            self._held = {}
-            reach("result.received")
+            self.number = agreed.round
 
     def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values], is_step: bool) -> Values:
         audit = audit_of(self.number, self._deal, self._shards) if is_step else None
@@ -268,7 +268,8 @@ class Rounds:
 
     def _vote(self, group: ProcessGroup, result: Values, audit: Audit | None) -> None:
         state = self._registry.rolling_digest(self.number)
-        mine = Ballot(digest_of(result), state, self._connection.heard, self._shard_ns, self._audited)
+        self._voted, self._digest = result, digest_of(result)
+        mine = Ballot(self._digest, state, self._connection.heard, self._shard_ns, self._audited)
         try:
             ballots = vote(group, mine, self.number, self._view.members, audit)
         except OutvotedError as error:
@@ -281,11 +282,12 @@ class Rounds:
                 sys.stderr.write(f"paceline: shards are now dealt {counts}, since one takes {taken} ms\n")
             self._counts = counts
 
-    def _commit(self, result: Values) -> None:
-        is_given = self._given is not None
-        self._result, self._given, self._held, self._audited = result, None, {}, 0
+    def _commit(self) -> None:
+        was_late, self._is_late = self._is_late, False
+        self._voted, self._held, self._audited = [], {}, 0
+        self._committed, self._digest = self._digest, 0
         self.number += 1
-        if not is_given:  # otherwise the members agreed on the round that comes now when they entered the view
+        if not was_late:  # otherwise the members agreed on the round that comes now when they entered the view
             self._deal = deal_runs(self._counts)
             self._others_have = False
         reach("round.committed")
@@ -304,11 +306,3 @@ class Rounds:
         self._meeting.leave()
         sys.stderr.write(f"paceline: {describe_self(self._connection.name)} ends: {reason}\n")
         raise SystemExit(code)
-
-
-def _named(values: Values) -> dict[str, torch.Tensor]:
-    return {str(dtype).removeprefix("torch."): flat for dtype, flat in values.items()}
-
-
-def _unnamed(values: dict[str, torch.Tensor]) -> Values:
-    return {flat.dtype: flat for flat in values.values()}

@@ -117,6 +117,7 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     | operation | inputs | outputs |
     | --- | --- | --- |
     | all_reduce, broadcast | | 1, in place |
+    | all_reduce, by the core's groups of one host only | 1, not changed | 1 |
     | reduce | | 1, in place; only read on all ranks but the root |
     | all_gather | 1 | n |
     | gather | 1 | n on the root, else none |

@@ -13,17 +13,17 @@ from paceline.group.arguments import lists_by_rank, require_counts
 from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code, is_plain_strided
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.explaining import explain_choice
-from paceline.group.messages import MessagingGroup
 from paceline.group.options import Options, are_options, one_list, reduction_of, time_limit
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.reductions import checked_reduction, is_unscaled, reduces
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
+from paceline.group.tree_sums import TreeSummingGroup
 from paceline.group.work import Work
 from paceline.schedule.steps import Operation
 
 
-class ProcessGroup(MessagingGroup, TorchMethods):
+class ProcessGroup(TreeSummingGroup, TorchMethods):
     """The ranks that take part in a collective. `init_process_group` and `new_group` make groups.
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods that

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.parallel.sharded.batches import ShardBatch, StepBatches
 from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.sums import Values, pack
+from paceline.parallel.sharded.sums import Values
 
 _EVALUATING = 4  # the purpose of a random stream; `loader`, `logical` and `replica` have the others
 
@@ -44,16 +44,7 @@ class ShardSums:
             for batches in self._steps:
                 if (batch := batches.of(shard)) is not None:
                     self._add(batch)
-        return pack([self._sums[shard]])
-
-    def shaped(self, total: Mapping[torch.dtype, torch.Tensor]) -> torch.Tensor:
-        """Returns the sum over all shards in the shape of a batch's."""
-        if not self._sums:  # this rank has had no shard; the first batch shows the shape
-            first = self._steps[0].of(0)
-            assert first is not None
-            self._add(first)
-        like = next(iter(self._sums.values()))
-        return total[like.dtype].view(like.shape).clone()
+        return [self._sums[shard].clone()]
 
     def _add(self, batch: ShardBatch) -> None:
         with random_stream(self._seed, _EVALUATING, *batch.key):

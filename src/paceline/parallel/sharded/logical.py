@@ -17,7 +17,7 @@ from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.sharded.batches import Batch, StepBatches
 from paceline.parallel.sharded.evaluating import Measure, ShardSums, evaluating
 from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.sums import Values, add, pack, sum_over_ranks, unpack
+from paceline.parallel.sharded.sums import Values, add, gradient_or_zeros, laid_out_as, sum_over_ranks
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
 from paceline.parallel.tracked_tensors import collect_tracked
 
@@ -55,7 +55,7 @@ class GroupSums:
         root = Node(0, self._count)
         nodes = [nodes_within(run_of_rank(self._count, size, rank), root) for rank in range(size)]
         mine = {node: add_up(node, add, value_of, {}) for node in nodes[self._group.rank()]}
-        return sum_over_ranks(mine, nodes, self._count, self._group)
+        return sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
 
 
 class LogicalShards:
@@ -150,10 +150,9 @@ class LogicalShards:
             return self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
 
         total = self._sums.total(value_of, is_step=True)
-        like = [torch.zeros(()), torch.zeros(len(params)), *params, *map(_summable, before)]
-        loss, found, *rest = unpack(total, like)
+        loss, found, *rest = total
         for param, gradient, old, times in zip(params, rest, earlier, found.tolist(), strict=False):
-            new = torch.empty_like(param, requires_grad=False).copy_(gradient) if times else None
+            new = laid_out_as(param, gradient) if times else None
             param.grad = old if new is None else new if old is None else old.add_(new)
         self._update(buffers, before, rest[len(params) :])
         return loss.clone()
@@ -179,7 +178,8 @@ class LogicalShards:
         sums = ShardSums(measure, self.seed)
         with evaluating(self.module):
             sums.add_up(loader.whole_epoch())
-            return sums.shaped(self._sums.total(sums.value_of))
+            (total,) = self._sums.total(sums.value_of)
+            return total
 
     def _compute(
         self,
@@ -201,13 +201,13 @@ class LogicalShards:
                 loss = loss_of(batch.data) * batch.weight
                 loss.backward()
         found = torch.tensor([float(param.grad is not None) for param in params])
-        gradients = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        gradients = [gradient_or_zeros(param, param.grad) for param in params]
         weight = 0.0 if batch is None else batch.weight
         changes = [
             _change(after, value, weight) if after.is_floating_point() else _of_first_shard(after, shard)
             for after, value in zip(buffers, before, strict=True)
         ]
-        return pack([loss.detach().float(), found, *gradients, *changes])
+        return [loss.detach().float().reshape(()), found, *gradients, *changes]
 
     @staticmethod
     def _update(

@@ -20,7 +20,7 @@ from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
 from paceline.parallel.scatter_gather import gather, map_tensors
 from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.sums import Values, add, pack, sum_over_ranks, unpack
+from paceline.parallel.sharded.sums import Values, add, gradient_or_zeros, laid_out_as, sum_over_ranks
 from paceline.parallel.sharded.tree import Node, add_up
 from paceline.parallel.tracked_tensors import TrackedTensors
 
@@ -182,13 +182,14 @@ class ShardedReplica:
 
         nodes = [[Node(run.start, run.stop)] for run in runs]
         node = nodes[rank][0]
-        total = sum_over_ranks({node: add_up(node, add, value_of, {})}, nodes, self._count, self._group)
+        mine = {node: add_up(node, add, value_of, {})}
+        total = sum_over_ranks(mine, nodes, self._count, self._group, in_place=True)
         params = list(self._tracked.trained.values())
         floating = [buffer for buffer in self._tracked.buffers.values() if buffer.is_floating_point()]
-        found, *rest = unpack(total, [torch.zeros(len(params)), *params, *floating])
+        found, *rest = total
         for param, gradient, times in zip(params, rest, found.tolist(), strict=False):
             if times:
-                new = torch.empty_like(param).copy_(gradient).div_(size)
+                new = laid_out_as(param, gradient).div_(size)
                 param.grad = new if param.grad is None else param.grad.add_(new)
         for buffer, change in zip(floating, rest[len(params) :], strict=True):
             buffer.add_(change / self._count)
@@ -211,8 +212,7 @@ class ShardedReplica:
                 gradients[at] = old if new is None else new if old is None else old + new
         changes = [torch.stack(each).sum(0) for each in zip(*(f.changes[shard] for f in forwards), strict=True)]
         found = torch.tensor([float(gradient is not None) for gradient in gradients])
-        dense = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
-        return pack([found, *dense, *changes])
+        return [found, *map(gradient_or_zeros, params, gradients), *changes]
 
 
 def _run(first: int, length: int) -> range:

@@ -1,24 +1,29 @@
 """Adds the ranks' sums over their shards, in the order of the tree over all shards.
 
-Each rank adds one slice of the values, and all ranks gather the slices. That moves as many bytes as an all-reduce, but
-in an order that this module controls: engines add over ranks, some of them in another order than a tree, and some round
-half-precision sums once for all ranks, which a tree over shards could not continue.
+Where each rank has one node, and the tree over the nodes is the one over ranks, the core adds them where they are, if
+it can follow that order (see `ProcessGroup.sums_as_tree`). Otherwise each rank adds one slice of the values, and all
+ranks gather the slices. That moves as many bytes as an all-reduce, but in an order that this module controls: engines
+add over ranks, most of them in another order than a tree, and some round half-precision sums once for all ranks, which
+a tree over shards could not continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
 from paceline.group.objects.collectives import broadcast_object_list
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.sharded.tree import Node, add_up
+from paceline.parallel.ddp.gradients import shares_memory
+from paceline.parallel.sharded.tree import Node, add_up, is_tree_over_ranks
 
-Values = dict[torch.dtype, torch.Tensor]
+Values = list[torch.Tensor]  # of the same dtypes and shapes for each shard
+Flat = dict[torch.dtype, torch.Tensor]
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> Values:
+def pack(tensors: Sequence[torch.Tensor]) -> Flat:
     """Returns the tensors of each dtype concatenated."""
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -26,69 +31,108 @@ def pack(tensors: Sequence[torch.Tensor]) -> Values:
     return {dtype: torch.cat(parts) for dtype, parts in flat.items()}
 
 
-def unpack(values: Values, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of `values` with the shapes and dtypes of the tensors that were packed."""
-    taken = dict.fromkeys(values, 0)
+def unpack(flat: Flat, like: Sequence[torch.Tensor]) -> Values:
+    """Returns views of `flat` with the shapes and dtypes of the tensors that were packed."""
+    taken = dict.fromkeys(flat, 0)
     views = []
     for tensor in like:
         first = taken[tensor.dtype]
         taken[tensor.dtype] += tensor.numel()
-        views.append(values[tensor.dtype][first : first + tensor.numel()].view(tensor.shape))
+        views.append(flat[tensor.dtype][first : first + tensor.numel()].view(tensor.shape))
     return views
+
+
+def gradient_or_zeros(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Returns a parameter's gradient where autograd put it, but zeros for None and a copy if it shares its memory."""
+    if gradient is None:
+        return torch.zeros_like(param, requires_grad=False)
+    return gradient.detach().clone() if shares_memory(gradient) else gradient.detach()
+
+
+def laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient with the strides of the parameter, which optimizers are fastest with."""
+    if gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def add(left: Values, right: Values) -> Values:
     """Adds `right` to `left` in place, and returns it."""
-    for dtype, flat in left.items():
-        flat.add_(right[dtype])
+    torch._foreach_add_(left, right)
     return left
 
 
 def sum_over_ranks(
-    mine: Mapping[Node, Values], nodes: Sequence[Sequence[Node]], shards: int, group: ProcessGroup
+    mine: Mapping[Node, Values],
+    nodes: Sequence[Sequence[Node]],
+    shards: int,
+    group: ProcessGroup,
+    *,
+    in_place: bool = False,
 ) -> Values:
     """Returns the sum over all shards, which has the same bits on every rank of any group.
 
     Args:
-        mine: the sums of this rank's nodes, which are not changed; with the same dtypes and lengths on all
-            ranks. The result of a group of one rank may be one of them.
+        mine: the sums of this rank's nodes; with the same dtypes and shapes on all ranks. The result of a group of one
+            rank may be one of them.
         nodes: each rank's nodes of the tree, which together hold every shard once.
         shards: the number of shards.
         group: the ranks.
+        in_place: the result may take the memory of `mine`, which otherwise does not change.
     """
+    root = Node(0, shards)
     own = [mine[node] for node in nodes[group.rank()]]
-    if all(nodes):
-        lengths = {dtype: flat.numel() for dtype, flat in own[0].items()}
-    else:  # a rank without shards does not know what is added
-        lengths = _announced_lengths(own, nodes, group)
-    return {
-        dtype: _sum_of_dtype([values[dtype] for values in own], nodes, shards, group, torch.empty(0, dtype=dtype), n)
+    if group.size() == 1:
+        return add_up(root, _added, _no_leaf, dict(zip(nodes[0], own, strict=True)))
+    if is_tree_over_ranks(root, nodes) and all(map(group.sums_as_tree, own[0])):
+        return _sum_in_core(own[0], group, in_place)
+    return _sum_in_slices(own, nodes, root, group)
+
+
+def _sum_in_core(own: Values, group: ProcessGroup, in_place: bool) -> Values:
+    total = own if in_place else [torch.empty_like(tensor) for tensor in own]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in own):
+        places = [at for at, tensor in enumerate(own) if tensor.dtype == dtype]
+        group.sum_as_tree([total[at] for at in places], [own[at] for at in places])
+    return total
+
+
+def _sum_in_slices(own: Sequence[Values], nodes: Sequence[Sequence[Node]], root: Node, group: ProcessGroup) -> Values:
+    # A rank without shards does not know what is added.
+    like = own[0] if all(nodes) else _announced(own, nodes, group)
+    flat = [pack(values) for values in own]
+    lengths: dict[torch.dtype, int] = {}
+    for tensor in like:
+        lengths[tensor.dtype] = lengths.get(tensor.dtype, 0) + tensor.numel()
+    sums = {
+        dtype: _sum_of_dtype([values[dtype] for values in flat], nodes, root, group, torch.empty(0, dtype=dtype), n)
         for dtype, n in lengths.items()
     }
+    return unpack(sums, like)
 
 
-def _announced_lengths(
-    own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup
-) -> dict[torch.dtype, int]:
-    """Returns the number of elements of each dtype, on ranks without a value too."""
+def _added(left: Values, right: Values) -> Values:
+    """Returns the sum in memory of its own, since the values that were given may be needed again."""
+    return list(torch._foreach_add(left, right))
+
+
+def _announced(own: Sequence[Values], nodes: Sequence[Sequence[Node]], group: ProcessGroup) -> Values:
+    """Returns tensors with the dtypes and shapes of those that are added, on ranks without a value too."""
     first = next(rank for rank, theirs in enumerate(nodes) if theirs)
-    said = [{str(dtype).removeprefix("torch."): flat.numel() for dtype, flat in own[0].items()} if own else {}]
+    said = [[(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in own[0]] if own else []]
     broadcast_object_list(said, group_src=first, group=group)
-    return {getattr(torch, name): length for name, length in said[0].items()}
+    return [torch.empty(shape, dtype=getattr(torch, name), device="meta") for name, shape in said[0]]
 
 
 def _sum_of_dtype(
     own: Sequence[torch.Tensor],
     nodes: Sequence[Sequence[Node]],
-    shards: int,
+    root: Node,
     group: ProcessGroup,
     like: torch.Tensor,
     length: int,
 ) -> torch.Tensor:
-    root, size, rank = Node(0, shards), group.size(), group.rank()
-    if size == 1:
-        # Out of place, since the values that were given may be needed again.
-        return add_up(root, torch.Tensor.add, _no_leaf, dict(zip(nodes[0], own, strict=True)))
+    size, rank = group.size(), group.rank()
     each = -(-length // size)
     bounds = [(min(length, r * each), min(length, (r + 1) * each)) for r in range(size)]
     inputs = [[value[start:stop] for value in own] for start, stop in bounds]
@@ -108,5 +152,5 @@ def _sum_of_dtype(
     return whole[:length]
 
 
-def _no_leaf(shard: int) -> torch.Tensor:
+def _no_leaf(shard: int) -> NoReturn:
     raise AssertionError(f"no rank has shard {shard}")

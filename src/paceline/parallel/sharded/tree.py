@@ -6,7 +6,7 @@ tree is the run of shards below it, so it has the same value whichever rank comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 Value = TypeVar("Value")
@@ -50,6 +50,23 @@ def nodes_within(run: range, node: Node) -> list[Node]:
         return []
     left, right = node.halves
     return nodes_within(run, left) + nodes_within(run, right)
+
+
+def is_tree_over_ranks(root: Node, nodes: Sequence[Sequence[Node]]) -> bool:
+    """Returns whether the sum over all shards is the pairwise tree over ranks of one node each.
+
+    >>> is_tree_over_ranks(Node(0, 8), [[Node(0, 4)], [Node(4, 8)]])
+    True
+    >>> is_tree_over_ranks(Node(0, 8), [[Node(4, 8)], [Node(0, 4)]])
+    False
+    """
+
+    def is_below(node: Node, ranks: Node) -> bool:
+        if ranks.stop - ranks.first == 1:
+            return list(nodes[ranks.first]) == [node]
+        return node.stop - node.first > 1 and all(map(is_below, node.halves, ranks.halves))
+
+    return is_below(root, Node(0, len(nodes)))
 
 
 def add_up(
