@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -79,7 +80,9 @@ def test_a_time_out_due_before_the_silence_limit_comes_first(hosts, tmp_path):
         run.cut_host(1)
         for number, (error, message, _) in enumerate(run.join(15)):
             assert error == "CollectiveTimeoutError"
-            assert f"rank {1 - number} (h{1 - number}, pid {run.pids[1 - number]}) did not come" in message
+            # The link was cut between two calls or in one, to which the other rank had come.
+            other = re.escape(f"rank {1 - number} (h{1 - number}, pid {run.pids[1 - number]})")
+            assert re.search(f"{other} (did not come|came to the call but did not complete it)", message), message
 
 
 def reduce_until(ready: str) -> int:
