@@ -58,7 +58,7 @@ STEP = [
     *everybody(range(4), 4.4, 5.6, "optimizer", "step"),
     *everybody(range(4), 5.7, 7.4, "the next batch", "compute"),
 ]
-STEP_INSTANTS = [Instant(2.35, "sums are kept"), Instant(4.35, "committed; result kept")]
+STEP_INSTANTS = [Instant(2.35, "sums are kept"), Instant(4.35, "committed")]
 
 RECOVERY = [
     Bar(0, 0, 2.2, "shards 0, 1", "compute"),
