@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.elastic.dealings import NOTHING_DEALT, Dealt
+from paceline.elastic.speeds import even_counts
 from paceline.parallel.sharded.tree import Node, nodes_within, run_of_rank
 
 FRESH = -1  # the round of a worker that has no state yet
@@ -100,7 +101,7 @@ def deal_runs(counts: Sequence[int]) -> Deal:
 
 def deal_evenly(shards: int, ranks: int) -> Deal:
     """Returns a deal in which each rank has a run of consecutive shards, of lengths that differ by one at most."""
-    return [nodes_within(run_of_rank(shards, ranks, rank), Node(0, shards)) for rank in range(ranks)]
+    return deal_runs(even_counts(shards, ranks))
 
 
 def complete(held: Sequence[Sequence[Node]], shards: int) -> Deal:

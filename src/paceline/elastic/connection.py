@@ -45,6 +45,9 @@ class LauncherConnection:
         fd = environment.get(FD_VARIABLE)
         return None if fd is None else cls(socket.socket(fileno=int(fd)), environment[NAME_VARIABLE])
 
+    def __str__(self) -> str:
+        return f"worker {self.name} (pid {os.getpid()})"
+
     @property
     def heard(self) -> int:
         """The largest generation that this worker has heard of; 0 at the beginning."""
@@ -86,7 +89,7 @@ class LauncherConnection:
                 if found := [view for view in self._views.values() if view.generation > after and accepts(view)]:
                     return max(found, key=lambda view: view.generation)
                 if self._is_lost:
-                    raise LauncherLostError(f"worker {self.name} (pid {os.getpid()}): its launcher has ended")
+                    raise LauncherLostError(f"{self}: its launcher has ended")
                 waited_s = time.monotonic() - began_s
                 if self._reason != told and waited_s >= _SAY_AFTER_S:
                     told = self._reason

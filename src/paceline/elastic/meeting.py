@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import msgspec
@@ -75,8 +74,3 @@ class Meeting:
 def exchange_statuses(group: ProcessGroup, mine: Status) -> list[Status]:
     """Returns the statuses of all members, by rank."""
     return [msgspec.json.decode(each, type=Status) for each in group.all_gather_bytes(msgspec.json.encode(mine))]
-
-
-def describe_self(name: str) -> str:
-    """Returns how messages name this worker."""
-    return f"worker {name} (pid {os.getpid()})"

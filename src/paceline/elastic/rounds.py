@@ -21,7 +21,7 @@ from paceline.elastic.audit import Audit, audit_of
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
-from paceline.elastic.meeting import LOST, Meeting, describe_self, exchange_statuses
+from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, Ready, View
 from paceline.elastic.registry import Registry, digest_of
 from paceline.elastic.speeds import even_counts, fair_counts, smoothed
@@ -304,5 +304,5 @@ class Rounds:
 
     def _end(self, reason: str, code: int) -> NoReturn:
         self._meeting.leave()
-        sys.stderr.write(f"paceline: {describe_self(self._connection.name)} ends: {reason}\n")
+        sys.stderr.write(f"paceline: {self._connection} ends: {reason}\n")
         raise SystemExit(code)
