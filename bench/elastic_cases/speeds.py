@@ -16,7 +16,8 @@ from elastic_cases.options import Options, Rows
 _SPEEDS = (1.0, 1.0, 0.5, 0.5)
 _CORES = 0.6  # of a worker of speed 1: all of them together are to need less than two cores
 _SHARDS = 12
-_STEPS = 150
+_BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
+_STEPS, _STEPS_ALONE = 90, 45
 _SETTLING = 30  # steps, until the speeds are known
 _PERIOD_US = 10_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
@@ -53,7 +54,8 @@ def _limited(slots: Sequence[int], cgroups: Sequence[str]) -> list[str]:
 def _steps_a_second(limits: list[str]) -> float:
     """Returns the pace of a job with a worker for each limit, after the first steps."""
     workers = len(limits) - 1
-    with contextlib.closing(jobs.elastic(workers, _STEPS, *limits, shards=_SHARDS)) as job:
+    steps = _STEPS_ALONE if workers == 1 else _STEPS
+    with contextlib.closing(jobs.elastic(workers, steps, "--batch", str(_BATCH), *limits, shards=_SHARDS)) as job:
         while not job.is_over():
             time.sleep(0.1)
         notes = timeline.read(job.directory)

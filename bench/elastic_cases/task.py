@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 SHARDS = 4
-BATCH = 16  # samples of a shard in a step
+BATCH = 16  # samples of a shard in a step, where nothing else is said
 _FEATURES, _HIDDEN, _CLASSES = 256, 512, 10
 _POOL = 4096  # different inputs; samples beyond share them
 _TALLY_RATE = 1.0
@@ -27,11 +27,11 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Samples(torch.utils.data.Dataset[Sample]):
     """As many samples as so many steps use, if each is used once."""
 
-    def __init__(self, steps: int, shards: int) -> None:
+    def __init__(self, steps: int, shards: int, batch: int = BATCH) -> None:
         drawn = torch.Generator().manual_seed(1)
         self._inputs = torch.randn(_POOL, _FEATURES, generator=drawn)
         self._labels = torch.randint(0, _CLASSES, (_POOL,), generator=drawn)
-        self._count = steps * shards * BATCH
+        self._count = steps * shards * batch
         self.order = torch.randperm(self._count, generator=drawn)
 
     def __len__(self) -> int:
@@ -72,9 +72,11 @@ def batch_of(samples: Samples, step: int, shard: int) -> Batch:
     return batch
 
 
-def leave_result(directory: str, slot: int, network: Network, digest: str | None = None, shards: int = SHARDS) -> None:
+def leave_result(
+    directory: str, slot: int, network: Network, digest: str | None = None, samples_of_a_step: int = SHARDS * BATCH
+) -> None:
     """Writes what the parameters tell, and their digest, for the benchmark to read."""
-    uses = (network.tally.detach() * (-shards * BATCH / _TALLY_RATE)).round()
+    uses = (network.tally.detach() * (-samples_of_a_step / _TALLY_RATE)).round()
     result = {"digest": digest, "lost": int((uses == 0).sum()), "repeated": int((uses > 1).sum())}
     path = Path(directory, f"result-{slot}-{os.getpid()}")
     path.with_suffix(".new").write_text(json.dumps(result))

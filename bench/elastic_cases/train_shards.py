@@ -30,9 +30,9 @@ class Ballast:
         self._tensor.copy_(state["tensor"])
 
 
-def seconds_of_a_shard(network: Network, samples: Samples) -> float:
-    """Measures a forward and a backward of one batch; leaves no gradient."""
-    batch = torch.utils.data.default_collate([samples[i] for i in range(BATCH)])
+def seconds_of_a_shard(network: Network, samples: Samples, size: int) -> float:
+    """Measures a forward and a backward of one batch of so many samples; leaves no gradient."""
+    batch = torch.utils.data.default_collate([samples[i] for i in range(size)])
     taken_s = []
     for _ in range(5):
         started = time.perf_counter()
@@ -45,6 +45,7 @@ def seconds_of_a_shard(network: Network, samples: Samples) -> float:
 def main() -> None:
     parser = arguments()
     parser.add_argument("--shards", type=int, default=SHARDS)
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples of a shard")
     parser.add_argument("--ballast", type=int, default=0, metavar="MIB", help="of additional state")
     parser.add_argument("--times", type=float, nargs="+", default=[], help="how many times slower each slot is")
     parser.add_argument("--cgroups", nargs="+", default=[], help="the cgroup of each slot")
@@ -54,13 +55,13 @@ def main() -> None:
         Path(options.cgroups[slot], "cgroup.procs").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     dist.init_process_group(elastic=True)
-    samples = Samples(options.steps, options.shards)
+    samples = Samples(options.steps, options.shards, options.batch)
     network = Network(len(samples))
     times = options.times[slot] if options.times else 1.0
-    delay_s = (times - 1.0) * seconds_of_a_shard(network, samples) if times > 1.0 else 0.0
+    delay_s = (times - 1.0) * seconds_of_a_shard(network, samples, options.batch) if times > 1.0 else 0.0
     optimizer = optimizer_of(network)
     shards = dist.LogicalShards(network, options.shards)
-    loader = dist.ShardLoader(samples, BATCH, shards)
+    loader = dist.ShardLoader(samples, options.batch, shards)
     state = dist.ElasticState(shards, optimizer=optimizer, loader=loader, ballast=Ballast(options.ballast))
     recorder = Recorder(options.directory, slot)
 
@@ -75,7 +76,7 @@ def main() -> None:
             shards.backward(loss_of, batches)
             optimizer.step()
             recorder.committed(loader.state_dict()["step"])
-    leave_result(options.directory, slot, network, state.digest(), options.shards)
+    leave_result(options.directory, slot, network, state.digest(), options.shards * options.batch)
     dist.destroy_process_group()
 
 
