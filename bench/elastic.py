@@ -1,6 +1,6 @@
 """What does it cost an elastic job when workers die, freeze, join or are slow, and when nothing happens?
 
-    python bench/elastic.py [--cases death peers overhead shards join frozen speeds] [--kills 200] [--json FILE]
+    python bench/elastic.py [--cases death peers overhead shards join frozen ...] [--kills 200] [--json FILE]
 
 - death: a random worker is killed with kill -9 at random instants. `pause` is the longest time between two steps of
   each survivor until the replacement takes part, less the median step; `back` runs until a step is committed that
@@ -13,6 +13,8 @@
   one machine and on two (network namespaces at 1 Gbit/s, as root).
 - frozen: a worker is stopped (SIGSTOP), and another is 10 times slower than the others.
 - speeds: workers of the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
+- partition: five machines are cut into three and two (as root).
+- thin: two machines with a line of 10 Mbit/s between them (as root).
 
 For torchft: python -m venv DIR && DIR/bin/pip install torchft-nightly, then --torchft DIR/bin/python.
 """
@@ -28,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from elastic_cases import death, joining, slow, speeds, undisturbed
+from elastic_cases import death, joining, networks, slow, speeds, undisturbed
 from elastic_cases.options import Options, Rows
 from report import machine, parser, show
 
@@ -40,6 +42,8 @@ CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
     "join": joining.measure,
     "frozen": slow.measure,
     "speeds": speeds.measure,
+    "partition": networks.measure_partition,
+    "thin": networks.measure_thin,
 }
 
 

@@ -1,0 +1,37 @@
+"""Jobs of several machines, which are network namespaces with a launcher each."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TextIO
+
+from hosts.namespaces import enter
+from hosts.network import Network, ipv4
+
+from elastic_cases.jobs import ENVIRONMENT, HERE, Launched, popen
+
+NEEDS_ROOT = "not measured, since network namespaces need root"
+
+
+def elastic(network: Network, per_host: int, steps: int, *options: str, nnodes: str = "") -> Launched:
+    """Starts Paceline's job of `train_shards.py` with a launcher on each host of a network."""
+    launcher = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(per_host)]
+    meeting = ["--nnodes", nnodes or str(len(network.hosts)), "--rdzv-endpoint", f"{ipv4(0)}:29400"]
+    script = [str(HERE / "train_shards.py"), "{directory}", "--steps", str(steps), *options]
+    environment = {**ENVIRONMENT, "PACELINE_SECRET": secrets.token_hex(16)}
+    waiting = iter(network.hosts)
+
+    def start(words: list[str], output: TextIO) -> subprocess.Popen[bytes]:
+        host = next(waiting)
+
+        def inside() -> subprocess.Popen[bytes]:
+            enter(host)
+            return popen(words, output, environment)
+
+        with ThreadPoolExecutor(1) as thread:  # which enters the host, and not the benchmark
+            return thread.submit(inside).result()
+
+    return Launched(*[[*launcher, *meeting, *script]] * len(network.hosts), start=start)
