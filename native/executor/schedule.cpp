@@ -62,7 +62,7 @@ class DependencyFinder {
             });
         }
         const auto key = [](const Dependency& d) {
-            return (std::uint64_t{d.step} << 2) | (d.earlier_dst << 1) | d.later_dst;
+            return std::uint64_t{d.step} << 2 | std::uint64_t{d.earlier_dst} << 1 | std::uint64_t{d.later_dst};
         };
         const auto begin = found.begin() + static_cast<std::ptrdiff_t>(from);
         std::sort(begin, found.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });

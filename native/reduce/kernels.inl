@@ -4,6 +4,13 @@
 
 #include "reduce/elements.inl"
 
+// Before a loop whose turns do not depend on one another. Clang finds out when it runs whether the arrays are apart.
+#if defined(__clang__)
+#define PACELINE_INDEPENDENT
+#else
+#define PACELINE_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace paceline::PACELINE_SIMD {
 namespace {
 
@@ -23,7 +30,7 @@ struct Tree {
         }
         if (high - low == 2) {
             const T* second = sources[low + 1] + at;
-#pragma GCC ivdep
+            PACELINE_INDEPENDENT
             for (std::size_t i = 0; i < count; ++i) dst[i] = Op::apply(N::load(first[i]), N::load(second[i]));
             return;
         }
@@ -32,7 +39,7 @@ struct Tree {
         Acc other[kTile];
         combine(sources, low, low + half, at, count, dst);
         combine(sources, low + half, high, at, count, other);
-#pragma GCC ivdep
+        PACELINE_INDEPENDENT
         for (std::size_t i = 0; i < count; ++i) dst[i] = Op::apply(dst[i], other[i]);
     }
 
@@ -43,7 +50,7 @@ struct Tree {
         if (n == 2) {
             const T* a = sources[0];
             const T* b = sources[1];
-#pragma GCC ivdep
+            PACELINE_INDEPENDENT
             for (std::size_t i = 0; i < count; ++i)
                 out[i] = N::store(Finish::finish(Op::apply(N::load(a[i]), N::load(b[i])), divisor));
             return;
@@ -52,7 +59,7 @@ struct Tree {
             const std::size_t length = count - at < kTile ? count - at : kTile;
             Acc tile[kTile];
             combine(sources, 0, n, at, length, tile);
-#pragma GCC ivdep
+            PACELINE_INDEPENDENT
             for (std::size_t i = 0; i < length; ++i) out[at + i] = N::store(Finish::finish(tile[i], divisor));
         }
     }
