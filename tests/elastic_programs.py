@@ -57,8 +57,8 @@ class Seen:
         self.losses = list(state["losses"])
 
 
-def train_with_a_fault(epochs: int, worker: str, fault: str) -> str:
-    """Trains as `train` does, on one worker with memory that changes, or with sums that are wrong, from step 5 on."""
+def train_with_a_fault(epochs: int, worker: str, fault: str, since: int = 5) -> str:
+    """Trains as `train` does, on one worker with memory that changes, or with sums that are wrong, from a step on."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Linear(8, 3)
@@ -72,9 +72,9 @@ def train_with_a_fault(epochs: int, worker: str, fault: str) -> str:
     for _ in state.epochs(epochs):
         for batches in loader:
             step += 1
-            if is_faulty and fault == "memory" and step == 5:
+            if is_faulty and fault == "memory" and step == since:
                 model.weight.data[0, 0] += 1e-3
-            factor = 1.0001 if is_faulty and fault == "sums" and step >= 5 else 1.0
+            factor = 1.0001 if is_faulty and fault == "sums" and step >= since else 1.0
             optimizer.zero_grad()
             logical.backward(lambda x, factor=factor: model(x[0]).square().mean() * factor, batches)
             optimizer.step()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.elastic.agreement import FRESH, Status, agree, complete, deal_evenly, deal_runs
 from paceline.elastic.audit import EVERY, Audit, audit_of, suspects
 from paceline.elastic.speeds import even_counts, fair_counts
-from paceline.elastic.vote import Ballot, DivergenceError, OutvotedError, judge
+from paceline.elastic.vote import Ballot, DivergenceError, OthersOutvotedError, OutvotedError, judge
 from paceline.parallel.sharded.tree import Node, add_up
 
 SHARDS = 12
@@ -109,9 +109,10 @@ def test_equal_ballots_pass():
     judge([Ballot(1, 2, 3), Ballot(1, 2, 9)], 0, 5, ["a", "b"])
 
 
-def test_the_minority_is_outvoted_and_the_majority_goes_on():
+def test_the_minority_is_outvoted_and_nobody_commits():
     ballots = [Ballot(1, 2, 3), Ballot(1, 4, 3), Ballot(1, 2, 3)]
-    judge(ballots, 0, 5, ["a", "b", "c"])
+    with pytest.raises(OthersOutvotedError, match=r"round 5: another state than that of the majority: b"):
+        judge(ballots, 0, 5, ["a", "b", "c"])
     with pytest.raises(OutvotedError, match=r"round 5: the state of worker b differs from that of 2 of 3 workers"):
         judge(ballots, 1, 5, ["a", "b", "c"])
 

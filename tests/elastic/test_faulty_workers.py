@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import elastic_job
 import elastic_programs
+import pytest
 
 
 def test_a_worker_whose_memory_changed_is_replaced():
@@ -30,3 +31,16 @@ def test_an_audit_replaces_a_worker_whose_sums_are_wrong():
     assert outcome.code == 0, outcome
     assert outcome.ended["0.1.0"] == 76
     assert len(set(outcome.results.values())) == 1
+
+
+# Round 16 looks at the memory that changes, and round 99 is audited: what is wrong is noticed in the round it is of.
+@pytest.mark.parametrize(("fault", "since"), [("memory", 17), ("sums", 100)])
+def test_what_an_outvoted_worker_computed_is_left_out(fault: str, since: int) -> None:
+    def digests(workers: int, fault: str) -> set[object]:
+        program = elastic_programs.train_with_a_fault
+        outcome = elastic_job.run(program, 26, "0.1.0", fault, since, workers=workers, policy={"gather_s": 0.02})
+        assert outcome.code == 0, outcome
+        assert outcome.ended["0.1.0"] == 76 if fault else outcome.ended == {"0.0.0": 0}
+        return {*outcome.results.values()}
+
+    assert digests(3, fault) == digests(1, "")

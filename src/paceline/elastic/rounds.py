@@ -25,7 +25,7 @@ from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, Ready, View
 from paceline.elastic.registry import Registry, digest_of
 from paceline.elastic.speeds import even_counts, fair_counts, smoothed
-from paceline.elastic.vote import Ballot, OutvotedError, vote
+from paceline.elastic.vote import Ballot, OthersOutvotedError, OutvotedError, vote
 from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
@@ -153,7 +153,7 @@ class Rounds:
         while True:
             try:
                 return attempt()
-            except LOST as error:
+            except (*LOST, OthersOutvotedError) as error:
                 if self._group is not None or self._view.generation:
                     self._connection.send(Broken(self._view.generation, self.number, str(error)))
                 self._group = None

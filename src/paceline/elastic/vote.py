@@ -34,6 +34,10 @@ class OutvotedError(PacelineError):
     """This worker's result or state differs from that of the majority, so that it must not go on."""
 
 
+class OthersOutvotedError(PacelineError):
+    """Another member was outvoted and ends: nobody commits the round, to which it has contributed, and it is redone."""
+
+
 class Ballot(NamedTuple):
     """What a member says in a vote.
 
@@ -58,6 +62,7 @@ def vote(
 
     Raises:
         OutvotedError: more than half of the members agree with each other, and not with this one.
+        OthersOutvotedError: they agree with this one, and not with all others.
         DivergenceError: there is no such majority; on every member.
     """
     ballots = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size())]
@@ -86,6 +91,7 @@ def _judge_audit(ballots: Sequence[Ballot], audit: Audit, rank: int, round_numbe
             f"round {round_number}: worker {named[0]} computes another sum of shard {audit.shard} than two others do "
             f"from the same state. {_CAUSES}"
         )
+    raise OthersOutvotedError(f"round {round_number}: worker {named[0]} computes a wrong sum of shard {audit.shard}")
 
 
 def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequence[str]) -> None:
@@ -108,3 +114,4 @@ def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequen
             f"round {round_number}: the {what} of worker {names[rank]} differs from that of {votes} of {len(ballots)} "
             f"workers (outvoted: {', '.join(others)}). {_CAUSES}"
         )
+    raise OthersOutvotedError(f"round {round_number}: another {what} than that of the majority: {', '.join(others)}")
