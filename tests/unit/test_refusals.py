@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import pytest
+from launching import wait_until
 
+from paceline.errors import AuthenticationError
 from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.handshake import Hello, prove
 from paceline.security.refusals import SHOWN, Refusals
 
 DEADLINE_S = 20.0
@@ -34,6 +38,41 @@ def test_a_flood_at_a_listener_is_a_few_lines(caplog: pytest.LogCaptureFixture) 
     assert len(shown) == SHOWN
     assert all("spoke another protocol" in line for line in shown)
     assert f"refused {FLOOD - SHOWN} more connections for 'store' from 1 address in the last" in summary
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"paceln/1", b"paceln/1store".ljust(48, b"\0")], ids=["nothing", "a part", "all"]
+)
+def test_who_only_goes_away_is_not_logged(caplog: pytest.LogCaptureFixture, sent: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        keeper = Doorkeeper(listener, b"key", "store", lambda connection, _: connection.close())
+        _knock(keeper.port, sent, reads=True)
+        _knock(keeper.port, sent, reads=False)
+        _knock(keeper.port, b"GET /", reads=True)
+        _wait_for(caplog, 1)
+        wait_until(lambda: not any("_check" in thread.name for thread in threading.enumerate()), DEADLINE_S)
+        keeper.close()
+    (line,) = caplog.messages
+    assert "spoke another protocol" in line
+
+
+def _knock(port: int, sent: bytes, *, reads: bool) -> None:
+    """Sends something and closes the connection, with or without reading the answer."""
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(DEADLINE_S)
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR if reads else socket.SHUT_RDWR)
+        while reads and stranger.recv(64):
+            pass
+
+
+def test_another_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        keeper = Doorkeeper(listener, b"key", "store", lambda connection, _: connection.close())
+        with socket.create_connection(("127.0.0.1", keeper.port)) as worker, pytest.raises(AuthenticationError):
+            prove(worker, b"another key", Hello("store"))
+        assert "does not accept this process's proof of the job's secret" in _wait_for(caplog, 1)[0]
+        keeper.close()
 
 
 def test_the_count_is_logged_after_its_period(caplog: pytest.LogCaptureFixture) -> None:

@@ -195,7 +195,7 @@ def test_a_client_that_goes_on_with_a_wrong_proof_is_refused() -> None:
     def client(connection: socket.socket) -> None:
         prove_first(connection, "store")
         connection.recv(48, socket.MSG_WAITALL)
-        connection.sendall(bytes(32))
+        connection.sendall(os.urandom(32))
         connection.recv(1)
 
     server = _both(client, lambda s: verify(s, KEY, "store"))[1]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from paceline.descriptors import is_shortage
 from paceline.errors import AuthenticationError
-from paceline.security.handshake import Hello, verify
+from paceline.security.handshake import Hello, PeerGoneError, verify
 from paceline.security.refusals import Refusals
 
 MAX_HANDSHAKES = 128
@@ -22,7 +22,8 @@ class Doorkeeper:
     """Accepts on `listener`, a listening socket, which it takes over.
 
     At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest, so that silent
-    connections cannot keep others out.
+    connections cannot keep others out. What is refused is logged, but not a connection that its other end closes before
+    it has sent anything wrong.
 
     Args:
         listener: the listening socket.
@@ -101,18 +102,28 @@ class Doorkeeper:
                 connection.close()
 
     def _check(self, number: int, connection: socket.socket, host: str) -> None:
+        has_proved = False
         try:
             hello = verify(connection, self._key, self._channel, self._generation)
+            has_proved = True
             if self._leave(number) and not self._closed:
                 connection.settimeout(None)
                 self._admit(connection, hello)
                 return
         except (AuthenticationError, OSError) as error:
+            was_dropped = not (self._leave(number) or has_proved)
             if not self._closed:  # otherwise it was not refused, but came too late
-                self._refusals.add(host, error)
+                self._refuse(host, error, was_dropped)
         finally:
             self._leave(number)
         connection.close()
+
+    def _refuse(self, host: str, error: Exception, was_dropped: bool) -> None:
+        """Logs a refusal, but not a peer that has gone: if it was of this job, its death is reported elsewhere."""
+        if was_dropped:
+            self._refusals.add(host, f"{host or 'it'} was silent while {MAX_HANDSHAKES} others came")
+        elif not isinstance(error, (PeerGoneError, ConnectionError)):
+            self._refusals.add(host, error)
 
     def _leave(self, number: int) -> bool:
         with self._changing:

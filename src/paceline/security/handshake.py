@@ -2,7 +2,7 @@
 
     connecting -> accepting   hello: magic, channel, rank, lane, generation, nonce
     accepting  -> connecting  nonce, HMAC-SHA256(key, "S" | both so far)
-    connecting -> accepting   HMAC-SHA256(key, "C" | all so far)
+    connecting -> accepting   HMAC-SHA256(key, "C" | all so far), or zeros if the proof before was wrong
 
 The letters prevent reflection, the nonces prevent replay, and the channel's name prevents splicing one service's
 connection into another. A handshake takes 140 bytes; nothing that a peer sends is used before its proof is checked.
@@ -10,6 +10,7 @@ connection into another. A handshake takes 140 bytes; nothing that a peer sends 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -24,10 +25,15 @@ _HELLO = struct.Struct("<8s8sIIQ16s")
 _MAGIC = b"paceln/1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
+_REFUSAL = bytes(_PROOF_BYTES)  # no proof is that: the chance is 1 in 2**256
 
 
 class HandshakeUnfinishedError(AuthenticationError):
     """The peer fell silent or closed the connection: no verdict on the secret, and another attempt may work."""
+
+
+class PeerGoneError(HandshakeUnfinishedError):
+    """The peer closed the connection and had sent nothing wrong: it has ended, or did not mean this service."""
 
 
 class Hello:
@@ -54,6 +60,7 @@ def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float 
     answer = _receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
+        _refuse(connection, deadline)
         raise AuthenticationError(
             f"the process at {_name(connection)} does not hold this job's secret (channel {hello.channel!r}); "
             "all ranks need the same PACELINE_SECRET, and the address must be this job's"
@@ -68,17 +75,21 @@ def verify(
 
     Raises:
         AuthenticationError: the peer does not hold the key, or speaks another protocol.
-        HandshakeUnfinishedError: it did not answer in time, or closed the connection.
+        HandshakeUnfinishedError: it did not answer in time.
+        PeerGoneError: it closed the connection.
     """
     deadline = time.monotonic() + timeout_s
-    first = _receive(connection, _HELLO.size, deadline)
-    magic, name, rank, lane, peer_generation, _ = _HELLO.unpack(first)
-    if magic != _MAGIC or name.rstrip(b"\0") != channel.encode():
+    expected = struct.pack("<8s8s", _MAGIC, channel.encode())
+    first = _receive(connection, _HELLO.size, deadline, expected)
+    _, _, rank, lane, peer_generation, _ = _HELLO.unpack(first)
+    if not first.startswith(expected):
         raise AuthenticationError(f"{_name(connection)} spoke another protocol than Paceline's {channel!r}")
     nonce = os.urandom(_NONCE_BYTES)
     answer = nonce + _digest(key, b"S", first, nonce)
     _send(connection, answer, deadline)
     proof = _receive(connection, _PROOF_BYTES, deadline)
+    if proof == _REFUSAL:
+        raise AuthenticationError(f"{_name(connection)} does not accept this process's proof of the job's secret")
     if not hmac.compare_digest(proof, _digest(key, b"C", first, answer)):
         raise AuthenticationError(f"{_name(connection)} does not hold this job's secret")
     if peer_generation != generation:
@@ -107,26 +118,47 @@ def _left(connection: socket.socket, deadline: float) -> float:
     return left
 
 
+def _refuse(connection: socket.socket, deadline: float) -> None:
+    """Tells the accepting side that its proof is wrong, so that it knows why the connection ends."""
+    with contextlib.suppress(HandshakeUnfinishedError):
+        _send(connection, _REFUSAL, deadline)
+
+
 def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
     try:
         connection.settimeout(_left(connection, deadline))
         connection.sendall(data)
     except OSError as error:
-        raise HandshakeUnfinishedError(f"{_name(connection)} broke off the handshake ({error})") from error
+        raise _broken_off(connection, error) from error
 
 
-def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+def _receive(connection: socket.socket, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
+    """Receives `nbytes`, which should begin with `expected`; a peer that closes the connection before is looked at."""
     data = b""
     while len(data) < nbytes:
         try:
             connection.settimeout(_left(connection, deadline))
             more = connection.recv(nbytes - len(data))
+        except ConnectionError as error:
+            _require_prefix(connection, data, expected)
+            raise _broken_off(connection, error) from error
         except OSError as error:
-            raise HandshakeUnfinishedError(f"{_name(connection)} broke off the handshake ({error})") from error
+            raise _broken_off(connection, error) from error
         if not more:
-            raise HandshakeUnfinishedError(
-                f"{_name(connection)} closed the connection during the handshake: it refused this process's proof of "
-                "the job's secret, or is not a Paceline process"
+            _require_prefix(connection, data, expected)
+            raise PeerGoneError(
+                f"{_name(connection)} closed the connection during the handshake: its process has ended, or is not a "
+                "Paceline process"
             )
         data += more
     return data
+
+
+def _require_prefix(connection: socket.socket, data: bytes, expected: bytes) -> None:
+    if expected and data[: len(expected)] != expected[: len(data)]:
+        raise AuthenticationError(f"{_name(connection)} spoke another protocol than Paceline's, and broke off")
+
+
+def _broken_off(connection: socket.socket, error: OSError) -> HandshakeUnfinishedError:
+    kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
+    return kind(f"{_name(connection)} broke off the handshake ({error})")
