@@ -102,6 +102,39 @@ def test_gradients_that_share_memory_on_one_rank_are_averaged(ranks, overlap):
     ranks(2)(one_memory_on_one_rank, overlap)
 
 
+class Prompted(nn.Module):
+    """The gradient of `prompt` is a part of that of `positions`, and does not start where that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.randn(16, 64))
+        self.positions = nn.Parameter(torch.randn(48, 64))
+        self.prompt = nn.Parameter(torch.randn(32, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([self.first.unsqueeze(0), self.prompt.unsqueeze(0)], dim=1)
+        return (tokens + self.positions.unsqueeze(0)) * x
+
+
+def a_part_of_another_gradient() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    module = Prompted()
+    reference = copy.deepcopy(module)
+    wrapped = dist.DistributedDataParallel(module, overlap=False)
+    batches = inputs(48, 64)
+    reference(batches[0]).sum().backward()
+    a, b = (param.grad.untyped_storage().data_ptr() for param in reference.parameters())
+    assert a == b  # what makes it hard
+    wrapped(batches[rank]).square().sum().backward()
+    require_averaged(module, reference, lambda m: [m(x).square().sum() for x in batches])
+
+
+def test_a_gradient_that_is_a_part_of_another_is_averaged_once(ranks):
+    ranks(2)(a_part_of_another_gradient)
+
+
 def gradients_of_inputs() -> None:
     dist.init_process_group()
     rank = dist.get_rank()

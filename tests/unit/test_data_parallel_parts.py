@@ -187,6 +187,15 @@ def test_a_gradient_of_another_type_is_refused_by_name():
         gradients.collect(copy_shared=False)
 
 
+def test_a_gradient_that_is_a_part_of_another_is_seen():
+    storage = torch.randn(6)
+    whole, part = with_gradient(torch.ones(6), storage), with_gradient(torch.ones(2), storage[4:])
+    left, right = with_gradient(torch.ones(3), storage[:3]), with_gradient(torch.ones(3), storage[3:])
+    assert have_aliases([gradients_of(whole).collect(copy_shared=False), gradients_of(part).collect(copy_shared=False)])
+    assert have_aliases([gradients_of(left, part, right).collect(copy_shared=False)])
+    assert not have_aliases([gradients_of(right, left).collect(copy_shared=False)])
+
+
 def test_gradients_in_one_memory_are_seen():
     storage = torch.randn(4)
     a, b = with_gradient(torch.ones(4), storage.view(4)), with_gradient(torch.ones(2, 2), storage.view(2, 2))

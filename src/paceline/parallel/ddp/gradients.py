@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import add, attrgetter, gt
 
 import torch
 from torch import nn
@@ -147,9 +147,14 @@ class BucketGradients:
 
 
 def have_aliases(memories: Sequence[Memory]) -> bool:
-    """Returns whether two gradients have the same memory."""
-    addresses = [address for memory in memories for address in memory.pieces[0::2] if address]
-    return len(set(addresses)) != len(addresses)
+    """Returns whether the memory of two gradients overlaps.
+
+    A gradient may be a part of another one: in `torch.cat([fixed, p]) + q`, the gradient of `p` is a view of that of
+    `q`. Memory that does not overlap ends, piece after piece, before the next piece starts.
+    """
+    starts = sorted(address for memory in memories for address in memory.pieces[0::2])
+    ends = sorted(end for memory in memories for end in map(add, memory.pieces[0::2], memory.pieces[1::2]))
+    return any(map(gt, ends, starts[1:]))
 
 
 def _layout_of(param: nn.Parameter) -> tuple[int, ...]:
