@@ -120,6 +120,7 @@ _PUBLIC = {
     "paceline.parallel.ddp.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
+    "paceline.elastic.dealings": ("ViewChange",),
     "paceline.elastic.state": ("ElasticState",),
     "paceline.elastic.vote": ("DivergenceError",),
     "paceline.parallel.sharded.loader": ("ShardLoader",),

@@ -25,6 +25,7 @@ from paceline.data.evaluation import DistributedEvalSampler as DistributedEvalSa
 from paceline.data.evaluation import mean_over_samples as mean_over_samples
 from paceline.data.loader import StatefulLoader as StatefulLoader
 from paceline.data.sampler import DistributedSampler as DistributedSampler
+from paceline.elastic.dealings import ViewChange as ViewChange
 from paceline.elastic.state import ElasticState as ElasticState
 from paceline.elastic.vote import DivergenceError as DivergenceError
 from paceline.engine.native.shared import empty_shared as empty_shared

@@ -143,4 +143,4 @@ def test_a_worker_alone_is_told_of_itself() -> None:
     state = dist.ElasticState(model, loader=loader, on_view=told.append)
     for _ in state.epochs(1):
         break
-    assert [change.workers for change in told] == [1]
+    assert told == [dist.ViewChange(1, ("0",), ())]
