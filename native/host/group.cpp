@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "call/turns.hpp"
+#include "host/regions.hpp"
 #include "process/cores.hpp"
 #include "shm/futex.hpp"
 
@@ -202,6 +203,7 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
             begin(call, nullptr, 0);
             break;
     }
+    if (broken_ && call.region != 0) isolate(call);
     return outcome_;
 }
 

@@ -18,6 +18,7 @@ struct Region {
     shm::RegionId id;
     std::shared_ptr<shm::Segment> segment;
     std::vector<Offer> offers;
+    bool is_isolated = false;  // or a part of it
 };
 
 struct Registry {
@@ -29,6 +30,16 @@ struct Registry {
 Registry& registry() {
     static auto* const the = new Registry;  // never destroyed: tensors may outlive static objects
     return *the;
+}
+
+// Returns the region that holds all of the tensor, nullptr without one; the caller holds the mutex.
+Region* region_around(Registry& all, const Piece& tensor) {
+    auto found = all.by_address.upper_bound(tensor.data);
+    if (found == all.by_address.begin()) return nullptr;
+    Region& region = (--found)->second;
+    const auto offset = static_cast<std::size_t>(tensor.data - region.segment->data());
+    if (offset >= region.segment->size() || tensor.nbytes > region.segment->size() - offset) return nullptr;
+    return &region;
 }
 
 }  // namespace
@@ -57,11 +68,9 @@ void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t pe
     const Piece& tensor = call.outputs[0].pieces()[0];
     Registry& all = registry();
     const std::lock_guard hold(all.mutex);
-    auto found = all.by_address.upper_bound(tensor.data);
-    if (found == all.by_address.begin()) return;
-    Region& region = (--found)->second;
-    const auto offset = static_cast<std::size_t>(tensor.data - region.segment->data());
-    if (offset >= region.segment->size() || tensor.nbytes > region.segment->size() - offset) return;
+    Region* const found = region_around(all, tensor);
+    if (found == nullptr || found->is_isolated) return;
+    Region& region = *found;
 
     Offer* known = nullptr;
     for (Offer& offer : region.offers)
@@ -72,7 +81,17 @@ void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t pe
         known->peers |= fresh;
     }
     call.region = region.id;
-    call.offset = offset;
+    call.offset = static_cast<std::size_t>(tensor.data - region.segment->data());
+}
+
+void isolate(const Call& call) {
+    const Piece& tensor = call.outputs[0].pieces()[0];
+    Registry& all = registry();
+    const std::lock_guard hold(all.mutex);
+    Region* const region = region_around(all, tensor);
+    if (region == nullptr) return;
+    region->is_isolated = true;
+    region->segment->make_private(call.offset, tensor.nbytes);
 }
 
 }  // namespace paceline::host

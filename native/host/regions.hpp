@@ -21,4 +21,10 @@ void forget_region(const shm::Segment& segment);
 // Sets call.region and call.offset if the call's only tensor lies in a region, and offers the region to the peers.
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t peers);
 
+// Gives the tensor of a call that has failed memory that no other rank has, with the same contents and at the same
+// address: peers that are still in that call, or are stopped in it, may write to the shared memory at any later time.
+// Nothing in the region is offered any more. Only the pages of the tensor move, so that other tensors of the region,
+// which other threads may be writing to, stay where they are but for the ends of their pages.
+void isolate(const Call& call);
+
 }  // namespace paceline::host

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 
 namespace paceline::shm {
 namespace {
@@ -54,6 +55,17 @@ Segment::~Segment() {
 void Segment::close_descriptor() {
     if (fd_ >= 0) close(fd_);
     fd_ = -1;
+}
+
+void Segment::make_private(std::size_t offset, std::size_t nbytes) const {
+    const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    const std::size_t from = offset / page * page;
+    const std::size_t length = (offset + nbytes - from + page - 1) / page * page;
+    void* const copy = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return;
+    if (length >= kHugePage) madvise(copy, length, MADV_HUGEPAGE);
+    std::memcpy(copy, data_ + from, length < size_ - from ? length : size_ - from);
+    if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, data_ + from) == MAP_FAILED) munmap(copy, length);
 }
 
 }  // namespace paceline::shm

@@ -26,6 +26,9 @@ class Segment {
     int fd() const { return fd_; }
     // The memory stays mapped, but it can no longer be passed to another process.
     void close_descriptor();
+    // Replaces the pages that hold these bytes, in this process, by copies that it alone has. They stay as they are if
+    // the system has no memory for that.
+    void make_private(std::size_t offset, std::size_t nbytes) const;
 
   private:
     Segment(int fd, std::uint8_t* data, std::size_t size) : fd_(fd), data_(data), size_(size) {}

@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+from launching import wait_until
 
 import paceline as dist
 from paceline.engine.failures import Code
@@ -155,3 +157,36 @@ def abort_while_threads_reduce() -> None:
 
 def test_an_abort_at_any_instant_ends_what_runs(ranks):
     ranks(3)(abort_while_threads_reduce, timeout_s=120)
+
+
+def shared_memory_after_a_failure(how: str, directory: Path) -> None:
+    dist.init_process_group(timeout=timedelta(seconds=0.5) if how == "time-out" else LONG)
+    group = dist.GroupMember.WORLD
+    assert group is not None
+    whole = dist.empty_shared(3, 100_003).fill_(1)
+    tensor = whole[1]  # neither its start nor its end is that of a page
+    dist.all_reduce(tensor)
+    if dist.get_rank() == 0:
+        if how == "abort":
+            threading.Timer(0.2, group.abort).start()
+        with pytest.raises(dist.CollectiveError):
+            dist.all_reduce(tensor)
+        assert (whole[0] == 1).all() and (tensor == 2).all() and (whole[2] == 1).all()
+        whole.fill_(7)
+        (directory / "failed").touch()
+        wait_until((directory / "late").exists)
+        assert (whole == 7).all()
+    else:
+        wait_until((directory / "failed").exists)
+        with pytest.raises(dist.CollectiveError):
+            dist.all_reduce(tensor)  # rank 0 is in it no more, but its memory is still mapped here
+        (directory / "late").touch()
+    dist.destroy_process_group()
+    dist.init_process_group()
+    dist.all_reduce(tensor.fill_(2))
+    assert (tensor == 4).all()
+
+
+@pytest.mark.parametrize("how", ["abort", "time-out"])
+def test_shared_memory_of_a_failed_call_may_be_used_on(ranks, how, tmp_path):
+    ranks(2)(shared_memory_after_a_failure, how, tmp_path)

@@ -17,6 +17,10 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
     This pays off for large tensors (a megabyte and up) that every rank creates this way and passes to `all_reduce`
     whole. Everywhere else it is an ordinary tensor, of `dtype` (default: PyTorch's default type) and shape `size`.
 
+    After an `all_reduce` of it has failed because a rank died, did not come or aborted the group, it is an ordinary
+    tensor: the others may still write to the memory that it had, so it was moved to memory of its own, at the same
+    address. It can be used on, with any group; for the speed, make a new one.
+
     Raises:
         MemoryError: the system has not enough shared memory left.
         OutOfDescriptorsError: the process has no file descriptor left; each such tensor takes one.
