@@ -39,6 +39,7 @@ class Worker:
     uid: str
     slot: int
     process: BaseProcess
+    pidfd: int  # the process's own sentinel is a pipe, which what it forks may hold open
     socket: socket.socket
     result: Connection
 
@@ -141,9 +142,7 @@ class Job:
     def close(self) -> None:
         """Ends what still runs; idempotent."""
         for worker in list(self.workers.values()):
-            worker.process.kill()
-            worker.process.join()
-            worker.socket.close()
+            _end(worker)
         self.workers.clear()
         self._selector.close()
         self._store.close()
@@ -156,15 +155,15 @@ class Job:
         receiving, sending = self._context.Pipe(duplex=False)
         environment = {**self._environment, "PACELINE_WORKER": uid, "RANK": str(slot), "LOCAL_RANK": str(slot)}
         process = self._context.Process(
-            target=_work, args=(self._program, self._arguments, environment, theirs, sending), daemon=True
+            target=_work, args=(self._program, self._arguments, environment, theirs, sending), daemon=False
         )
         process.start()
         theirs.close()
         sending.close()
         ours.setblocking(False)
-        worker = self.workers[uid] = Worker(uid, slot, process, ours, receiving)
+        worker = self.workers[uid] = Worker(uid, slot, process, os.pidfd_open(process.pid or 0), ours, receiving)
         self._selector.register(ours, selectors.EVENT_READ, (worker, self._hear))
-        self._selector.register(process.sentinel, selectors.EVENT_READ, (worker, self._bury))
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, (worker, self._bury))
         self._follow(self._coordinator.worker_started(uid, MACHINE, time.monotonic()))
 
     def _hear(self, worker: Worker) -> None:
@@ -182,9 +181,9 @@ class Job:
     def _bury(self, worker: Worker) -> None:
         self._hear(worker)
         self._selector.unregister(worker.socket)
-        self._selector.unregister(worker.process.sentinel)
+        self._selector.unregister(worker.pidfd)
         del self.workers[worker.uid]
-        worker.process.join()
+        _end(worker)
         code = worker.process.exitcode or 0
         if worker.result.poll():
             try:
@@ -192,7 +191,6 @@ class Job:
                 (self.outcome.errors if is_error else self.outcome.results)[worker.uid] = value
             except EOFError:
                 pass
-        worker.socket.close()
         self.outcome.ended[worker.uid] = code
         self._follow(self._coordinator.worker_ended(worker.uid, f"exit code {code}", code, time.monotonic()))
         if self._end is None and self._replaces and code != 0 and self._attempts[worker.slot] < _MOST_ATTEMPTS:
@@ -217,6 +215,16 @@ class Job:
                     self.outcome.said.append(text)
 
 
+def _end(worker: Worker) -> None:
+    """Kills a worker, if it runs, and what it has forked; returns when it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.process.pid or 0, signal.SIGKILL)
+    worker.process.kill()
+    worker.process.join()
+    os.close(worker.pidfd)
+    worker.socket.close()
+
+
 def _work(
     program: Callable[..., object],
     arguments: tuple[object, ...],
@@ -224,6 +232,8 @@ def _work(
     connection: socket.socket,
     result: Connection,
 ) -> None:
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)  # as in a worker of the real launcher
     os.environ.update(environment)
     os.environ["PACELINE_ELASTIC_FD"] = str(connection.detach())
     try:

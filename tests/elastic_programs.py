@@ -13,7 +13,7 @@ import paceline as dist
 SHARDS = 4
 
 
-def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0) -> str:
+def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0, num_workers: int = 0) -> str:
     """Trains a network with batch normalisation and dropout, evaluates it after each epoch."""
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
     logical = dist.LogicalShards(model, shards)
-    loader = dist.ShardLoader(dataset, 3, logical)
+    loader = dist.ShardLoader(dataset, 3, logical, num_workers=num_workers)
     test = dist.ShardLoader(dataset, 5, logical, shuffle=False)
     seen = Seen()
     state = dist.ElasticState(logical, optimizer=optimizer, scheduler=scheduler, loader=loader, seen=seen)

@@ -25,12 +25,13 @@ def undisturbed() -> str:
     return digest
 
 
-def run(failpoints: str) -> Outcome:
+def run(failpoints: str, num_workers: int = 0) -> Outcome:
     return elastic_job.run(
         elastic_programs.train,
         EPOCHS,
         elastic_programs.SHARDS,
         0.005,
+        num_workers,
         failpoints=failpoints,
         policy={"gather_s": 0.02, "start_patience_s": 5.0},
     )
@@ -84,3 +85,9 @@ def test_who_knows_of_a_commit_may_be_killed(point: str, undisturbed: str) -> No
             require_undisturbed(outcome, undisturbed)
             fired += [worker] * (outcome.ended[worker] == -9)
     assert fired, f"{point} was never reached"
+
+
+def test_a_worker_with_loader_processes_may_be_killed(undisturbed: str) -> None:
+    outcome = run("0.1.0:round.computed@2=kill,0.2.0:round.voted@6=kill", num_workers=2)
+    require_undisturbed(outcome, undisturbed)
+    assert [outcome.ended[worker] for worker in WORKERS] == [0, -9, -9]

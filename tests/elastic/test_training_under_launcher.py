@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -56,13 +57,17 @@ def alone(script: Path) -> str:
     return digest
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> None:
     script = write(tmp_path / "train.py", epochs=30, num_workers=num_workers)
-    done = launching.run("--elastic", "--nproc-per-node", "3", "--chaos", "kill:1s,seed=5", str(script), timeout_s=100)
+    mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+    name, value = mark.split("=")
+    flags = ("--elastic", "--nproc-per-node", "3", "--chaos", "kill:1s,seed=5")
+    done = launching.run(*flags, str(script), timeout_s=100, env={**launching.ENVIRONMENT, name: value})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed by SIGKILL; another worker takes its place" in done.stderr
     assert set(digests(done.stdout)) == {alone(script)}
+    assert launching.processes_with(mark) == [], "a loader's process has outlived the job"
 
 
 def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
