@@ -20,6 +20,15 @@ def test_an_unknown_backend_and_a_missing_group_are_named():
     assert dist.is_available()
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:paceline,cuda:nccl", "gloo", "mpi"])
+def test_an_elastic_job_runs_on_paceline_only(backend):
+    with pytest.raises(ValueError, match=rf"'{backend}' with elastic=True; .* on 'paceline' with CPU tensors.*'nccl'"):
+        dist.init_process_group(backend, elastic=True)
+    assert not dist.is_initialized()
+    dist.init_process_group("paceline", elastic=True)
+    dist.destroy_process_group()
+
+
 def test_one_process_is_a_group_of_one_again_and_again():
     import torch
 
