@@ -186,7 +186,7 @@ def test_max_restarts_bounds_the_replacements(job):
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
     os.kill(job.pid("0.1.1"), signal.SIGKILL)
-    job.wait_to_hear("nobody takes its place: --max-restarts 1 allows no further replacement")
+    job.wait_to_hear("nobody takes its place: --max-restarts 1 allows no further replacement on this machine")
     job.order("end")
     job.expect(0)
     assert len(job.log()) == 3

@@ -131,7 +131,9 @@ def test_the_bound_on_replacements_is_that_of_all_slots():
     places = Places(2, 0.0, most_replacements=1)
     places.due(0.0)
     assert places.ended(0, KILLED, part(), 1.0) == Replace(0.0)
-    assert places.ended(1, KILLED, part(), 1.0) == Close("--max-restarts 1 allows no further replacement")
+    assert places.ended(1, KILLED, part(), 1.0) == Close(
+        "--max-restarts 1 allows no further replacement on this machine"
+    )
     assert places.count == 1 and places.due(1.0) == [0]
 
 

@@ -48,7 +48,7 @@ def describe_plan(job: Job, machine: Machine) -> str:
 
 
 def _replacement(elastic: ElasticOptions) -> str:
-    most = "" if elastic.most_replacements is None else f", at most {elastic.most_replacements}"
+    most = "" if elastic.most_replacements is None else f", at most {elastic.most_replacements} times on each machine"
     chaos = f"; chaos: {elastic.chaos}" if elastic.chaos is not None else ""
     return f"a worker is replaced while at least {elastic.min_workers} train on{most}{chaos}"
 

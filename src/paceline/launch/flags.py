@@ -55,8 +55,8 @@ FLAGS = (
          "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, whatever the other flags and the environment say"),
     # restarts
-    Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many are replaced, "
-         "without a bound if not given)", values.from_0),
+    Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each machine "
+         "replaces, without a bound if not given)", values.from_0),
     Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", values.seconds,
          "0.1", "SECONDS"),
     Flag("shutdown-timeout", "time from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",

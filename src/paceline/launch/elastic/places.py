@@ -11,7 +11,7 @@ class Places:
     Args:
         count: how many there are.
         now_s: the time.
-        most_replacements: how many workers may be replaced in all; None for no bound.
+        most_replacements: how many of this machine's workers may be replaced in all; None for no bound.
     """
 
     def __init__(self, count: int, now_s: float, most_replacements: int | None = None) -> None:
@@ -47,7 +47,9 @@ class Places:
             if not self._replaces:
                 decision = Close("no worker is replaced any more")
             elif self._most_replacements is not None and self.replacements >= self._most_replacements:
-                decision = Close(f"--max-restarts {self._most_replacements} allows no further replacement")
+                decision = Close(
+                    f"--max-restarts {self._most_replacements} allows no further replacement on this machine"
+                )
             else:
                 self.replacements += 1
                 self._due_s[slot] = now_s + decision.after_s
