@@ -24,12 +24,12 @@ class Elastic:
         self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
         self.launcher: subprocess.Popen[str] | None = None
 
-    def start(self, workers: int, *flags: str, script: str = TOY, method: str = "spawn") -> None:
+    def start(self, workers: int, *flags: str, script: str = TOY, method: str = "spawn", **variables: str) -> None:
         name, value = self.mark.split("=")
         words = command("--elastic", f"--nproc-per-node={workers}", f"--start-method={method}", *flags, script)
         with open(self.directory / "err", "w") as err, open(self.directory / "out", "w") as out:
             self.launcher = subprocess.Popen(
-                [*words, str(self.directory)], stdout=out, stderr=err, env={**ENVIRONMENT, name: value}
+                [*words, str(self.directory)], stdout=out, stderr=err, env={**ENVIRONMENT, **variables, name: value}
             )
 
     def said(self, stream: str = "err") -> str:
@@ -270,8 +270,9 @@ def test_workers_are_forks_that_have_torch_and_differ(job):
     script.write_text(FORKED)
     job.start(2, script=str(script), method="auto")
     job.wait_for("0.0.0", "0.1.0")
-    workers = {job.pid("0.0.0"), job.pid("0.1.0")}  # its forks have its command line
-    (template,) = (pid for pid in processes_with(job.mark) if "template.py" in command_of(pid) and pid not in workers)
+    for uid in ("0.0.0", "0.1.0"):
+        assert command_of(job.pid(uid)).split("\0")[1] == str(script), "what ps shows"
+    (template,) = (pid for pid in processes_with(job.mark) if "template.py" in command_of(pid))
     os.kill(template, signal.SIGKILL)
     os.kill(job.pid("0.1.0"), signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
@@ -281,3 +282,31 @@ def test_workers_are_forks_that_have_torch_and_differ(job):
     facts = [line.split()[2:] for line in job.said("out").splitlines()]
     assert [each[:2] for each in facts] == [["True", "1"]] * 3
     assert len({each[2] for each in facts}) == len({each[3] for each in facts}) == 3
+
+
+PRELOADED = f"""
+import sys
+sys.stdout.write(f"{{'wave' in sys.modules}} {{'busy' in sys.modules}}\\n")
+exec(compile(open({TOY!r}).read(), {TOY!r}, "exec"))
+"""
+BUSY = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("asked", ["wave,not_there", "wave,busy"])
+def test_modules_of_preload_are_there_unless_they_do_harm(job, asked):
+    (job.directory / "busy.py").write_text(BUSY)
+    script = job.directory / "preloaded.py"
+    script.write_text(PRELOADED)
+    job.start(1, f"--preload={asked}", script=str(script), method="auto", PYTHONPATH=str(job.directory))
+    job.wait_for("0.0.0")
+    job.order("end")
+    said = job.expect(0)
+    is_harmless = "busy" not in asked
+    assert job.said("out").split()[-2:] == [str(is_harmless), "False"]
+    if is_harmless:
+        assert "--preload not_there is left out: ModuleNotFoundError: No module named 'not_there'" in said
+    else:
+        assert "), so --preload wave,busy is left out; another is started" in said

@@ -47,6 +47,7 @@ VALUES = {  # by flag: what is written, what it means
     "stdin": ("none", None),
     "min-workers": ("2", 2),
     "chaos": ("kill:2s,seed=7", Chaos((("kill", 2.0),), 7)),
+    "preload": ("numpy,torch.nn", ("numpy", "torch.nn")),
 }
 REFUSED = {"logs-specs"}
 SWITCHES = [flag for flag in FLAGS if flag.parse is None]
@@ -102,6 +103,7 @@ def test_torchruns_flags_are_all_there():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--elastic", "--preload", "a,b-c"], "'b-c' is not the name of a module"),
         (["--nnodes", "3:2"], "MIN at most MAX"),
         (["--nproc-per-node", "many"], "neither a number from 1 nor auto"),
         (["--rdzv-backend", "etcd"], "No etcd is needed"),
@@ -135,6 +137,8 @@ def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
         (["--nnodes", "1:2", "--master-addr", "h0"], "--rdzv-backend c10d"),
         (["--chaos", "kill:2s"], "--chaos needs --elastic"),
         (["--min-workers", "2"], "--min-workers needs --elastic"),
+        (["--preload", "wave"], "--preload needs --elastic"),
+        (["--elastic", "--preload", "wave", "--no-python"], "--preload needs workers that are forked"),
         (["--elastic", "--min-workers", "2"], "more than the 1 workers of this machine"),
         (["--elastic", "--nproc-per-node", "2", "--chaos", "cut:2s"], "--chaos cut needs several machines"),
         (["--elastic", "--chaos", "kill:2s"], "--chaos needs two workers or more"),

@@ -55,8 +55,8 @@ FLAGS = (
          "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, whatever the other flags and the environment say"),
     # restarts
-    Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each machine "
-         "replaces, without a bound if not given)", values.from_0),
+    Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each "
+         "machine replaces, without a bound if not given)", values.from_0),
     Flag("monitor-interval", "accepted and ignored: the launcher notices at once when a worker ends", values.seconds,
          "0.1", "SECONDS"),
     Flag("shutdown-timeout", "time from the request to end to SIGKILL (default: 30, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
@@ -93,6 +93,8 @@ FLAGS = (
     # elastic training
     Flag("elastic", "a worker that dies is replaced while the others train on", ours=True),
     Flag("min-workers", "with --elastic: with fewer workers the others wait (default: 1)", values.from_1, ours=True),
+    Flag("preload", "with --elastic: modules that are imported once, before workers are forked, so that those that "
+         "take others' places start sooner", values.modules, "", "MODULE,...", ours=True),
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # others

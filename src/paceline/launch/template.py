@@ -2,14 +2,15 @@
 
 It is used with `--start-method forkserver`, and by default where there are many workers a core.
 
-    python template.py LAUNCHER_PID DESCRIPTOR [MODULE...]
+    python template.py LAUNCHER_PID DESCRIPTOR [MODULE... [-- MODULE...]]
 
 A worker is forked twice: when the process in between has ended, the launcher, which adopts orphans, becomes its parent,
 as if the launcher had started it. The template ends when the launcher closes the connection.
 
-For elastic jobs it imports the MODULEs, torch among them, and stays. Threads do not survive a fork, and whatever they
-held stays locked. Importing torch starts none but those of numpy's OpenBLAS, which ends them before each fork. To be
-sure, the template forks once without need and then looks whether it has other threads; if so, it says so and ends.
+For elastic jobs it imports the MODULEs, torch among them, and those after `--`, which the user asks for, and stays.
+Threads do not survive a fork, and whatever they held stays locked. Importing torch starts none but those of numpy's
+OpenBLAS, which ends them before each fork. To be sure, the template forks once without need and then looks whether it
+has other threads; if so, it says so and ends.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ def main() -> None:
         )  # it makes a worker slow to start, and every worker needs it to meet the others
 
     if modules := sys.argv[3:]:
-        for module in modules:
-            with suppress(Exception):  # a worker that needs it reports what is wrong
-                import_module(module)
+        _preload(modules)
         threads = _threads_after_a_fork()
         connection.send(" ".join(threads).encode() or READY)
         if threads:
@@ -67,10 +66,11 @@ def main() -> None:
             os.close(fd)
     connection.close()
     os.setsid()
+    command = json.loads(request)
+    _show([sys.executable, *command["argv"]])
     for fd, own in zip(streams, (0, 1, 2), strict=False):
         os.dup2(fd, own)
         os.close(fd)
-    command = json.loads(request)
     os.environ.update(command["variables"])
     for fd in streams[3:]:
         os.environ["PACELINE_ELASTIC_FD"] = str(fd)
@@ -87,6 +87,31 @@ def main() -> None:
     sys.path.insert(0, "")
     sys.modules["__main__"] = ModuleType("__main__")
     bootstrap.run([str(launcher), *command["argv"]])
+
+
+def _preload(arguments: list[str]) -> None:
+    """Imports modules; those after `--` are the user's, who is told if that fails."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    for module in arguments[:at]:
+        with suppress(Exception):  # a worker that needs it reports what is wrong
+            import_module(module)
+    for module in arguments[at + 1 :]:
+        try:
+            import_module(module)
+        except Exception as error:
+            sys.stderr.write(f"paceline: --preload {module} is left out: {type(error).__name__}: {error}\n")
+
+
+def _show(argv: list[str]) -> None:
+    """Makes `ps` show `argv` instead of the template's arguments, as far as there is room in their place."""
+    import ctypes
+
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+        text = "\0".join(argv).encode(errors="surrogateescape")[: max(end - start - 1, 0)]
+        if start:
+            ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 def _threads_after_a_fork() -> list[str]:

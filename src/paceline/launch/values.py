@@ -167,6 +167,15 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
 
 
+def modules(text: str) -> tuple[str, ...]:
+    """Names of modules between commas."""
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ArgumentTypeError(f"{name!r} is not the name of a module, as in `import {name}`")
+    return names
+
+
 def logs_specs(text: str) -> None:
     """Refuses torchrun's plug-ins, which hold torch's own classes."""
     raise ArgumentTypeError(

@@ -49,6 +49,7 @@ class Forker:
         selector: the launcher's loop.
         say: tells the user that no worker can be forked.
         forks: whether to fork at all.
+        preload: modules that the user wants workers to have imported, besides `MODULES`.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Forker:
         selector: selectors.BaseSelector,
         say: Callable[[str], None],
         forks: bool = True,
+        preload: Sequence[str] = (),
     ) -> None:
         self._environment = environment
         self._pass_fds = pass_fds
         self._descriptors = descriptors
         self._selector = selector
         self._say = say
+        self._preload = tuple(preload)
         self._requests: deque[Request] = deque()
         self._asked: Request | None = None
         self._asked_s = 0.0
@@ -117,7 +120,7 @@ class Forker:
             elif answer == template.READY:
                 self._is_ready = True
             elif answer:
-                self._give_up(f"it has threads after its imports ({answer.decode(errors='replace')})", is_for_good=True)
+                self._give_up_threads(answer.decode(errors="replace"))
             else:
                 self._give_up("it has ended", is_for_good=False)
             self._go_on()
@@ -136,11 +139,12 @@ class Forker:
     def _open(self) -> None:
         self._templates += 1
         self._is_ready = False
+        modules = [*MODULES, "--", *self._preload] if self._preload else MODULES
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [python(), template.__file__, str(os.getpid()), str(theirs.fileno()), *MODULES],
+                [python(), template.__file__, str(os.getpid()), str(theirs.fileno()), *modules],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), *self._pass_fds],
@@ -171,6 +175,14 @@ class Forker:
     def _started(self, request: Request, pid: int) -> None:
         request.channel.close()
         request.on_start(pid)
+
+    def _give_up_threads(self, names: str) -> None:
+        """Does without the user's modules, and if that is not enough without forks."""
+        why, asked = f"it has threads after its imports ({names})", self._preload
+        self._preload = ()
+        if asked:
+            why += f", so --preload {','.join(asked)} is left out"
+        self._give_up(why, is_for_good=not asked)
 
     def _give_up(self, why: str, is_for_good: bool) -> None:
         """Replaces the process that workers are forked from, or starts new interpreters from now on."""

@@ -1,4 +1,4 @@
-"""What `--elastic`, `--min-workers` and `--chaos` ask for."""
+"""What `--elastic`, `--min-workers`, `--preload` and `--chaos` ask for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from paceline.launch.values import OptionError
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """How the workers of an elastic job are kept running; `most_replacements` is None if there is no bound."""
+    """How the workers of an elastic job are kept running.
+
+    Attributes:
+        min_workers: with fewer workers the others wait.
+        most_replacements: how many workers this machine replaces; None if there is no bound.
+        chaos: what is done to random workers.
+        preload: modules that are imported before workers are forked.
+    """
 
     min_workers: int = 1
     most_replacements: int | None = None
     chaos: Chaos | None = None
+    preload: tuple[str, ...] = ()
 
 
 def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: bool) -> ElasticOptions | None:
@@ -31,7 +39,14 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
             )
         if options.min_workers is not None:
             raise OptionError("--min-workers needs --elastic: without it a job runs with all of its workers or none")
+        if options.preload:
+            raise OptionError("--preload needs --elastic: it makes the workers that take others' places start sooner")
         return None
+    if options.preload and (options.no_python or options.start_method == "spawn"):
+        raise OptionError(
+            "--preload needs workers that are forked; leave out --start-method spawn and --no-python, with which each "
+            "is a program of its own"
+        )
     least = 1 if options.min_workers is None else options.min_workers
     if least > workers and not has_several_machines:
         raise OptionError(
@@ -39,7 +54,7 @@ def elastic_of(options: argparse.Namespace, workers: int, has_several_machines: 
         )
     if options.chaos is not None and not has_several_machines:
         _check_chaos(options.chaos, workers)
-    return ElasticOptions(least, options.max_restarts, options.chaos)
+    return ElasticOptions(least, options.max_restarts, options.chaos, options.preload)
 
 
 def _check_chaos(chaos: Chaos, workers: int) -> None:

@@ -84,7 +84,8 @@ class Premises:
         """Returns what starts the workers: forks, unless the user or the kind of program wants new interpreters."""
         descriptors = allow_descriptors(self._job.workers)
         forks = self._job.forks and self._job.command.kind is not Kind.PROGRAM
-        self._forker = Forker(around.environment, around.pass_fds, descriptors, selector, say, forks)
+        preload = self._job.elastic.preload if self._job.elastic is not None else ()
+        self._forker = Forker(around.environment, around.pass_fds, descriptors, selector, say, forks, preload)
         return self._forker
 
     def close(self) -> None:
