@@ -139,6 +139,11 @@ class Job:
         """Sends a signal to a worker."""
         os.kill(self.workers[uid].process.pid or 0, number)
 
+    def stall(self, uid: str) -> None:
+        """Stops a worker, and reports that it does nothing."""
+        self.kill(uid, signal.SIGSTOP)
+        self._follow(self._coordinator.worker_stalled(uid, "stopped", time.monotonic()))
+
     def close(self) -> None:
         """Ends what still runs; idempotent."""
         for worker in list(self.workers.values()):

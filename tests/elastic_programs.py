@@ -42,6 +42,29 @@ def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0, num_workers: i
     return state.digest()
 
 
+def count_shards(steps: int) -> int:
+    """Trains one epoch; returns how many shards this worker has computed."""
+    dist.init_process_group(elastic=True)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    logical = dist.LogicalShards(model, SHARDS)
+    loader = dist.ShardLoader(torch.utils.data.TensorDataset(torch.ones(steps * SHARDS, 8)), 1, logical)
+    state = dist.ElasticState(logical, optimizer=optimizer, loader=loader)
+    computed = 0
+
+    def loss(x: list[torch.Tensor]) -> torch.Tensor:
+        nonlocal computed
+        computed += 1
+        return model(x[0]).square().mean()
+
+    for _ in state.epochs(1):
+        for batches in loader:
+            logical.backward(loss, batches)
+            optimizer.step()
+    return computed
+
+
 class Seen:
     """The losses and counts that a worker has seen, which belong to the state."""
 

@@ -1,0 +1,65 @@
+"""Switches off one rule of an elastic worker, to see that a test notices; `run_without` does so in the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline.elastic import vote
+from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.messages import View
+from paceline.elastic.rounds import Rounds
+
+
+def run_without(rule: str, program: Callable[..., Any], *arguments: object) -> Any:
+    """Runs `program(*arguments)` without a rule; with an empty name, with all of them."""
+    if rule:
+        RULES[rule]()
+    return program(*arguments)
+
+
+def _forget_sums() -> None:
+    """Sums that were computed before a view broke are computed again."""
+    status_of = Rounds._status
+
+    def without_sums(self: Rounds) -> Any:
+        self._held.clear()
+        return status_of(self)
+
+    Rounds._status = without_sums
+
+
+def _take_any_view() -> None:
+    """A worker enters a view again whose connections have failed."""
+    await_later = LauncherConnection.await_view
+
+    def await_any(self: LauncherConnection, _: int, accepts: Callable[[View], bool]) -> Any:
+        return await_later(self, 0, accepts)
+
+    LauncherConnection.await_view = await_any
+
+
+def _go_on_alone() -> None:
+    """A worker that others have gone on without does so too."""
+    enter = Rounds._enter
+
+    def enter_anyway(self: Rounds, view: View) -> None:
+        is_out = self._connection.name not in view.members
+        enter(self, msgspec.structs.replace(view, members=(self._connection.name,)) if is_out else view)
+
+    Rounds._enter = enter_anyway
+
+
+def _trust_everybody() -> None:
+    """Digests are not compared."""
+    vote.judge = lambda *_: None
+
+
+RULES = {
+    "kept sums": _forget_sums,
+    "generations": _take_any_view,
+    "fencing": _go_on_alone,
+    "digests": _trust_everybody,
+}
