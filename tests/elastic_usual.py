@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline as dist
 
@@ -73,6 +74,14 @@ def dataset() -> TensorDataset:
     return TensorDataset(torch.arange(SAMPLES), inputs, torch.randint(0, 3, (SAMPLES,), generator=drawn))
 
 
+class Stream(IterableDataset):
+    """The same samples, which can only be read one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yields them."""
+        return iter(dataset())
+
+
 def build(centres: bool) -> tuple[Counted, torch.optim.Optimizer]:
     """Returns the network and its optimizer."""
     torch.manual_seed(0)
@@ -87,6 +96,8 @@ def train(
     centres: bool = False,
     weighs: bool = False,
     skips: str = "",
+    streams: bool = False,
+    num_workers: int = 0,
 ) -> dict[str, Any]:
     """Trains; returns the digest of the state, the parameters and the record.
 
@@ -97,11 +108,13 @@ def train(
         weighs: whether a rank's weight is the number of its samples.
         skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward, and "step"
             for all ranks to skip the third step.
+        streams: whether the dataset is a stream.
+        num_workers: how many processes of each worker read it.
     """
     dist.init_process_group(elastic=True)
     inner, optimizer = build(centres)
     model = dist.DistributedDataParallel(inner)
-    loader = dist.StatefulLoader(dataset(), BATCH)
+    loader = dist.StatefulLoader(Stream() if streams else dataset(), BATCH, num_workers=num_workers)
     steps = Steps()
     state = dist.ElasticState(
         model,

@@ -188,3 +188,26 @@ def test_a_rank_without_backward_is_told_to_skip() -> None:
     assert worker == "0.1.0"
     assert "had no backward" in error
     assert "state.skip_batch()" in error
+
+
+@pytest.mark.parametrize(
+    "failpoints",
+    [
+        "0.1.0:round.computed@2=kill",  # in the middle of the stream
+        "0.2.0:mean.weighed@4=kill",  # in its last step
+        "0.1.0:round.computed@2=kill,0.2.0:batch.dealt@5=kill",  # where samples come again
+    ],
+)
+def test_each_sample_of_a_stream_counts_once(failpoints: str) -> None:
+    outcome = run(failpoints, streams=True)
+    result = result_of(outcome)
+    assert -9 in outcome.ended.values()
+    require_each_sample_once(result)
+    require_reference(result)
+
+
+def test_a_stream_that_processes_read_counts_once() -> None:
+    outcome = run("0.1.0:round.computed@2=kill", streams=True, num_workers=2)
+    result = result_of(outcome)
+    assert outcome.ended["0.1.0"] == -9
+    require_each_sample_once(result)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from torch.utils.data import IterableDataset
+import streams
 
 from paceline import StatefulLoader
 from paceline.data.rest import Rest, Seat, Step
@@ -32,9 +32,11 @@ class Dealt:
 class Worker:
     """One rank's loader in the middle of an epoch."""
 
-    def __init__(self, samples: int, remainder: str = "share", **options: object) -> None:
+    def __init__(
+        self, samples: int, remainder: str = "share", dataset: Callable[[int], object] = range, **options: object
+    ) -> None:
         self.dealer = Dealt()
-        self.loader = StatefulLoader(range(samples), 2, seed=5, remainder=remainder, **options)
+        self.loader = StatefulLoader(dataset(samples), 2, seed=5, remainder=remainder, **options)
         self.loader.deal_by(self.dealer)
         self.batches: Iterator[object] = iter(self.loader)
 
@@ -45,18 +47,17 @@ class Worker:
         return None if batch is None else batch.tolist() if self.dealer.counts else []
 
 
-def newcomer(like: Worker, samples: int) -> Worker:
-    worker = Worker(samples)
+def newcomer(like: Worker, *arguments: object, **options: object) -> Worker:
+    worker = Worker(*arguments, **options)
     worker.loader.load_state_dict(like.loader.state_dict())
     worker.batches = iter(worker.loader)
     return worker
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_each_sample_counts_once_whoever_dies(seed: int) -> None:
+def samples_of_an_epoch(seed: int, samples: int, **options: object) -> list[int]:
+    """Returns the samples that count in an epoch in which ranks die and come at random."""
     drawn = random.Random(seed)
-    samples = drawn.randrange(1, 40)
-    workers = [Worker(samples) for _ in range(drawn.randrange(1, 5))]
+    workers = [Worker(samples, **options) for _ in range(drawn.randrange(1, 5))]
     used: list[int] = []
     while True:
         count = len(workers)
@@ -71,9 +72,42 @@ def test_each_sample_counts_once_whoever_dies(seed: int) -> None:
             worker.loader.give_back(sorted(dead))
         assert len({str(worker.loader.state_dict()) for worker in workers}) == 1
         if drawn.random() < 0.3:
-            workers.append(newcomer(workers[0], samples))
-    assert sorted(used) == list(range(samples))
+            workers.append(newcomer(workers[0], samples, **options))
     assert {worker.loader.epoch for worker in workers} == {1}
+    return used
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_sample_counts_once_whoever_dies(seed: int) -> None:
+    samples = random.Random(seed).randrange(1, 40)
+    assert sorted(samples_of_an_epoch(seed, samples)) == list(range(samples))
+
+
+STREAMS = (
+    streams.Plain,
+    streams.Skips,
+    streams.Advances,
+    streams.RemembersOnItself,
+    streams.RemembersInItsIterator,
+    streams.SkipsInTheOrderOfTheEpoch,
+)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("remainder", ["share", "repeat"])
+def test_each_sample_of_a_stream_counts_once(kind: Callable[[int], object], remainder: str) -> None:
+    keeps_state = kind in (streams.RemembersOnItself, streams.RemembersInItsIterator)
+    for seed in range(20):
+        samples = random.Random(seed).randrange(1, 40)
+        used = samples_of_an_epoch(seed, samples, dataset=kind, remainder=remainder, dataset_state=keeps_state)
+        assert sorted(set(used)) == list(range(samples))
+        assert remainder == "repeat" or len(used) == samples
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whole_batches_of_a_stream_count_at_most_once(seed: int) -> None:
+    used = samples_of_an_epoch(seed, 37, dataset=streams.Skips, remainder="drop")
+    assert len(set(used)) == len(used) > 37 - 3 * 8  # of the stream, and of what came again, less than a step is left
 
 
 def test_a_rank_without_samples_repeats_one_that_counts_not() -> None:
@@ -85,9 +119,12 @@ def test_a_rank_without_samples_repeats_one_that_counts_not() -> None:
     assert len(many[0].step(Seat(3, 0)) or ()) == 1
 
 
+@pytest.mark.parametrize("dataset", [range, streams.Plain])
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_what_was_read_ahead_for_others_is_not_used(persistent_workers: bool) -> None:
-    worker = Worker(12, num_workers=1, persistent_workers=persistent_workers)
+def test_what_was_read_ahead_for_others_is_not_used(
+    persistent_workers: bool, dataset: Callable[[int], Sequence[int]]
+) -> None:
+    worker = Worker(12, dataset=dataset, num_workers=1, persistent_workers=persistent_workers)
     used = worker.step(Seat(2, 0)) or []
     worker.loader.give_back([1])
     while batch := worker.step(Seat(1, 0)):
@@ -110,13 +147,13 @@ def test_repeated_samples_do_not_come_again() -> None:
     assert "returned" not in worker.loader.state_dict()
 
 
-def test_returned_samples_survive_in_a_checkpoint() -> None:
-    worker = Worker(8)
+@pytest.mark.parametrize("dataset", [range, streams.Skips])
+def test_returned_samples_survive_in_a_checkpoint(dataset: Callable[[int], Sequence[int]]) -> None:
+    worker = Worker(8, dataset=dataset)
     taken = worker.step(Seat(2, 0))
     worker.loader.give_back([1])
-    plain = StatefulLoader(range(8), 3, seed=5, num_replicas=1, rank=0)
+    plain = StatefulLoader(dataset(8), 3, seed=5, num_replicas=1, rank=0)
     plain.load_state_dict(worker.loader.state_dict())
-    assert len(plain) == 2
     rest = [index for batch in plain for index in batch.tolist()]
     assert sorted([*rest, *(taken or ())]) == list(range(8))
     assert plain.state_dict()["position"] == 0
@@ -128,10 +165,11 @@ def test_a_loader_for_certain_ranks_is_refused() -> None:
         StatefulLoader(range(8), num_replicas=2, rank=0).deal_by(Dealt())
 
 
-def test_a_stream_is_refused() -> None:
-    class Numbers(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    with pytest.raises(TypeError, match="Numbers, a stream"):
-        StatefulLoader(Numbers()).deal_by(Dealt())
+def test_a_stream_that_has_become_shorter_is_told() -> None:
+    worker = Worker(8, dataset=streams.Plain)
+    worker.step(Seat(2, 0))
+    worker.step(Seat(2, 0))
+    worker.loader.give_back([1])
+    worker.loader.dataset.length = 7
+    with pytest.raises(ValueError, match="sample 7 of epoch 0 is to be read again, but Plain ended after 7"):
+        worker.step(Seat(1, 0))

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from paceline.data.indexed import IndexedBatches
 from paceline.data.order import Deal, Remainder, epoch_order
 from paceline.data.reader import Bookmark
-from paceline.data.rest import Dealer, Rest, Seat, Step, deal_for
+from paceline.data.rest import Dealer, Rest, Seat, Step, Taken, deal_for
 from paceline.data.sampler import which_part
 from paceline.data.stream import Order, StreamBatches
 
@@ -193,14 +193,8 @@ class StatefulLoader(Generic[Sample]):
         """Deals out every batch from now on to the ranks that `dealer` names; each rank has a batch in every step.
 
         Raises:
-            TypeError: the dataset is a stream.
             ValueError: the loader was made for certain ranks.
         """
-        if isinstance(self._batches, StreamBatches):
-            raise TypeError(
-                f"StatefulLoader reads a {type(self.dataset).__name__}, a stream, which cannot be dealt out anew when "
-                "ranks change; in an elastic job give it a dataset with __len__ and __getitem__"
-            )
         if self.num_replicas is not None or self.rank is not None:
             raise ValueError(
                 f"StatefulLoader has num_replicas={self.num_replicas} and rank={self.rank}, but the ranks of an "
@@ -213,6 +207,10 @@ class StatefulLoader(Generic[Sample]):
         if self._step is not None:
             for rank in ranks:
                 self._returned += tuple(self._step.places_of(rank))
+
+    def place(self) -> tuple[int, int, int]:
+        """Returns the epoch, the position in it, and how many samples before that come again."""
+        return self.epoch, self._position, len(self._returned)
 
     def _deal(self) -> Deal:
         num_replicas, rank = which_part(self.num_replicas, self.rank)
@@ -231,57 +229,53 @@ class StatefulLoader(Generic[Sample]):
         self._bookmark = Bookmark(0)
         self._reading += 1
 
-    def _rest(self) -> Rest:
-        return Rest(self._position, len(self.dataset), self._returned)  # type: ignore[arg-type]
-
-    def _read(self) -> Iterator[tuple[Any, Bookmark, Rest]]:
-        """Yields each batch, and what is left after it."""
-        deal = self._deal()
+    def _read(self, deal: Deal) -> Iterator[Taken]:
+        """Yields each batch of the rest of the epoch."""
         if isinstance(self._batches, StreamBatches):
             start = Bookmark(self._position) if self._bookmark.state is None else self._bookmark
             order = Order(self._reading, self.epoch, self._position, start, deal)
-            for batch, bookmark, end in self._batches.read(order):
-                yield batch, bookmark, Rest(end, end)
-        else:
-            rest = self._rest()
-            for batch, end in self._read_rest(self._batches, rest, deal):
-                yield batch, Bookmark(0), rest.after(end)
+            yield from self._batches.read(order, self._returned)
+            return
+        rest = Rest(self._position, len(self.dataset), self._returned)  # type: ignore[arg-type]
+        order_of_epoch = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
+        indices = [order_of_epoch[place] for place in rest.places(0, len(rest))]
+        used = 0
+        for batch, end in self._batches.read(indices, 0, deal):
+            yield Taken(batch, Bookmark(0), rest.after(used), end - used)
+            used = end
 
-    def _read_rest(self, batches: IndexedBatches, rest: Rest, deal: Deal) -> Iterator[tuple[Any, int]]:
-        """Yields the batches of `rest`, and how many of its places all ranks have had then."""
-        order = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
-        return batches.read([order[place] for place in rest.places(0, len(rest))], 0, deal)
+    def _use(self, taken: Taken) -> None:
+        left = taken.before.after(taken.used)
+        self._position, self._returned, self._bookmark = left.position, left.returned, taken.bookmark
 
     def _hand_out(self, iteration: int) -> Iterator[Any]:
         if iteration != self._iteration:
             return
-        for batch, bookmark, left in self._read():
-            self._position, self._returned, self._bookmark = left.position, left.returned, bookmark
-            yield batch
+        for taken in self._read(self._deal()):
+            self._use(taken)
+            yield taken.batch
             if iteration != self._iteration:  # persistent workers serve the later iteration now
                 return
         self._go_to(self.epoch + 1, 0)
 
     def _hand_out_as_dealt(self, iteration: int, dealer: Dealer) -> Iterator[Any]:
-        assert isinstance(self._batches, IndexedBatches)
         seat: Seat | None = None
-        expected: Rest | None = None
+        expected: tuple[int, tuple[int, ...]] | None = None
         while iteration == self._iteration:
             now = dealer.begin_batch()
-            if now != seat or self._rest() != expected:  # the batches that were read ahead are others' now
-                seat, start, used = now, self._rest(), 0
-                batches = self._read_rest(self._batches, start, deal_for(seat, self.batch_size, self.remainder))
-            found = next(batches, None)
-            if found is None:
+            if now != seat or (self._position, self._returned) != expected:
+                seat = now  # the batches that were read ahead are others' now
+                batches = self._read(deal_for(seat, self.batch_size, self.remainder))
+            taken = next(batches, None)
+            if taken is None:
                 self._go_to(self.epoch + 1, 0)
                 return
-            batch, end = found
-            self._step = Step(start.after(used), seat.ranks, end - used)
-            used, expected = end, start.after(end)
-            self._position, self._returned = expected.position, expected.returned
+            self._step = Step(taken.before, seat.ranks, taken.used)
+            self._use(taken)
+            expected = self._position, self._returned
             is_own = seat.rank is not None and bool(self._step.places_of(seat.rank))
             dealer.handed_out(counts=is_own or (self.remainder == "repeat" and seat.rank is not None))
-            yield batch
+            yield taken.batch
             if iteration == self._iteration:
                 dealer.end_batch()
 

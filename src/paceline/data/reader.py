@@ -83,6 +83,23 @@ class StreamReader:
         """
         return self._take_own(deal, here) if self._advances else self._take_among_all(deal)
 
+    def pick(self, places: tuple[int, ...]) -> list[Any]:
+        """Reads forward to the samples at `places`, which are in ascending order, and returns them.
+
+        Raises:
+            ValueError: the stream ended before.
+        """
+        samples: list[Any] = []
+        for place in places:
+            self.pass_over(place - self.position)
+            samples += self._next(1)
+        if len(samples) < len(places):
+            raise ValueError(
+                f"sample {places[-1]} of epoch {self._epoch} is to be read again, but {type(self._source).__name__} "
+                f"ended after {self.position}; a stream must yield the same samples in each reading of an epoch"
+            )
+        return samples
+
     def _take_among_all(self, deal: Deal) -> list[Any]:
         """Reads every sample of the step.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paceline.data.order import Deal, Remainder
+from paceline.data.reader import Bookmark
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,18 @@ class Rest:
     def with_returned(self, places: Collection[int]) -> Rest:
         """Returns what is left if `places` come again at the end."""
         return Rest(self.position, self.length, (*self.returned, *places))
+
+
+class Taken(NamedTuple):
+    """A batch that was read of a step, in which all ranks use the first `used` places of `before`.
+
+    `bookmark` is a place in a stream that is not after the step.
+    """
+
+    batch: Any
+    bookmark: Bookmark
+    before: Rest
+    used: int
 
 
 class Seat(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from paceline.data.order import Deal
+from paceline.data.order import Deal, shares
 from paceline.data.reader import Bookmark, StreamReader
+from paceline.data.rest import Rest, Taken
 
 
 class Order(NamedTuple):
     """What a loader asks a worker for: this rank's batch of the step at `position`.
 
     `start` is where the worker begins to read if it has to open the stream. An order with another `reading` than the
-    one before makes it open the stream anew.
+    one before makes it open the stream anew. If `picked` names places, the batch is the samples there.
     """
 
     reading: int
@@ -26,6 +27,7 @@ class Order(NamedTuple):
     position: int
     start: Bookmark
     deal: Deal
+    picked: tuple[int, ...] = ()
 
 
 class Served(NamedTuple):
@@ -52,23 +54,38 @@ class StreamBatches:
             **{**options, "collate_fn": _Collate(options["collate_fn"] or default_collate)},
         )
 
-    def read(self, first: Order) -> Iterator[tuple[Any, Bookmark, int]]:
-        """Yields each batch from the `first` on, with the beginning of its step, and the position of its end."""
-        self._orders.first = first
+    def read(self, first: Order, returned: tuple[int, ...]) -> Iterator[Taken]:
+        """Yields each batch from the `first` on to the end of the stream, and then those of the `returned` places."""
+        position = first.position
+        self._orders.upcoming = (first._replace(position=at) for at in count(position, first.deal.step))
         for served in self._loader:
             if served.end is None:
-                return
-            yield tuple(served)
+                break
+            yield Taken(served.batch, served.before, Rest(position, served.end, returned), served.end - position)
+            position = served.end
+        if returned:
+            yield from self._read_again(first, Rest(position, position, tuple(sorted(returned))))
+
+    def _read_again(self, first: Order, rest: Rest) -> Iterator[Taken]:
+        """Yields the batches of the places that came back; the stream is read again for them, in their order."""
+        plan = list(shares(0, len(rest), first.deal))
+        picked = [tuple(rest.returned[at] for at in share.places) for share in plan]
+        self._orders.upcoming = [
+            Order(first.reading, first.epoch, places[0], Bookmark(places[0]), first.deal, places) for places in picked
+        ]
+        used = 0
+        for share, served in zip(plan, self._loader, strict=True):
+            yield Taken(served.batch, first.start, rest.after(used), share.end - used)
+            used = share.end
 
 
 class _Orders:
-    """Orders without end, for the DataLoader."""
+    """What the DataLoader is asked for, perhaps without end."""
 
-    first: Order
+    upcoming: Iterable[Order]
 
     def __iter__(self) -> Iterator[Order]:
-        first = self.first
-        return (first._replace(position=position) for position in count(first.position, first.deal.step))
+        return iter(self.upcoming)
 
 
 class _Steps(Dataset[Served]):
@@ -86,7 +103,7 @@ class _Steps(Dataset[Served]):
             reader, self._reader = self._reader_for(order), None  # a reader that fails is not used again
             reader.pass_over(order.position - reader.position)
             before = reader.bookmark()
-            samples = reader.take(order.deal, before)
+            samples = reader.pick(order.picked) if order.picked else reader.take(order.deal, before)
             self._reader = reader
         return Served(samples, before, reader.position if samples else None)
 

@@ -118,9 +118,7 @@ class Averaging:
                 f"worker {self._name or '0'}: backward was called before the loop over the StatefulLoader began; an "
                 "elastic job averages only within it"
             )
-        state = self._loader.state_dict()
-        returned = len(state.get("returned", ()))
-        batch = (state["epoch"], state["length"] - state["position"] + returned, self._rounds_of_batch)
+        batch = (*self._loader.place(), self._rounds_of_batch)
         part = Part(weight, self._seat, batch, self._params, self._buffers_of())
         if self._rounds is None:
             values = mean_over(None, part)

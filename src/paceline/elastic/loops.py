@@ -100,7 +100,7 @@ class UsualLoop:
     def fingerprint(self) -> str:
         """Returns what must be equal on two workers for their gradients and their loaders to fit together."""
         loader = self._loader
-        dealt = len(loader.dataset), loader.batch_size, loader.shuffle, loader.seed, loader.remainder  # type: ignore[arg-type]
+        dealt = loader.state_dict()["length"], loader.batch_size, loader.shuffle, loader.seed, loader.remainder
         return same_bits_as("DistributedDataParallel", torch.__version__, dealt, _described(self._model.module))
 
     def _begin_batch(self) -> None:

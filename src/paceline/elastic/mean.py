@@ -103,9 +103,9 @@ def _exchange_weights(group: ProcessGroup | None, part: Part) -> tuple[list[floa
     batches = [tuple(each[1:].tolist()) for each in everyones]
     if len(set(batches)) > 1:
         raise RuntimeError(
-            f"rank {group.rank()}: the ranks average different backwards; by rank, the epoch, the samples that are "
-            f"left in it and the backwards of this batch so far are {', '.join(map(str, batches))}. In an elastic job "
-            "every rank must call backward, or state.skip_batch(), equally often in every batch"
+            f"rank {group.rank()}: the ranks average different backwards; by rank, the epoch, the position in it, "
+            f"the samples that come again and the backwards of this batch so far are {', '.join(map(str, batches))}. "
+            "In an elastic job every rank must call backward, or state.skip_batch(), equally often in every batch"
         )
     return [each[:1].view(torch.float64).item() for each in everyones], group.rank()
 
