@@ -1,0 +1,193 @@
+"""Reads recordings: of processes that run, through their memory's descriptor, and of files that were written out."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.observe.recording import Call, Clock, Event, Group, Pair, Recording, State
+from paceline.record import layout
+from paceline.record.names import DTYPES, OPERATIONS, OUTCOMES, RECEIVE, REDUCTIONS, SEND, EventKind
+from paceline.schedule.registry import ALGORITHMS
+
+SUFFIX = ".record"
+
+_ALGORITHMS = tuple(ALGORITHMS)
+_STATES = tuple(State)
+_DOUBLE = struct.Struct("<d")
+
+
+class NoRecordingError(ValueError):
+    """A file holds no recording, or one of another version."""
+
+
+def read(path: str | os.PathLike[str]) -> Recording:
+    """Returns the recording in a file.
+
+    Raises:
+        NoRecordingError: there is none in it.
+        OSError: the file cannot be read.
+    """
+    return parse(Path(path).read_bytes(), str(path))
+
+
+def read_live(fd: int, source: str = "") -> Recording:
+    """Returns what a process has recorded so far, through a descriptor of its memory, while it goes on recording.
+
+    Raises:
+        NoRecordingError: the process has not begun to record.
+        OSError: the descriptor cannot be read.
+    """
+    from paceline import _core
+
+    return parse(_core.snapshot_recording(fd), source or f"descriptor {fd}")
+
+
+def read_directory(directory: str | os.PathLike[str]) -> list[Recording]:
+    """Returns the recordings of a job's directory by rank, without those that cannot be read."""
+    found = []
+    for path in sorted(Path(directory).rglob(f"*{SUFFIX}")):
+        try:
+            found.append(read(path))
+        except (NoRecordingError, OSError):
+            continue
+    return sorted(found, key=lambda each: (each.rank is None, each.rank, each.started_ns))
+
+
+def parse(data: bytes, source: str = "memory") -> Recording:
+    """Returns the recording in `data`, a copy of its memory.
+
+    Raises:
+        NoRecordingError: there is none in it.
+    """
+    return _Parser(data, source).recording()
+
+
+class _Parser:
+    """One copy of a recording's memory, taken apart."""
+
+    def __init__(self, data: bytes, source: str) -> None:
+        self._data = data
+        self._source = source
+        self._torn = 0
+        if len(data) < layout.HEADER.size or int.from_bytes(data[:8], "little") != layout.MAGIC:
+            raise NoRecordingError(f"{source} holds no recording of Paceline: it does not begin with its magic number")
+        header = layout.HEADER.unpack_from(data)
+        (_, version, _, self._nbytes, *places) = header[:14]
+        self._pid, self._rank, self._size, _, self._flags, _, hertz, time_namespace, _, names = header[14:]
+        if version != layout.VERSION or len(data) < self._nbytes:
+            raise NoRecordingError(
+                f"{source} holds a recording of version {version} with {len(data)} bytes; this Paceline reads version "
+                f"{layout.VERSION} with {layout.NBYTES}"
+            )
+        self._places = list(zip(places[::2], places[1::2], strict=True))
+        self._names = [self._text(self._places[1][0] + at * layout.NAME_NBYTES, layout.NAME_NBYTES) for at in range(names)]
+        boot = self._text(layout.BOOT_AT, layout.BOOT_NBYTES)
+        pairs = sorted((entry[1:] for entry in self._entries(0, layout.PAIR, layout.PAIR.size)))
+        self._clock = Clock(f"{boot}/{time_namespace}", hertz, tuple(Pair(*each) for each in pairs))
+
+    def recording(self) -> Recording:
+        """Returns everything."""
+        tick, step = layout.PROGRESS.unpack_from(self._data, layout.PROGRESS_AT)
+        groups = [self._group(entry, at) for entry, at in self._placed(2, layout.GROUP, layout.GROUP_NBYTES)]
+        calls = [self._call(entry) for entry in self._entries(3, layout.CALL, layout.CALL.size)]
+        events = [self._event(entry) for entry in self._entries(4, layout.EVENT, layout.EVENT.size)]
+        return Recording(
+            source=self._source,
+            pid=self._pid,
+            rank=self._rank if self._rank >= 0 else None,
+            world_size=self._size if self._size > 0 else None,
+            worker=self._text(layout.WORKER_AT, layout.WORKER_NBYTES),
+            host=self._text(layout.HOST_AT, layout.HOST_NBYTES),
+            is_ended=bool(self._flags & layout.ENDED_FLAG),
+            step=step,
+            written_ns=self._clock.monotonic_ns(tick),
+            clock=self._clock,
+            groups={group.serial: group for group in groups},
+            calls=tuple(sorted(calls, key=lambda call: call.index)),
+            events=tuple(sorted(events, key=lambda event: event.index)),
+            torn=self._torn,
+        )
+
+    def _placed(self, table: int, entry: struct.Struct, nbytes: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yields the whole entries of a table, each with its offset."""
+        offset, capacity = self._places[table]
+        for at in range(offset, offset + capacity * nbytes, nbytes):
+            stamp = int.from_bytes(self._data[at : at + 8], "little")
+            if stamp and layout.state_of(stamp) == layout.WRITING:
+                self._torn += 1
+            elif stamp:
+                yield entry.unpack_from(self._data, at), at
+
+    def _entries(self, table: int, entry: struct.Struct, nbytes: int) -> Iterator[tuple[int, ...]]:
+        return (fields for fields, _ in self._placed(table, entry, nbytes))
+
+    def _group(self, fields: tuple[int, ...], at: int) -> Group:
+        _, serial, size, rank, name, identity, listed, engine, opened, closed, _ = fields
+        ranks = struct.unpack_from(f"<{listed}H", self._data, at + layout.GROUP.size)
+        return Group(
+            serial=serial,
+            name=self._name(name) or "",
+            identity=identity,
+            engine=self._name(engine) or "",
+            size=size,
+            rank=rank,
+            ranks=ranks,
+            opened_ns=self._clock.monotonic_ns(opened),
+            closed_ns=self._clock.monotonic_ns(closed),
+        )
+
+    def _call(self, fields: tuple[int, ...]) -> Call:
+        (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = fields[:12]
+        (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, _) = fields[12:]
+        time_of = self._clock.monotonic_ns
+        return Call(
+            index=layout.index_of(stamp),
+            group=group,
+            sequence=sequence,
+            operation=OPERATIONS.get(operation, f"operation {operation}"),
+            dtype=DTYPES[dtype] if dtype < len(DTYPES) else f"type {dtype}",
+            count=count,
+            root=root if root >= 0 else None,
+            reduction=REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else None,
+            algorithm=_ALGORITHMS[algorithm - 1] if 0 < algorithm <= len(_ALGORITHMS) else None,
+            state=_STATES[state % len(_STATES)],
+            outcome=OUTCOMES.get(outcome, f"code {outcome}") if ended else None,
+            is_async=bool(is_async),
+            arrived_ns=time_of(arrived) or 0,
+            started_ns=time_of(started),
+            complete_ns=time_of(complete),
+            ended_ns=time_of(ended),
+            last_arrived=last if last >= 0 else None,
+            missing=tuple(rank for rank in range(64) if missing >> rank & 1),
+            shm_nbytes=shm,
+            tcp_nbytes=tcp,
+            step=step,
+            thread=thread,
+            tag=tag if operation in (SEND, RECEIVE) else None,
+        )
+
+    def _event(self, fields: tuple[int, ...]) -> Event:
+        stamp, kind, name, start, end, first, second, sent, step, thread = fields
+        is_value = kind == EventKind.VALUE
+        return Event(
+            index=layout.index_of(stamp),
+            kind=EventKind(kind),
+            name=self._name(name),
+            start_ns=self._clock.monotonic_ns(start) or 0,
+            end_ns=self._clock.monotonic_ns(end),
+            sent_ns=self._clock.monotonic_ns(sent),
+            first=0 if is_value else first,
+            second=second,
+            value=_DOUBLE.unpack(first.to_bytes(8, "little", signed=True))[0] if is_value else None,
+            step=step,
+            thread=thread,
+        )
+
+    def _name(self, number: int) -> str | None:
+        return self._names[number - 1] if 0 < number <= len(self._names) else None
+
+    def _text(self, at: int, nbytes: int) -> str:
+        return self._data[at : at + nbytes].split(b"\0", 1)[0].decode(errors="replace")
