@@ -8,5 +8,6 @@ namespace paceline::bindings {
 void register_engine(nanobind::module_& module);
 void register_links(nanobind::module_& module);
 void register_store(nanobind::module_& module);
+void register_record(nanobind::module_& module);
 
 }  // namespace paceline::bindings

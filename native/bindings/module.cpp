@@ -24,4 +24,5 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_engine(module);
     paceline::bindings::register_links(module);
     paceline::bindings::register_store(module);
+    paceline::bindings::register_record(module);
 }

@@ -1,0 +1,81 @@
+// How entries of a recording are claimed, written, changed and copied; layout.hpp says why that is safe.
+#pragma once
+
+#include <cstring>
+#include <optional>
+
+#include "record/layout.hpp"
+
+namespace paceline::record {
+
+constexpr int kMostOpen = 64;  // entries in a row that are open or being written, which a claim passes over
+constexpr int kCopies = 1000;  // a writer needs nanoseconds, unless it is interrupted in the middle
+
+// An entry that its writer may change: its place and its latest stamp. Without an entry it stands for one that was not
+// recorded, and whatever is done with it does nothing.
+template <std::size_t N>
+struct Written {
+    Entry<N>* entry = nullptr;
+    std::uint64_t stamp = 0;
+
+    explicit operator bool() const { return entry != nullptr; }
+};
+
+// Claims the next place of a ring for writing.
+template <std::size_t N, std::size_t Capacity>
+Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
+    for (int i = 0; i < kMostOpen; ++i) {
+        const std::uint64_t index = next.fetch_add(1, std::memory_order_relaxed);
+        Entry<N>& entry = ring[index % Capacity];
+        std::uint64_t old = entry.stamp.load(std::memory_order_relaxed);
+        if ((old & kStateMask) != 0) continue;
+        const std::uint64_t stamp = index << kIndexShift | kWriting;
+        if (entry.stamp.compare_exchange_strong(old, stamp, std::memory_order_acquire, std::memory_order_relaxed))
+            return {&entry, stamp};
+    }
+    return {};
+}
+
+// Stores all fields of an entry that is being written.
+template <class Fields, std::size_t N>
+void fill(Entry<N>& entry, const Fields& fields) {
+    static_assert(sizeof(Fields) == N * sizeof(std::uint64_t) && std::is_trivially_copyable_v<Fields>);
+    std::uint64_t words[N];
+    std::memcpy(words, &fields, sizeof words);
+    for (std::size_t i = 0; i < N; ++i) entry.words[i].store(words[i], std::memory_order_release);
+}
+
+// Ends the writing of an entry; `state` is `kOpen` if it will be changed again, otherwise 0.
+template <std::size_t N>
+void publish(Written<N>& written, std::uint64_t state) {
+    written.stamp = ((written.stamp & ~kStateMask) + kNextVersion) | state;
+    written.entry->stamp.store(written.stamp, std::memory_order_release);
+}
+
+// Begins to change an open entry; false if it is not this writer's.
+template <std::size_t N>
+bool reopen(Written<N>& written) {
+    std::uint64_t seen = written.stamp;
+    if ((seen & kStateMask) != kOpen) return false;
+    const std::uint64_t writing = (seen & ~kStateMask) | kWriting;
+    if (!written.entry->stamp.compare_exchange_strong(seen, writing, std::memory_order_acquire,
+                                                      std::memory_order_relaxed))
+        return false;
+    written.stamp = writing;
+    return true;
+}
+
+// Copies an entry's stamp and words to `out`; nullopt if it is being written all the time, as one is forever whose
+// writer was killed. `out` is then not whole.
+template <std::size_t N>
+std::optional<std::uint64_t> copy(const Entry<N>& entry, std::uint64_t (&out)[N]) {
+    for (int i = 0; i < kCopies; ++i) {
+        const std::uint64_t before = entry.stamp.load(std::memory_order_acquire);
+        if ((before & kStateMask) == kWriting) continue;
+        for (std::size_t w = 0; w < N; ++w) out[w] = entry.words[w].load(std::memory_order_acquire);
+        if (entry.stamp.load(std::memory_order_relaxed) == before) return before;
+    }
+    return std::nullopt;
+}
+
+}  // namespace paceline::record

@@ -1,0 +1,164 @@
+// The memory of a recording: what a process did last, laid out so that others can read it while it is written and after
+// its writer was killed. src/paceline/record/layout.py is the other half.
+//
+// Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting its
+// state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will change
+// again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so whoever loads a
+// new field and then the stamp finds that the stamp has changed: a copy with the same stamp before and after is whole.
+// An open entry keeps its place when the ring comes round; the next entry takes the next place.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace paceline::record {
+
+using Word = std::atomic<std::uint64_t>;
+static_assert(sizeof(Word) == 8 && Word::is_always_lock_free);
+
+constexpr std::uint64_t kMagic = 0x44524f4345524c50;  // "PLRECORD"
+constexpr std::uint32_t kVersion = 1;
+constexpr std::uint64_t kStateMask = 3;
+constexpr std::uint64_t kWriting = 1;
+constexpr std::uint64_t kOpen = 2;
+constexpr std::uint64_t kNextVersion = 4;
+constexpr unsigned kIndexShift = 8;
+constexpr std::uint32_t kEnded = 1;  // in Header::flags
+
+constexpr std::uint32_t kPairs = 64;
+constexpr std::uint32_t kNames = 512;
+constexpr std::uint32_t kGroups = 64;
+constexpr std::uint32_t kCalls = 4096;
+constexpr std::uint32_t kEvents = 16384;
+constexpr std::uint32_t kValue = 2;  // an event's kind whose `first` holds the bits of a double
+constexpr std::size_t kNameBytes = 64;
+constexpr std::size_t kMostMembers = 224;  // of a group that lists its members
+
+template <std::size_t N>
+struct Entry {
+    Word stamp;
+    Word words[N];
+};
+
+// Text, filled with zeros.
+template <std::size_t N>
+struct Text {
+    Word words[N / sizeof(std::uint64_t)];
+};
+
+struct Table {
+    std::uint32_t offset;
+    std::uint32_t capacity;
+};
+
+struct Header {
+    Word magic;  // stored last of all that is written when the recording begins
+    std::uint32_t version;
+    std::uint32_t header_bytes;
+    std::uint64_t nbytes;
+    Table pairs, names, groups, calls, events;
+    std::atomic<std::uint32_t> pid;  // of the process that has claimed the memory
+    std::atomic<std::int32_t> rank;
+    std::atomic<std::int32_t> world_size;
+    std::uint32_t clock_kind;
+    std::atomic<std::uint32_t> flags;
+    std::uint32_t spare;
+    std::uint64_t ticks_per_s;  // 0: the processor does not say
+    std::uint64_t time_namespace;
+    Word pair_count;
+    Word name_count;
+    alignas(64) Word calls_begun;
+    alignas(64) Word events_begun;
+    alignas(64) Word latest_tick;
+    Word step;
+    alignas(256) Text<128> worker;
+    Text<128> host;
+    Text<64> boot;
+};
+static_assert(offsetof(Header, pid) == 64 && offsetof(Header, ticks_per_s) == 88);
+static_assert(offsetof(Header, calls_begun) == 128 && offsetof(Header, events_begun) == 192);
+static_assert(offsetof(Header, latest_tick) == 256 && offsetof(Header, worker) == 512 && offsetof(Header, boot) == 768);
+
+struct PairFields {  // one instant
+    std::uint64_t tick;
+    std::int64_t monotonic_ns;
+    std::int64_t realtime_ns;
+};
+
+struct GroupFields {
+    std::uint32_t serial;
+    std::uint32_t size;
+    std::int32_t rank;
+    std::uint32_t name;
+    std::uint64_t identity;
+    std::uint32_t listed;
+    std::uint32_t engine;
+    std::uint64_t opened;
+    std::uint64_t closed;
+    std::uint64_t spare;
+    std::uint16_t members[kMostMembers];
+};
+
+enum class State : std::uint8_t { pending, running, done, failed };
+
+struct CallFields {
+    std::uint32_t group = 0;
+    std::uint8_t operation = 0;
+    std::uint8_t dtype = 0;
+    std::uint8_t reduce_op = 0;
+    std::uint8_t algorithm = 0;
+    std::uint64_t sequence = 0;
+    std::uint64_t count = 0;
+    std::int32_t root = -1;  // of a message: the other rank
+    State state = State::pending;
+    std::uint8_t outcome = 0;
+    std::uint8_t is_async = 0;
+    std::uint8_t spare = 0;
+    std::uint64_t arrived = 0;  // ticks; 0: not yet
+    std::uint64_t started = 0;
+    std::uint64_t ended = 0;
+    std::uint64_t shm_nbytes = 0;
+    std::uint64_t tcp_nbytes = 0;
+    std::int32_t last_arrived = -1;
+    std::uint32_t spare_too = 0;
+    std::uint32_t step = 0;
+    std::uint32_t thread = 0;
+    std::int64_t tag = -1;
+    std::uint64_t complete = 0;
+    std::uint64_t missing = 0;
+    std::uint64_t spare_three = 0;
+};
+
+struct EventFields {
+    std::uint32_t kind = 0;
+    std::uint32_t name = 0;
+    std::uint64_t start = 0;
+    std::uint64_t end = 0;
+    std::int64_t first = 0;
+    std::int64_t second = 0;
+    std::uint64_t sent = 0;
+    std::uint32_t step = 0;
+    std::uint32_t thread = 0;
+};
+
+// The entry that holds these fields.
+template <class Fields>
+using EntryOf = Entry<sizeof(Fields) / sizeof(std::uint64_t)>;
+
+struct Recording {
+    Header header;
+    alignas(4096) EntryOf<PairFields> pairs[kPairs];
+    alignas(4096) Text<kNameBytes> names[kNames];
+    EntryOf<GroupFields> groups[kGroups];
+    EntryOf<CallFields> calls[kCalls];
+    EntryOf<EventFields> events[kEvents];
+};
+static_assert(sizeof(EntryOf<PairFields>) == 32 && sizeof(EntryOf<GroupFields>) == 512);
+static_assert(sizeof(EntryOf<CallFields>) == 128 && sizeof(EntryOf<EventFields>) == 64);
+static_assert(std::is_standard_layout_v<Recording>);
+// The end of the events, without the padding that the alignment adds.
+constexpr std::size_t kBytes = offsetof(Recording, events) + sizeof(Recording::events);
+
+}  // namespace paceline::record

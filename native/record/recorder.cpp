@@ -1,0 +1,287 @@
+#include "record/recorder.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+namespace paceline::record {
+namespace {
+
+constexpr std::int64_t kFirstPairsNs = 100'000;
+constexpr std::uint64_t kFirstGapNs = 1'000'000;
+constexpr std::uint64_t kLongestGapNs = 10'000'000'000;
+
+thread_local std::uint32_t this_thread = 0;
+
+template <std::size_t N>
+void write_text(Text<N>& to, std::string_view text) {
+    std::uint64_t words[N / sizeof(std::uint64_t)] = {};
+    std::memcpy(words, text.data(), std::min(text.size(), N - 1));
+    for (std::size_t i = 0; i < std::size(words); ++i) to.words[i].store(words[i], std::memory_order_release);
+}
+
+template <class Member>
+Table table_at(std::size_t offset, const Member& member) {
+    return {static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(std::size(member))};
+}
+
+// Claims memory that another process may also have been given; false if one that lives has it.
+bool claim_memory(Recording& recording) {
+    const auto own = static_cast<std::uint32_t>(getpid());
+    std::uint32_t owner = 0;
+    while (!recording.header.pid.compare_exchange_strong(owner, own, std::memory_order_acq_rel)) {
+        if (owner == own) return true;
+        if (kill(static_cast<pid_t>(owner), 0) == 0 || errno != ESRCH) return false;
+    }
+    if (owner == 0) return true;
+    auto* const bytes = reinterpret_cast<std::uint8_t*>(&recording);
+    std::memset(bytes, 0, kBytes);
+    recording.header.pid.store(own, std::memory_order_release);
+    return true;
+}
+
+}  // namespace
+
+std::atomic<Recorder*> Recorder::active_{nullptr};
+
+std::uint32_t thread_number() {
+    if (this_thread == 0) this_thread = static_cast<std::uint32_t>(syscall(SYS_gettid));
+    return this_thread;
+}
+
+bool Recorder::begin(int fd, const Identity& identity) {
+    static std::mutex beginning;
+    const std::lock_guard hold(beginning);
+    if (active() != nullptr) return true;
+    const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    void* const memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+    if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of a recording");
+    auto& recording = *static_cast<Recording*>(memory);
+    if (!claim_memory(recording)) {
+        munmap(memory, kBytes);
+        return false;
+    }
+    auto* const recorder = new Recorder(recording);  // it lives as long as the process
+    recorder->describe(identity);
+    recorder->calibrate();
+    const std::int64_t begun_ns = nanoseconds_of(CLOCK_MONOTONIC);
+    while (nanoseconds_of(CLOCK_MONOTONIC) - begun_ns < kFirstPairsNs) {
+    }
+    recorder->calibrate();  // from two pairs follows how long a tick is
+    static std::once_flag once;
+    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &Recorder::leave_to_parent); });
+    active_.store(recorder, std::memory_order_release);
+    return true;
+}
+
+Recorder::Recorder(Recording& recording) : recording_(recording), calibration_gap_ns_(kFirstGapNs) {}
+
+void Recorder::describe(const Identity& identity) {
+    Header& to = header();
+    to.version = kVersion;
+    to.header_bytes = sizeof(Header);
+    to.nbytes = kBytes;
+    to.pairs = table_at(offsetof(Recording, pairs), recording_.pairs);
+    to.names = table_at(offsetof(Recording, names), recording_.names);
+    to.groups = table_at(offsetof(Recording, groups), recording_.groups);
+    to.calls = table_at(offsetof(Recording, calls), recording_.calls);
+    to.events = table_at(offsetof(Recording, events), recording_.events);
+    to.rank.store(-1, std::memory_order_relaxed);
+    to.clock_kind = static_cast<std::uint32_t>(kClock);
+    to.ticks_per_s = ticks_per_second();
+    to.time_namespace = identity.time_namespace;
+    write_text(to.worker, identity.worker);
+    write_text(to.host, identity.host);
+    write_text(to.boot, identity.boot);
+    to.magic.store(kMagic, std::memory_order_release);
+}
+
+void Recorder::identify(int rank, int world_size) {
+    header().rank.store(rank, std::memory_order_relaxed);
+    header().world_size.store(world_size, std::memory_order_relaxed);
+}
+
+void Recorder::finish() {
+    calibrate();
+    header().flags.fetch_or(kEnded, std::memory_order_release);
+}
+
+std::uint32_t Recorder::name(std::string_view text) {
+    const std::lock_guard hold(naming_);
+    if (const auto found = names_.find(std::string(text)); found != names_.end()) return found->second;
+    const std::uint64_t count = header().name_count.load(std::memory_order_relaxed);
+    if (count == kNames) return kNames;
+    write_text(recording_.names[count], count + 1 < kNames ? text : "(too many names)");
+    header().name_count.store(count + 1, std::memory_order_release);
+    return names_[std::string(text)] = static_cast<std::uint32_t>(count + 1);
+}
+
+std::uint32_t Recorder::open_group(std::string_view name, std::string_view engine, std::uint64_t identity, int rank,
+                                   std::span<const int> members) {
+    GroupFields fields{};
+    fields.size = static_cast<std::uint32_t>(members.size());
+    fields.rank = rank;
+    fields.name = this->name(name);
+    fields.engine = this->name(engine);
+    fields.identity = identity;
+    fields.opened = ticks();
+    if (members.size() <= kMostMembers) {
+        fields.listed = fields.size;
+        std::transform(members.begin(), members.end(), fields.members,
+                       [](int member) { return static_cast<std::uint16_t>(member); });
+    }
+    const std::lock_guard hold(grouping_);
+    fields.serial = ++groups_;
+    for (std::uint32_t i = 0; i < kGroups; ++i) {
+        auto& entry = recording_.groups[(fields.serial + i - 1) % kGroups];
+        const std::uint64_t old = entry.stamp.load(std::memory_order_relaxed);
+        if ((old & kStateMask) != 0) continue;  // a group that is open keeps its place
+        const std::uint64_t stamp = std::uint64_t{fields.serial} << kIndexShift | kWriting;
+        entry.stamp.store(stamp, std::memory_order_relaxed);
+        Written<sizeof(GroupFields) / sizeof(std::uint64_t)> written{&entry, stamp};
+        fill(entry, fields);
+        publish(written, kOpen);
+        open_groups_[fields.serial] = written;
+        break;
+    }
+    return fields.serial;
+}
+
+void Recorder::close_group(std::uint32_t serial) {
+    const std::lock_guard hold(grouping_);
+    const auto found = open_groups_.find(serial);
+    if (found == open_groups_.end()) return;
+    auto& written = found->second;
+    if (reopen(written)) {
+        constexpr std::size_t kClosed = offsetof(GroupFields, closed) / sizeof(std::uint64_t);
+        written.entry->words[kClosed].store(ticks(), std::memory_order_release);
+        publish(written, 0);
+    }
+    open_groups_.erase(found);
+}
+
+// Notes that something was recorded at `tick`; adds a pair of times when it is due.
+void Recorder::wrote(std::uint64_t tick) {
+    header().latest_tick.store(tick, std::memory_order_relaxed);
+    if (tick >= next_calibration_.load(std::memory_order_relaxed)) calibrate();
+}
+
+// The first pair is kept, and of the others the latest. The gaps between them grow, so that the first moments are
+// measured too, and the latest ten minutes in any case.
+void Recorder::calibrate() {
+    if (calibrating_.test_and_set(std::memory_order_acquire)) return;
+    const PairFields now = read_clocks();
+    const std::uint64_t count = header().pair_count.load(std::memory_order_relaxed);
+    auto& entry = recording_.pairs[count == 0 ? 0 : 1 + (count - 1) % (kPairs - 1)];
+    const std::uint64_t stamp = count << kIndexShift | kWriting;
+    entry.stamp.store(stamp, std::memory_order_relaxed);
+    Written<sizeof(PairFields) / sizeof(std::uint64_t)> written{&entry, stamp};
+    fill(entry, now);
+    publish(written, 0);
+    header().pair_count.store(count + 1, std::memory_order_release);
+    // The counter's speed is that since the first pair, or before there is a second one about 1 GHz.
+    std::uint64_t first[sizeof(PairFields) / sizeof(std::uint64_t)];
+    PairFields origin = now;
+    if (copy(recording_.pairs[0], first)) std::memcpy(&origin, first, sizeof origin);
+    const double passed_ns = static_cast<double>(now.monotonic_ns - origin.monotonic_ns);
+    const double speed = passed_ns > 0 ? static_cast<double>(now.tick - origin.tick) / passed_ns : 1.0;
+    next_calibration_.store(now.tick + static_cast<std::uint64_t>(static_cast<double>(calibration_gap_ns_) * speed),
+                            std::memory_order_relaxed);
+    calibration_gap_ns_ = std::min(2 * calibration_gap_ns_, kLongestGapNs);
+    calibrating_.clear(std::memory_order_release);
+}
+
+WrittenCall Recorder::add(CallFields& fields, bool is_over) {
+    fields.step = static_cast<std::uint32_t>(header().step.load(std::memory_order_relaxed));
+    fields.thread = thread_number();
+    WrittenCall written = claim(header().calls_begun, recording_.calls);
+    if (!written) return written;
+    fill(*written.entry, fields);
+    publish(written, is_over ? 0 : kOpen);
+    wrote(fields.ended != 0 ? fields.ended : fields.arrived);
+    return written;
+}
+
+void Recorder::change(WrittenCall& written, const CallFields& fields, bool is_over) {
+    if (!written || !reopen(written)) return;
+    fill(*written.entry, fields);
+    publish(written, is_over ? 0 : kOpen);
+    wrote(std::max(fields.started, fields.ended));
+}
+
+WrittenEvent Recorder::add(EventFields fields, bool is_over) {
+    fields.step = static_cast<std::uint32_t>(header().step.load(std::memory_order_relaxed));
+    fields.thread = thread_number();
+    WrittenEvent written = claim(header().events_begun, recording_.events);
+    if (!written) return written;
+    fill(*written.entry, fields);
+    publish(written, is_over ? 0 : kOpen);
+    wrote(std::max(fields.start, fields.end));
+    return written;
+}
+
+template <class Change>
+void Recorder::change_event(std::uint64_t stamp, bool is_over, Change change) {
+    if (stamp == 0) return;
+    WrittenEvent written{&recording_.events[(stamp >> kIndexShift) % kEvents], stamp};
+    // Only its index counts: the stamp may be that of an earlier version of the entry.
+    const std::uint64_t seen = written.entry->stamp.load(std::memory_order_relaxed);
+    if (seen >> kIndexShift != stamp >> kIndexShift) return;
+    written.stamp = seen;
+    if (!reopen(written)) return;
+    const std::uint64_t now = ticks();
+    change(*written.entry, now);
+    publish(written, is_over ? 0 : kOpen);
+    wrote(now);
+}
+
+namespace {
+
+constexpr std::size_t word_of(std::size_t offset) {
+    return offset / sizeof(std::uint64_t);
+}
+
+constexpr std::size_t kEnd = word_of(offsetof(EventFields, end));
+constexpr std::size_t kFirst = word_of(offsetof(EventFields, first));
+constexpr std::size_t kSecond = word_of(offsetof(EventFields, second));
+constexpr std::size_t kSent = word_of(offsetof(EventFields, sent));
+
+}  // namespace
+
+void Recorder::end_event(std::uint64_t stamp) {
+    change_event(stamp, true, [](auto& entry, std::uint64_t now) {
+        entry.words[kEnd].store(now, std::memory_order_release);
+    });
+}
+
+void Recorder::end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second) {
+    change_event(stamp, true, [=](auto& entry, std::uint64_t now) {
+        entry.words[kEnd].store(now, std::memory_order_release);
+        entry.words[kFirst].store(static_cast<std::uint64_t>(first), std::memory_order_release);
+        entry.words[kSecond].store(static_cast<std::uint64_t>(second), std::memory_order_release);
+    });
+}
+
+void Recorder::event_sent(std::uint64_t stamp) {
+    change_event(stamp, false, [](auto& entry, std::uint64_t now) {
+        entry.words[kSent].store(now, std::memory_order_release);
+    });
+}
+
+// Runs in a forked child, and may therefore only make system calls. The child's threads may hold entries of the
+// recording, so its place must remain writable.
+void Recorder::leave_to_parent() {
+    Recorder* const recorder = active_.load(std::memory_order_relaxed);
+    this_thread = 0;
+    if (recorder == nullptr) return;
+    active_.store(nullptr, std::memory_order_relaxed);
+    mmap(&recorder->recording_, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+}
+
+}  // namespace paceline::record

@@ -1,0 +1,96 @@
+// The recorder of this process: every thread writes its calls and events into one recording, without waiting.
+//
+// It is off until `begin` gives it memory; then it stays on until the process ends. A forked child has no recorder of its
+// own, and what it still writes through entries of its parent goes into memory that nobody reads: the child sees private
+// pages in the recording's place (see `Recorder::leave_to_parent`).
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "record/clock.hpp"
+#include "record/entries.hpp"
+
+namespace paceline::record {
+
+using WrittenCall = Written<sizeof(CallFields) / sizeof(std::uint64_t)>;
+using WrittenEvent = Written<sizeof(EventFields) / sizeof(std::uint64_t)>;
+
+// What a process says of itself.
+struct Identity {
+    std::string worker;
+    std::string host;
+    std::string boot;
+    std::uint64_t time_namespace = 0;
+};
+
+class Recorder {
+  public:
+    // The recorder of this process if it is on, else nullptr.
+    static Recorder* active() { return active_.load(std::memory_order_acquire); }
+    // Begins to record into the file behind `fd`, which is `kBytes` long and stays reserved, or with -1 into memory of
+    // this process only. Takes the memory over from a process that has ended; returns false if another one uses it.
+    // Does nothing if the recorder is on. Throws std::system_error if the memory cannot be mapped.
+    static bool begin(int fd, const Identity& identity);
+
+    Recorder(const Recorder&) = delete;
+    Recorder& operator=(const Recorder&) = delete;
+    ~Recorder() = delete;  // threads write until the process ends
+
+    // This process is that rank of so many.
+    void identify(int rank, int world_size);
+    // The process ends in an orderly way.
+    void finish();
+    // The number of a name; names beyond the table's room share the last number.
+    std::uint32_t name(std::string_view text);
+    void set_step(std::uint64_t step) { header().step.store(step, std::memory_order_relaxed); }
+
+    // Adds a group, whose serial it returns. `members` are ranks of the default group, by group rank.
+    std::uint32_t open_group(std::string_view name, std::string_view engine, std::uint64_t identity, int rank,
+                             std::span<const int> members);
+    void close_group(std::uint32_t serial);
+
+    // Records a call that has come at `fields.arrived`; `change` records what is known of it later. Unless `is_over`,
+    // the call keeps its place.
+    WrittenCall add(CallFields& fields, bool is_over);
+    void change(WrittenCall& written, const CallFields& fields, bool is_over);
+
+    WrittenEvent add(EventFields fields, bool is_over);
+    // Ends the event with that stamp, now; nothing happens if it has lost its place.
+    void end_event(std::uint64_t stamp);
+    void end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second);
+    // Notes that what the event is about was sent now.
+    void event_sent(std::uint64_t stamp);
+
+  private:
+    explicit Recorder(Recording& recording);
+
+    Header& header() const { return recording_.header; }
+    void describe(const Identity& identity);
+    void wrote(std::uint64_t tick);
+    void calibrate();
+    template <class Change>
+    void change_event(std::uint64_t stamp, bool is_over, Change change);
+    static void leave_to_parent();
+
+    static std::atomic<Recorder*> active_;
+
+    Recording& recording_;
+    std::mutex naming_;
+    std::unordered_map<std::string, std::uint32_t> names_;
+    std::mutex grouping_;
+    std::uint32_t groups_ = 0;
+    std::unordered_map<std::uint32_t, Written<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
+    std::atomic_flag calibrating_;
+    std::uint64_t calibration_gap_ns_;                 // until the next pair
+    std::atomic<std::uint64_t> next_calibration_{0};  // in ticks
+};
+
+// The kernel's number of the calling thread.
+std::uint32_t thread_number();
+
+}  // namespace paceline::record
