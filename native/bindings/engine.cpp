@@ -61,6 +61,7 @@ class HostGroup {
         if (ending) ending->close();
     }
 
+    void record_as(std::uint32_t group) const { queue()->record_as(group); }
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }
 
@@ -198,6 +199,7 @@ void register_engine(nb::module_& module) {
         .def("all_reduce", &HostGroup::all_reduce)
         .def("run", &HostGroup::run)
         .def("submit", &HostGroup::submit)
+        .def("record_as", &HostGroup::record_as)
         .def("abort", &HostGroup::abort)
         .def("failure", &HostGroup::failure)
         .def("close", &HostGroup::close);

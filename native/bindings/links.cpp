@@ -74,12 +74,14 @@ class ScheduleGroup {
 
     nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
         Call call = to_call(fields);
+        call.algorithm = schedule->algorithm;
         call.schedule = std::move(schedule);
         return run_call(*queue(), std::move(call));
     }
 
     std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
         Call call = to_call(fields);
+        call.algorithm = schedule->algorithm;
         call.schedule = std::move(schedule);
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
@@ -109,6 +111,11 @@ class ScheduleGroup {
         const std::vector<int> left = messenger->left();
         ranks.insert(ranks.end(), left.begin(), left.end());
         return ranks;
+    }
+
+    void record_as(std::uint32_t group) const {
+        queue()->record_as(group);
+        messenger_->record_as(group);
     }
 
     void abort() const { abort_calls(queue_); }
@@ -207,6 +214,7 @@ void register_links(nb::module_& module) {
         .def("send", &ScheduleGroup::send)
         .def("receive", &ScheduleGroup::receive)
         .def("gone", &ScheduleGroup::gone)
+        .def("record_as", &ScheduleGroup::record_as)
         .def("abort", &ScheduleGroup::abort)
         .def("failure", &ScheduleGroup::failure)
         .def("close", &ScheduleGroup::close);

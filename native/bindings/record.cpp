@@ -1,4 +1,7 @@
 // Bindings of the recorder, for paceline.record and paceline.observe. Where the recorder is off, they do nothing.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
 #include <bit>
 #include <string>
 #include <vector>
@@ -101,7 +104,7 @@ nb::bytes snapshot(int fd) {
         const nb::gil_scoped_release release;
         copied = record::snapshot(fd);
     }
-    return {reinterpret_cast<const char*>(copied.data()), copied.size()};
+    return nb::bytes(copied.data(), copied.size());
 }
 
 }  // namespace
@@ -115,9 +118,8 @@ void register_record(nb::module_& module) {
     module.def("begin_recording", &begin, nb::arg("fd"), nb::arg("worker"), nb::arg("host"), nb::arg("boot"),
                nb::arg("time_namespace"));
     module.def("is_recording", [] { return Recorder::active() != nullptr; });
-    module.def("identify_recording", [](int rank, int world_size) {
-        if_active<&Recorder::identify>(rank, world_size);
-    });
+    module.def("identify_recording",
+               [](int rank, int world_size) { if_active<&Recorder::identify>(rank, world_size); });
     module.def("finish_recording", [] { if_active<&Recorder::finish>(); });
     module.def("record_name", [](const std::string& text) {
         Recorder* const recorder = Recorder::active();

@@ -113,6 +113,14 @@ struct Outcome {
     std::vector<CallHeader> calls;  // by group rank; for a missing peer, its latest call
 };
 
+// What a group noticed of a call while it ran, for the recording.
+struct Observed {
+    int last_arrived = -1;         // the group rank that came last, where the group knows
+    std::uint64_t complete = 0;    // when that was seen, in ticks of the recording's clock
+    std::uint64_t shm_nbytes = 0;  // that this rank sent
+    std::uint64_t tcp_nbytes = 0;
+};
+
 struct Call {
     Operation operation = Operation::none;
     DType dtype = DType::u8;
@@ -127,6 +135,8 @@ struct Call {
     std::uint64_t region = 0;  // 0: the tensor does not lie in a shared region
     std::uint64_t offset = 0;
     std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
+    std::uint8_t algorithm = 0;                          // the schedule's
+    Observed observed;                                   // the group stores it
 };
 
 // Returns the count that the call's header reports.

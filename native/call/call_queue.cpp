@@ -45,11 +45,20 @@ void CallQueue::close() {
     const std::lock_guard hold(running_);  // waits until a call on another thread has ended
 }
 
+void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) {
+    const std::uint64_t sequence = 1 + arrived_.fetch_add(1, std::memory_order_relaxed);
+    recorded.arrive(recorded_as_.load(std::memory_order_relaxed), call, sequence, is_async);
+}
+
 Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
         const std::lock_guard hold(running_);
         const Interrupted stopped = [&] { return cancelled_.load(std::memory_order_relaxed) || interrupted(); };
-        return group_->run(call, stopped, false);
+        RecordedCall recorded;
+        arrive(recorded, call, false);
+        Outcome outcome = group_->run(call, stopped, false);
+        recorded.end(call.observed, outcome);
+        return outcome;
     }
     const std::shared_ptr<Work> work = submit(std::move(call));
     while (!work->wait(kInterruptCheckNs))
@@ -68,6 +77,7 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
             return work;
         }
         pending_.fetch_add(1, std::memory_order_relaxed);
+        arrive(work->recorded_, work->call_, true);
         queue_.push_back(work);
         if (!thread_.joinable()) thread_ = std::thread([this] { this->work(); });
     }
@@ -88,7 +98,9 @@ void CallQueue::work() {
         Outcome outcome;
         {
             const std::lock_guard run(running_);
+            next->recorded_.start();
             outcome = group_->run(next->call_, interrupted, true);
+            next->recorded_.end(next->call_.observed, outcome);
         }
         // This comes before `finish`, so that a call made after the work is done runs on its caller's thread.
         pending_.fetch_sub(1, std::memory_order_release);

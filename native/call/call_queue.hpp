@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "call/call.hpp"
+#include "call/recorded_call.hpp"
 
 namespace paceline {
 
@@ -32,6 +33,7 @@ class Work {
     void finish(Outcome outcome);
 
     Call call_;
+    RecordedCall recorded_;
     Outcome outcome_;
     std::atomic<std::uint32_t> done_{0};
 };
@@ -49,14 +51,20 @@ class CallQueue {
     Outcome run(Call call, const Interrupted& interrupted);
     std::shared_ptr<Work> submit(Call call);
 
+    // Records the calls from now on as those of the group that the recorder knows by this serial.
+    void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
+
     // As for `Collectives`.
     void abort() { group_->abort(); }
     Code failure() { return group_->failure(); }
 
   private:
     void work();
+    void arrive(RecordedCall& recorded, const Call& call, bool is_async);
 
     std::unique_ptr<Collectives> group_;
+    std::atomic<std::uint32_t> recorded_as_{0};
+    std::atomic<std::uint64_t> arrived_{0};  // calls so far, which numbers them as the group does
     std::mutex running_;
     std::mutex queueing_;
     std::condition_variable queued_;

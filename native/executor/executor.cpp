@@ -121,6 +121,14 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
     return std::nullopt;
 }
 
+// Adds up the bytes that the schedule sends within this host and to other hosts.
+void Executor::observe_traffic(Observed& observed) {
+    for (const Flow& flow : schedule_->flows) {
+        std::uint64_t& nbytes = lanes_.peer(flow.peer).mesh_rank >= 0 ? observed.shm_nbytes : observed.tcp_nbytes;
+        for (const std::uint32_t step : flow.sends) nbytes += states_[step].nbytes;
+    }
+}
+
 void Executor::poll() {
     polled_ = Clock::now();
     messenger_.poll();
@@ -152,6 +160,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
         outcome_.step = *step;
         return outcome_;
     }
+    observe_traffic(call.observed);
     header_ = {++sequence_, count_in_header(call), call.root, call.operation, call.dtype, call.reduce_op, 0, 0,
                0,           schedule_->algorithm,  {}};
 

@@ -75,6 +75,7 @@ class Executor final : public Collectives {
     };
 
     std::optional<std::uint32_t> lay_out_buffers(Call& call);
+    void observe_traffic(Observed& observed);
     bool place_step(const Step& step, StepState& step_state) const;
     std::optional<Extent> extent_of(const Slice& slice) const;
     const Memory& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }

@@ -79,9 +79,21 @@ void Messenger::finish(const std::shared_ptr<Request>& request, Outcome outcome)
     if (request->done()) return;
     open_.erase(request->place_);
     request->outcome_ = std::move(outcome);
+    record_end(*request);
     request->done_.store(true, std::memory_order_release);
     changed_.notify_all();
     CompletionCounter::of_process().announce();
+}
+
+void Messenger::record_end(Request& request) {
+    Observed observed;
+    if (request.receiving_) {
+        observed.last_arrived = request.source_;
+    } else if (request.outcome_.code == Code::ok) {
+        const bool is_here = lanes_.peer(request.peer_).mesh_rank >= 0;
+        (is_here ? observed.shm_nbytes : observed.tcp_nbytes) = request.memory_.nbytes();
+    }
+    request.recorded_.end(observed, request.outcome_);
 }
 
 // Decides where the body of the frame that has come is read to; false when the frame breaks the protocol.

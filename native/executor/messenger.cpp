@@ -118,6 +118,9 @@ void Messenger::open(const std::shared_ptr<Request>& request, std::int64_t timeo
     request->started_ = Clock::now();
     request->deadline_ = request->started_ + std::chrono::nanoseconds(timeout_ns);
     request->place_ = open_.insert(open_.end(), request);
+    request->recorded_.arrive_message(recorded_as_.load(std::memory_order_relaxed), request->receiving_,
+                                      request->dtype_, request->memory_.nbytes() / item_size(request->dtype_),
+                                      request->peer_, request->tag_);
 }
 
 Outcome Messenger::without(int peer) {

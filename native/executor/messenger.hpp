@@ -45,6 +45,7 @@
 #include <thread>
 #include <vector>
 
+#include "call/recorded_call.hpp"
 #include "executor/frame.hpp"
 #include "executor/memory.hpp"
 #include "link/lane_set.hpp"
@@ -80,6 +81,7 @@ class Request {
     std::chrono::steady_clock::time_point started_{};
     std::chrono::steady_clock::time_point deadline_{};
     int source_ = -1;
+    RecordedCall recorded_;
     Outcome outcome_;
     std::atomic<bool> done_{false};
     std::list<std::shared_ptr<Request>>::iterator place_{};  // among the open ones
@@ -102,6 +104,9 @@ class Messenger {
     bool wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted);
     // Lets open requests go on without anybody waiting for them.
     void run_in_background();
+
+    // Records the messages from now on as those of the group that the recorder knows by this serial.
+    void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
 
     // Processes pending input once; returns at once if another thread is already doing so.
     void poll();
@@ -191,6 +196,7 @@ class Messenger {
     void open(const std::shared_ptr<Request>& request, std::int64_t timeout_ns);
     void push(int peer, Frame frame, std::vector<std::uint8_t> own, std::shared_ptr<Request> request);
     void finish(const std::shared_ptr<Request>& request, Outcome outcome);
+    void record_end(Request& request);
     static void copy_body(Outgoing& outgoing);
     Outcome without_locked(int peer);
     void note(const Outcome& outcome);
@@ -216,7 +222,8 @@ class Messenger {
     std::list<std::shared_ptr<Request>> posted_;  // receives without a message, in the order of their calls
     std::list<Arrival> arrivals_;                 // messages without a receive, in the order of their arrival
     std::list<std::shared_ptr<Request>> open_;    // requests that are not done
-    std::uint64_t asked_about_ = 0;               // the call that this rank has asked about, 0 without one
+    std::atomic<std::uint32_t> recorded_as_{0};
+    std::uint64_t asked_about_ = 0;  // the call that this rank has asked about, 0 without one
     bool driving_ = false;
     int urgent_ = 0;  // threads that wait for a request while another drives
     bool closing_ = false;

@@ -9,6 +9,7 @@
 #include "call/turns.hpp"
 #include "host/regions.hpp"
 #include "process/cores.hpp"
+#include "record/clock.hpp"
 #include "shm/futex.hpp"
 
 namespace paceline::host {
@@ -25,6 +26,12 @@ constexpr int kYields = 20;
 // slices, whereas the scheduler soon runs a thread that is woken from its sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
 constexpr std::int64_t kTurnNs = std::chrono::nanoseconds(kTurn).count();  // news of a death ends a turn early
+
+std::uint64_t total_nbytes(const std::vector<Stream>& streams) {
+    std::uint64_t nbytes = 0;
+    for (const Stream& each : streams) nbytes += each.nbytes();
+    return nbytes;
+}
 
 }  // namespace
 
@@ -87,10 +94,12 @@ void Group::publish(std::uint32_t round) {
 }
 
 bool Group::await(std::uint32_t round) {
+    last_awaited_ = -1;
     for (int step = 1; step < size_; ++step) {
         const int peer = rank_ + step < size_ ? rank_ + step : rank_ + step - size_;
-        if (cell(peer, round).round.load(std::memory_order_acquire) != round && !await_slowly(peer, round))
-            return false;
+        if (cell(peer, round).round.load(std::memory_order_acquire) == round) continue;
+        if (!await_slowly(peer, round)) return false;
+        last_awaited_ = peer;
     }
     return true;
 }
@@ -136,7 +145,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
 }
 
 // The first round of a call: publishes its header and `payload`, waits for the peers' headers and compares them.
-bool Group::begin(const Call& call, const void* payload, std::size_t payload_bytes) {
+bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     header_ = {sequence_,
                count_in_header(call),
                call.root,
@@ -155,9 +164,20 @@ bool Group::begin(const Call& call, const void* payload, std::size_t payload_byt
     if (payload_bytes != 0) std::memcpy(mine.payload, payload, payload_bytes);
     publish(round);
     if (!await(round)) return false;
+    // The ranks that came before the one awaited last had come when this rank looked, or were awaited before it.
+    call.observed.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
+    call.observed.complete = record::ticks();
     for (int r = 0; r < size_; ++r)
         if (!cell(r, round).header.fits(header_)) return mismatch(round);
     return true;
+}
+
+// The bytes that this rank contributes to a call.
+std::uint64_t Group::sent_nbytes(const Call& call) const {
+    if (call.operation == Operation::broadcast) return rank_ == call.root ? total_nbytes(call.outputs) : 0;
+    if (call.operation == Operation::reduce) return rank_ == call.root ? 0 : total_nbytes(call.outputs);
+    if (call.operation == Operation::all_reduce) return total_nbytes(call.outputs);
+    return total_nbytes(call.inputs);
 }
 
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
@@ -173,6 +193,7 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
     timeout_ns_ = call.timeout_ns;
     clock_started_ = false;
     ++sequence_;
+    call.observed.shm_nbytes = sent_nbytes(call);
     switch (call.operation) {
         case Operation::all_reduce:
             all_reduce(call);

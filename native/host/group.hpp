@@ -56,8 +56,9 @@ class Group final : public Collectives {
     bool adopt_verdict(int peer);
     int aborted_by() const;
     bool adopt_abort();
-    bool begin(const Call& call, const void* payload, std::size_t payload_bytes);
+    bool begin(Call& call, const void* payload, std::size_t payload_bytes);
     bool mismatch(std::uint32_t round);
+    std::uint64_t sent_nbytes(const Call& call) const;
     std::uint64_t members_of(std::uint64_t mesh_mask) const;
     std::uint64_t left_group() const;
     std::uint64_t missing_in(std::uint32_t round) const;
@@ -106,6 +107,7 @@ class Group final : public Collectives {
     std::int64_t timeout_ns_ = 0;
     std::chrono::steady_clock::time_point started_{};
     bool clock_started_ = false;
+    int last_awaited_ = -1;  // the rank that the latest `await` waited for last
 };
 
 }  // namespace paceline::host

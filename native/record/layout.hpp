@@ -1,11 +1,11 @@
 // The memory of a recording: what a process did last, laid out so that others can read it while it is written and after
 // its writer was killed. src/paceline/record/layout.py is the other half.
 //
-// Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting its
-// state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will change
-// again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so whoever loads a
-// new field and then the stamp finds that the stamp has changed: a copy with the same stamp before and after is whole.
-// An open entry keeps its place when the ring comes round; the next entry takes the next place.
+// Every entry of a table begins with a stamp: index << 8 | version << 2 | state. A writer claims an entry by setting
+// its state to `kWriting`, stores the fields, and stores a stamp with the next version and the state `kOpen` (it will
+// change again) or 0 (complete). Every field is a word that is stored with release and loaded with acquire, so whoever
+// loads a new field and then the stamp finds that the stamp has changed: a copy with the same stamp before and after is
+// whole. An open entry keeps its place when the ring comes round; the next entry takes the next place.
 #pragma once
 
 #include <atomic>

@@ -255,9 +255,8 @@ constexpr std::size_t kSent = word_of(offsetof(EventFields, sent));
 }  // namespace
 
 void Recorder::end_event(std::uint64_t stamp) {
-    change_event(stamp, true, [](auto& entry, std::uint64_t now) {
-        entry.words[kEnd].store(now, std::memory_order_release);
-    });
+    change_event(stamp, true,
+                 [](auto& entry, std::uint64_t now) { entry.words[kEnd].store(now, std::memory_order_release); });
 }
 
 void Recorder::end_event(std::uint64_t stamp, std::int64_t first, std::int64_t second) {
@@ -269,9 +268,8 @@ void Recorder::end_event(std::uint64_t stamp, std::int64_t first, std::int64_t s
 }
 
 void Recorder::event_sent(std::uint64_t stamp) {
-    change_event(stamp, false, [](auto& entry, std::uint64_t now) {
-        entry.words[kSent].store(now, std::memory_order_release);
-    });
+    change_event(stamp, false,
+                 [](auto& entry, std::uint64_t now) { entry.words[kSent].store(now, std::memory_order_release); });
 }
 
 // Runs in a forked child, and may therefore only make system calls. The child's threads may hold entries of the

@@ -1,8 +1,8 @@
 // The recorder of this process: every thread writes its calls and events into one recording, without waiting.
 //
-// It is off until `begin` gives it memory; then it stays on until the process ends. A forked child has no recorder of its
-// own, and what it still writes through entries of its parent goes into memory that nobody reads: the child sees private
-// pages in the recording's place (see `Recorder::leave_to_parent`).
+// It is off until `begin` gives it memory; then it stays on until the process ends. A forked child has no recorder of
+// its own, and what it still writes through entries of its parent goes into memory that nobody reads: the child sees
+// private pages in the recording's place (see `Recorder::leave_to_parent`).
 #pragma once
 
 #include <memory>
@@ -86,7 +86,7 @@ class Recorder {
     std::uint32_t groups_ = 0;
     std::unordered_map<std::uint32_t, Written<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
     std::atomic_flag calibrating_;
-    std::uint64_t calibration_gap_ns_;                 // until the next pair
+    std::uint64_t calibration_gap_ns_;                // until the next pair
     std::atomic<std::uint64_t> next_calibration_{0};  // in ticks
 };
 

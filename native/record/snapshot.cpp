@@ -35,7 +35,7 @@ void copy_words(const Recording& from, std::size_t offset, std::size_t nbytes, s
 }  // namespace
 
 std::vector<std::uint8_t> snapshot(int fd) {
-    struct stat status {};
+    struct stat status{};
     if (fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat of a recording");
     if (status.st_size < static_cast<off_t>(kBytes)) return {};
     void* const memory = mmap(nullptr, kBytes, PROT_READ, MAP_SHARED, fd, 0);
