@@ -80,6 +80,9 @@ class OpenGroup(Protocol):
         """Sends to and receives from single ranks of the group."""
         ...
 
+    def record_as(self, group: int, /) -> None:
+        """Records calls and messages from now on as those of the group with this serial; see `Channel.record_as`."""
+
     def abort(self) -> None:
         """Ends calls and messages as `Channel.abort` does."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from paceline import _core
 from paceline.engine.codes import ITEM_SIZES
 from paceline.schedule.steps import Operation
 
@@ -141,6 +142,12 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     outputs: Sequence[Pieces]
 
 
+def recorded_call(group: int, call: Call, sequence: int, is_async: bool) -> _core.RecordedCall:
+    """Returns the record of a call that has just been made, for an engine that is written in Python."""
+    fields = (call.operation, call.dtype, call.reduce_op, sequence, call.count, call.root, is_async, -1)
+    return _core.RecordedCall(group, *fields)
+
+
 class Channel(Protocol):
     """Runs the collectives of one group, in the order in which they are called, from any thread."""
 
@@ -155,6 +162,9 @@ class Channel(Protocol):
     def submit(self, call: Call, /) -> Pending:
         """Queues a call behind those made before, and returns at once."""
         ...
+
+    def record_as(self, group: int, /) -> None:
+        """Records the calls from now on as those of the group with this serial (`record.recorder.open_group`)."""
 
     def abort(self) -> None:
         """Ends calls in progress and all later ones with the code ABORTED, on this rank at least; does not wait.

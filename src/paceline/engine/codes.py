@@ -9,6 +9,8 @@ from enum import IntEnum
 
 import torch
 
+from paceline.record.names import DTYPES as _DTYPE_NAMES
+
 
 class ReduceOp(IntEnum):
     """A reduction; of booleans SUM, MAX and BOR are "or", PRODUCT, MIN and BAND "and".
@@ -31,30 +33,6 @@ class ReduceOp(IntEnum):
 
 NO_REDUCTION = 9  # stands in a call's header for a reduction where the operation has none
 
-
-_DTYPE_NAMES = (
-    "bool",
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "uint32",
-    "int32",
-    "uint64",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "complex32",
-)
 
 DTYPE_CODES: dict[torch.dtype, int] = {
     getattr(torch, name): code for code, name in enumerate(_DTYPE_NAMES) if hasattr(torch, name)

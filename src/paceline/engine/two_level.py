@@ -41,6 +41,10 @@ class TwoLevelGroup:
     messages: Messages
     parts: Sequence[OpenGroup]
 
+    def record_as(self, group: int) -> None:
+        """Records the collectives of the whole group, as its members call them."""
+        self.channel.record_as(group)
+
     def abort(self) -> None:
         """Ends the calls of the group and of all its parts."""
         self.channel.abort()

@@ -10,6 +10,7 @@ import torch
 from paceline.engine.api import OpenGroup
 from paceline.engine.failures import Code
 from paceline.engine.registry import engines_for
+from paceline.record.recorder import close_group
 
 Opener = Callable[[torch.device], OpenGroup]
 
@@ -21,10 +22,20 @@ class Devices:
         on_cpu: the open group for CPU tensors.
         openers: the functions that open it on other devices, by the device's type.
         backend: the backend's name, for messages.
+        record: adds an open group, on a type of device, to the recording; returns its serial there.
         advice: what a user can do about a tensor on another device; by default this names the engine for it.
     """
 
-    def __init__(self, on_cpu: OpenGroup, openers: Mapping[str, Opener], backend: str, advice: str = "") -> None:
+    def __init__(
+        self,
+        on_cpu: OpenGroup,
+        openers: Mapping[str, Opener],
+        backend: str,
+        record: Callable[[OpenGroup, str], int],
+        advice: str = "",
+    ) -> None:
+        self._record = record
+        self._recorded = [record(on_cpu, "cpu")]
         self._on_cpu = on_cpu
         self._openers = openers
         self._backend = backend
@@ -52,6 +63,7 @@ class Devices:
         with self._opening:
             if device not in self._open:
                 self._open[device] = self._opener(device, call)(device)
+                self._recorded.append(self._record(self._open[device], device.type))
             return self._open[device]
 
     def abort(self) -> None:
@@ -73,6 +85,8 @@ class Devices:
         self._on_cpu.close()
         for opened in self._open.values():
             opened.close()
+        for serial in self._recorded:
+            close_group(serial)
 
     def _opener(self, device: torch.device, call: str) -> Opener:
         opener = self._openers.get(device.type)

@@ -29,6 +29,7 @@ from paceline.group.default import (
 from paceline.group.engines import Engines
 from paceline.group.init_arguments import make_current, require_between, require_elastic, require_no_options
 from paceline.group.process_group import ProcessGroup
+from paceline.record import recorder
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.store.base import Store
 from paceline.store.hash import HashStore
@@ -98,7 +99,9 @@ def init_process_group(
     make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
     timeout_s = to_seconds(timeout)
+    recorder.begin()
     joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
+    recorder.identify(joined.rank, joined.world_size)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
@@ -237,7 +240,9 @@ def _open(
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
     group_rank = list(ranks).index(engines.rank)
-    group = ProcessGroup(opened, members, group_rank, timeout, name, backend.text, openers, everybody=engines.members)
+    group = ProcessGroup(
+        opened, members, group_rank, timeout, name, backend.text, openers, "", engines.members, identity
+    )
     try:
         # No rank may end the group, or its store, before all ranks have found each other in it.
         group.barrier()

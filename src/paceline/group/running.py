@@ -19,6 +19,7 @@ from paceline.group.buffers import Buffers
 from paceline.group.devices import Devices, Opener
 from paceline.group.profiling import Recording
 from paceline.group.work import Work
+from paceline.record import recorder
 from paceline.schedule.steps import Operation
 
 
@@ -35,6 +36,7 @@ class RunningGroup(BaseGroup):
         openers: functions that open the group for other devices, by the device's type.
         advice: what errors advise about a tensor on a device without an opener; by default they name an engine.
         everybody: the members of the group's engine, not all of whom need be in the group; by default the group's.
+        identity: the same on all members, for the recording; 0 if they share none.
     """
 
     def __init__(
@@ -48,11 +50,21 @@ class RunningGroup(BaseGroup):
         openers: Mapping[str, Opener] | None = None,
         advice: str = "",
         everybody: Sequence[Member] = (),
+        identity: int = 0,
     ) -> None:
         self.ranks = [member.rank for member in members]
         self.name = name
         self.backend = backend
-        self._devices = Devices(opened, openers or {}, backend, advice)
+        recorder.begin()
+        recorder.identify_once(self.ranks[group_rank], len(everybody or members))
+        ranks = self.ranks
+
+        def record(on_device: OpenGroup, device_type: str) -> int:
+            serial = recorder.open_group(name, f"{backend} on {device_type}", identity, group_rank, ranks)
+            on_device.record_as(serial)
+            return serial
+
+        self._devices = Devices(opened, openers or {}, backend, record, advice)
         self._channel = opened.channel
         self._members = list(members)
         self._everybody = everybody

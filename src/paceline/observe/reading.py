@@ -83,7 +83,9 @@ class _Parser:
                 f"{layout.VERSION} with {layout.NBYTES}"
             )
         self._places = list(zip(places[::2], places[1::2], strict=True))
-        self._names = [self._text(self._places[1][0] + at * layout.NAME_NBYTES, layout.NAME_NBYTES) for at in range(names)]
+        self._names = [
+            self._text(self._places[1][0] + at * layout.NAME_NBYTES, layout.NAME_NBYTES) for at in range(names)
+        ]
         boot = self._text(layout.BOOT_AT, layout.BOOT_NBYTES)
         pairs = sorted((entry[1:] for entry in self._entries(0, layout.PAIR, layout.PAIR.size)))
         self._clock = Clock(f"{boot}/{time_namespace}", hertz, tuple(Pair(*each) for each in pairs))
@@ -140,7 +142,9 @@ class _Parser:
         )
 
     def _call(self, fields: tuple[int, ...]) -> Call:
-        (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = fields[:12]
+        (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = (
+            fields[:12]
+        )
         (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, _) = fields[12:]
         time_of = self._clock.monotonic_ns
         return Call(

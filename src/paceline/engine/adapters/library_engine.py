@@ -39,6 +39,10 @@ class LibraryGroup:
     channel: Channel
     messages: Messages
 
+    def record_as(self, group: int) -> None:
+        """Records the group's collectives; see `engine.channel.Channel`."""
+        self.channel.record_as(group)
+
     def abort(self) -> None:
         """Ends the group's collectives; see `SerialChannel.abort`."""
         self.channel.abort()

@@ -7,9 +7,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
+from paceline import _core
 from paceline.durations import LONGEST_S, for_event, to_nanoseconds
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
-from paceline.engine.channel import Call, Channel, HeaderFields, Outcome
+from paceline.engine.channel import Call, Channel, HeaderFields, Outcome, recorded_call
 from paceline.engine.failures import Code, Failure
 
 _REMEMBERED = 16
@@ -34,8 +35,9 @@ class CallEnded(Exception):
 class QueuedCall:
     """A call in the queue of a `SerialChannel`; implements `channel.Pending`."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, recorded: _core.RecordedCall) -> None:
         self.call = call
+        self.recorded = recorded
         self._over = threading.Event()
         self._outcome: Outcome | None = None
 
@@ -72,6 +74,8 @@ class SerialChannel(Channel, ABC):
         self._sequence = 0
         self._history: deque[HeaderFields] = deque(maxlen=_REMEMBERED)
         self._broken: Outcome | None = None
+        self._recorded_as = 0
+        self._arrived_calls = 0
 
     @abstractmethod
     def perform(self, call: Call) -> None:
@@ -87,7 +91,7 @@ class SerialChannel(Channel, ABC):
         if not self._waiting:
             with self._turn:
                 if not self._waiting:
-                    return self._perform(call)
+                    return self._perform(call, self._recorded(call, is_async=False))
         turn = self._queue(call)
         turn.wait(to_nanoseconds(LONGEST_S))
         return turn.outcome()
@@ -95,6 +99,10 @@ class SerialChannel(Channel, ABC):
     def submit(self, call: Call, /) -> QueuedCall:
         """Queues a call behind those made before, and returns at once."""
         return self._queue(call)
+
+    def record_as(self, group: int, /) -> None:
+        """Records the calls from now on as those of this group."""
+        self._recorded_as = group
 
     def abort(self) -> None:
         """Ends the queued calls and all later ones; one that the library performs ends with its time-out.
@@ -118,7 +126,7 @@ class SerialChannel(Channel, ABC):
             self._arrived.notify()
 
     def _queue(self, call: Call) -> QueuedCall:
-        turn = QueuedCall(call)
+        turn = QueuedCall(call, self._recorded(call, is_async=True))
         with self._arrived:
             self._waiting.append(turn)
             if self._thread is None:
@@ -136,10 +144,20 @@ class SerialChannel(Channel, ABC):
                         return
                     self._arrived.wait()
             with self._turn:
-                outcome = self._perform(self._waiting[0].call)
+                outcome = self._perform(self._waiting[0].call, self._waiting[0].recorded)
             self._waiting.popleft().end(outcome)
 
-    def _perform(self, call: Call) -> Outcome | None:
+    def _recorded(self, call: Call, is_async: bool) -> _core.RecordedCall:
+        self._arrived_calls += 1
+        return recorded_call(self._recorded_as, call, self._arrived_calls, is_async)
+
+    def _perform(self, call: Call, recorded: _core.RecordedCall) -> Outcome | None:
+        recorded.start()
+        outcome = self._outcome_of(call)
+        recorded.end(Code.OK if outcome is None else outcome.code)
+        return outcome
+
+    def _outcome_of(self, call: Call) -> Outcome | None:
         if self._broken is not None:
             return self._broken
         self._note(call.operation, call.dtype, call.reduce_op, call.root, call.count)

@@ -42,6 +42,11 @@ class NativeGroup:
     channel: Channel
     messages: _core.ScheduleGroup
 
+    def record_as(self, group: int) -> None:
+        """Records the calls and messages of both; see `engine.channel.Channel`."""
+        self.channel.record_as(group)
+        self.messages.record_as(group)
+
     def abort(self) -> None:
         """Ends the calls and messages of all ranks; see `engine.channel.Channel`."""
         self.channel.abort()

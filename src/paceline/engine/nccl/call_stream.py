@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline import _core
 from paceline.engine.channel import HeaderFields
 from paceline.engine.failures import Code, Failure, Member
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
@@ -40,6 +41,7 @@ class Flight:
     mark: Mark
     started: float
     deadline: float
+    recorded: _core.RecordedCall
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class CallStream:
         self._flights: deque[Flight] = deque()
         self._sequence = 0
         self._closed = False
+        self.recorded_as = 0  # the group's serial in the recording
         self.failure: Failure | None = None  # once set, it is permanent
         self.stream = device.open_stream()
 
@@ -98,24 +101,34 @@ class CallStream:
                 return self.failure
             self._sequence += 1
             header = (self._sequence, *header[1:])
+            recorded = self._recorded(header)
             self._progress.arrive(header)
             try:
                 with self._device.activated():
                     if self._communicator is None:
                         self._communicator = self._open(deadline)
                     self._enqueue(self._communicator, make_plan, reduction, deadline)
-                    flight = Flight(header, self.stream.mark(), started, deadline)
-            except AbsentError as error:
-                return self._break(self._timed_out(started, error.missing))
-            except NcclTimeoutError:
-                return self._break(self._timed_out(started, self._progress.missing(header)))
-            except (NcclError, SharedGpuError) as error:
-                said = f"{error}. {_ADVICE}" if isinstance(error, NcclError) else str(error)
-                return self._break(Failure(Code.REFUSED, said=said))
-            except RuntimeError as error:  # from CUDA or from the store
-                return self._break(Failure(Code.REFUSED, said=str(error)))
+                    recorded.start()
+                    flight = Flight(header, self.stream.mark(), started, deadline, recorded)
+            except (AbsentError, NcclTimeoutError, NcclError, SharedGpuError, RuntimeError) as error:
+                failure = self._break(self._failure_of(error, header, started))
+                recorded.end(failure.code)
+                return failure
             self._flights.append(flight)
         return flight
+
+    def _recorded(self, header: HeaderFields) -> _core.RecordedCall:
+        sequence, operation, dtype, reduce_op, root, count = header
+        fields = (operation, dtype, reduce_op, sequence, count, root, True, -1)
+        return _core.RecordedCall(self.recorded_as, *fields)
+
+    def _failure_of(self, error: Exception, header: HeaderFields, started: float) -> Failure:
+        """Returns why a call could not be enqueued; a RuntimeError is one of CUDA or of the store."""
+        if isinstance(error, AbsentError):
+            return self._timed_out(started, error.missing)
+        if isinstance(error, NcclTimeoutError):
+            return self._timed_out(started, self._progress.missing(header))
+        return Failure(Code.REFUSED, said=f"{error}. {_ADVICE}" if isinstance(error, NcclError) else str(error))
 
     def _enqueue(
         self,
@@ -145,7 +158,7 @@ class CallStream:
             return False
         try:
             while self._flights and self._flights[0].mark.done():
-                self._flights.popleft()
+                self._flights.popleft().recorded.end(Code.OK)
         except RuntimeError as error:  # from CUDA; the program will see it as well
             self.failure = Failure(Code.REFUSED, said=str(error))
             return False
@@ -200,6 +213,8 @@ class CallStream:
     def _break(self, failure: Failure) -> Failure:
         if self.failure is None:
             self.failure = failure
+            for flight in self._flights:
+                flight.recorded.end(failure.code)
             if self._communicator is not None:
                 self._communicator.abort()
         return self.failure

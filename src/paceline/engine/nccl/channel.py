@@ -59,6 +59,10 @@ class NcclChannel(Channel):
         self._watch.wake()
         return NcclWork(self._calls, given)
 
+    def record_as(self, group: int) -> None:
+        """Records the calls from now on as those of this group."""
+        self._calls.recorded_as = group
+
     def leave(self) -> None:
         """Accepts no more calls; idempotent."""
         self._calls.leave()

@@ -59,6 +59,10 @@ class NcclGroup:
         self.channel.leave()
         self.messages.leave()
 
+    def record_as(self, group: int) -> None:
+        """Records the group's collectives; see `engine.channel.Channel`."""
+        self.channel.record_as(group)
+
     def abort(self) -> None:
         """Aborts the channel on this rank and accepts no more messages; see `CallStream.abort`."""
         self.channel.abort()
