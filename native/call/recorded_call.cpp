@@ -63,7 +63,8 @@ void RecordedCall::end(const Observed& observed, const Outcome& outcome) {
     fields_.shm_nbytes = observed.shm_nbytes;
     fields_.tcp_nbytes = observed.tcp_nbytes;
     fields_.last_arrived = observed.last_arrived;
-    fields_.complete = observed.complete;
+    // A call that is over in the round in which all have come needs no other time for that.
+    if (observed.last_arrived >= 0) fields_.complete = observed.complete != 0 ? observed.complete : fields_.ended;
     for (const int rank : outcome.missing)
         if (rank < kMostMissing) fields_.missing |= std::uint64_t{1} << rank;
     recorder->change(written_, fields_, true);

@@ -166,7 +166,7 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
     if (!await(round)) return false;
     // The ranks that came before the one awaited last had come when this rank looked, or were awaited before it.
     call.observed.last_arrived = last_awaited_ >= 0 ? last_awaited_ : rank_;
-    call.observed.complete = record::ticks();
+    if (total_nbytes(call.outputs) > slot_bytes_) call.observed.complete = record::ticks();
     for (int r = 0; r < size_; ++r)
         if (!cell(r, round).header.fits(header_)) return mismatch(round);
     return true;

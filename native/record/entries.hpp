@@ -21,28 +21,41 @@ struct Written {
     explicit operator bool() const { return entry != nullptr; }
 };
 
-// Claims the next place of a ring for writing.
+// Claims the next place of a ring for writing. `next` is where to look for it: the index behind the latest claim, or an
+// earlier one if several threads claim at once. The exchange alone decides, which saves a second atomic operation.
 template <std::size_t N, std::size_t Capacity>
 Written<N> claim(Word& next, Entry<N> (&ring)[Capacity]) {
-    for (int i = 0; i < kMostOpen; ++i) {
-        const std::uint64_t index = next.fetch_add(1, std::memory_order_relaxed);
+    std::uint64_t index = next.load(std::memory_order_relaxed);
+    for (int i = 0; i < kMostOpen; ++index) {
         Entry<N>& entry = ring[index % Capacity];
         std::uint64_t old = entry.stamp.load(std::memory_order_relaxed);
+        if (old != 0 && old >> kIndexShift >= index) continue;  // another thread has claimed this index
+        ++i;
         if ((old & kStateMask) != 0) continue;
         const std::uint64_t stamp = index << kIndexShift | kWriting;
-        if (entry.stamp.compare_exchange_strong(old, stamp, std::memory_order_acquire, std::memory_order_relaxed))
+        if (entry.stamp.compare_exchange_strong(old, stamp, std::memory_order_acquire, std::memory_order_relaxed)) {
+            next.store(index + 1, std::memory_order_relaxed);
+            __builtin_prefetch(&ring[(index + 1) % Capacity], 1);  // it has left the nearest cache since the last round
             return {&entry, stamp};
+        }
     }
+    next.store(index, std::memory_order_relaxed);
     return {};
+}
+
+// Stores the words from `first` on, for entries of which the others do not change.
+template <class Fields, std::size_t N>
+void fill_from(Entry<N>& entry, const Fields& fields, std::size_t first) {
+    std::uint64_t words[N];
+    std::memcpy(words, &fields, sizeof words);
+    for (std::size_t i = first; i < N; ++i) entry.words[i].store(words[i], std::memory_order_release);
 }
 
 // Stores all fields of an entry that is being written.
 template <class Fields, std::size_t N>
 void fill(Entry<N>& entry, const Fields& fields) {
     static_assert(sizeof(Fields) == N * sizeof(std::uint64_t) && std::is_trivially_copyable_v<Fields>);
-    std::uint64_t words[N];
-    std::memcpy(words, &fields, sizeof words);
-    for (std::size_t i = 0; i < N; ++i) entry.words[i].store(words[i], std::memory_order_release);
+    fill_from(entry, fields, 0);
 }
 
 // Ends the writing of an entry; `state` is `kOpen` if it will be changed again, otherwise 0.
@@ -52,7 +65,14 @@ void publish(Written<N>& written, std::uint64_t state) {
     written.entry->stamp.store(written.stamp, std::memory_order_release);
 }
 
-// Begins to change an open entry; false if it is not this writer's.
+// Begins to change an open entry of which this writer is the only one.
+template <std::size_t N>
+void reopen_own(Written<N>& written) {
+    written.stamp = (written.stamp & ~kStateMask) | kWriting;
+    written.entry->stamp.store(written.stamp, std::memory_order_relaxed);  // before the fields, which are released
+}
+
+// Begins to change an open entry that several threads may have the stamp of; false if it has been changed since.
 template <std::size_t N>
 bool reopen(Written<N>& written) {
     std::uint64_t seen = written.stamp;

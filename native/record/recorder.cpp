@@ -209,8 +209,9 @@ WrittenCall Recorder::add(CallFields& fields, bool is_over) {
 }
 
 void Recorder::change(WrittenCall& written, const CallFields& fields, bool is_over) {
-    if (!written || !reopen(written)) return;
-    fill(*written.entry, fields);
+    if (!written || (written.stamp & kStateMask) != kOpen) return;
+    reopen_own(written);
+    fill_from(*written.entry, fields, offsetof(CallFields, root) / sizeof(std::uint64_t));
     publish(written, is_over ? 0 : kOpen);
     wrote(std::max(fields.started, fields.ended));
 }

@@ -240,8 +240,9 @@ def _open(
     members = [engines.members[rank] for rank in ranks]
     opened = openers["cpu"](torch.device("cpu"))
     group_rank = list(ranks).index(engines.rank)
+    everybody = engines.members
     group = ProcessGroup(
-        opened, members, group_rank, timeout, name, backend.text, openers, "", engines.members, identity
+        opened, members, group_rank, timeout, name, backend.text, openers, everybody=everybody, identity=identity
     )
     try:
         # No rank may end the group, or its store, before all ranks have found each other in it.

@@ -87,7 +87,7 @@ class _Parser:
             self._text(self._places[1][0] + at * layout.NAME_NBYTES, layout.NAME_NBYTES) for at in range(names)
         ]
         boot = self._text(layout.BOOT_AT, layout.BOOT_NBYTES)
-        pairs = sorted((entry[1:] for entry in self._entries(0, layout.PAIR, layout.PAIR.size)))
+        pairs = sorted(entry[1:] for entry in self._entries(0, layout.PAIR, layout.PAIR.size))
         self._clock = Clock(f"{boot}/{time_namespace}", hertz, tuple(Pair(*each) for each in pairs))
 
     def recording(self) -> Recording:

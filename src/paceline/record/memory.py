@@ -1,8 +1,8 @@
 """Where a process records: the launcher's memory, a file of its own, or, failing both, memory that ends with it.
 
-`paceline run` makes a memory file (memfd) for each worker, keeps it, and names it in PACELINE_RECORD_FD. The worker opens
-it by way of the launcher's /proc/PID/fd, so neither descriptors nor what other programs do with them are in the way; the
-kernel grants this to processes of the same user only.
+`paceline run` makes a memory file (memfd) for each worker, keeps it, and names it in PACELINE_RECORD_FD. The worker
+opens it by way of the launcher's /proc/PID/fd, which the kernel grants to processes of the same user only. So a script
+that closes what it inherits does not end its recording, and what it starts does not inherit it.
 
 A process without a launcher records into a file in a directory that only its user may enter, by default in /dev/shm: a
 mapped file on a disk would be written back all the time, and a page of it that the disk has no room for would end the

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar, cast
 
 from paceline import _core
 from paceline.record.names import EventKind
@@ -59,26 +59,23 @@ class span:  # noqa: N801  # it is used as a function, and in `with` statements,
         _core.record_end(self._stamps.pop())
 
     def __call__(self, function: _Function) -> _Function:
+        """Returns `function` with every call of it recorded."""
         name = self._name
-        wrapper: Any
-        if inspect.iscoroutinefunction(function):
 
-            @functools.wraps(function)
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with span(name):
-                    return await function(*args, **kwargs)
+        @functools.wraps(function)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            stamp = _core.record_begin(_SPAN, number_of(name), 0, 0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _core.record_end(stamp)
 
-        else:
+        @functools.wraps(function)
+        async def record_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with span(name):
+                return await function(*args, **kwargs)
 
-            @functools.wraps(function)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                stamp = _core.record_begin(_SPAN, number_of(name), 0, 0)
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    _core.record_end(stamp)
-
-        return wrapper
+        return cast(_Function, record_coroutine if inspect.iscoroutinefunction(function) else record)
 
 
 def log(**values: SupportsFloat) -> None:
@@ -98,8 +95,8 @@ def log(**values: SupportsFloat) -> None:
             number = float(value if detach is None else detach())
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"paceline.log: {name} is a {type(value).__name__} that cannot be one number ({error}); pass a number or a "
-                "tensor of one element"
+                f"paceline.log: {name} is a {type(value).__name__} that cannot be one number ({error}); pass a number "
+                "or a tensor of one element"
             ) from None
         _core.record_value(number_of(name), number)
 
