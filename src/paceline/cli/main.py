@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
-from paceline.cli import launch_script
+from paceline.cli import launch_script, runs
 from paceline.cli.doctor import command as doctor
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor")
+COMMANDS = ("run", "join", "launch-script", "doctor", "runs")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -51,6 +51,13 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "SCRIPT, known mistakes in it, each with its line, reason and fix.",
     )
     doctor.add_arguments(examining)
+    listing = commands.add_parser(
+        "runs",
+        help="list the latest jobs of this user on this machine",
+        description="Lists the jobs that have a directory with their recordings, the latest first: when each began, how "
+        "it ended and what it ran.",
+    )
+    runs.add_arguments(listing)
     return top
 
 
@@ -78,5 +85,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
-    runs = {"launch-script": launch_script.run, "doctor": doctor.run}
-    return runs.get(options.command, run)(options)
+    others = {"launch-script": launch_script.run, "doctor": doctor.run, "runs": runs.run}
+    return others.get(options.command, run)(options)

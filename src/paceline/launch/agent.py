@@ -114,6 +114,7 @@ class _Agent(Loop):
             self._shared.close()  # all have come, so all have read it
         self._world = range(start.world_size)
         first, count = start.first_rank, self._job.workers
+        self._directory.note(job=start.run_id, first_rank=first, world_size=start.world_size)
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
         if start.group_world_size > 1:
             self._say(
@@ -128,6 +129,7 @@ class _Agent(Loop):
             gpus=self._machine.gpus,
             logs=self._logs,
             keyboard=self._keyboard,
+            keeper=self._keeper,
         )
         self._generation = start_workers(
             self._job,

@@ -31,19 +31,18 @@ class Destination:
 
 
 class Logs:
-    """The output of a job. Files are made when a worker needs them, in DIR/RUN_ID/attempt_N/RANK/.
+    """The output of a job. Files are made when a worker needs them, in DIRECTORY/attempt_N/RANK/.
 
-    `word` says what the numbers in front of the lines are.
+    `directory` is the job's, None if it has none; `word` says what the numbers in front of the lines are.
     """
 
-    def __init__(self, output: Output, run_id: str, console: Console, word: str = "rank") -> None:
+    def __init__(self, output: Output, directory: Path | None, console: Console, word: str = "rank") -> None:
         self._output = output
         self._console = console
         self._word = word
         self.directory: Path | None = None
         if output.needs_files:
-            base = output.log_dir if output.log_dir is not None else tempfile.mkdtemp(prefix="paceline-logs-")
-            self.directory = Path(base, run_id)
+            self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
 
     def of_rank(self, attempt: int, rank: int) -> Path | None:
         """Returns the directory of a worker's files; None if none are kept."""

@@ -16,6 +16,8 @@ from paceline.launch.environment import free_port
 from paceline.launch.events import Events
 from paceline.launch.failures import report_parts
 from paceline.launch.job import Job
+from paceline.launch.job_directory import JobDirectory
+from paceline.launch.kept_memory import Keeper
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
@@ -25,6 +27,7 @@ from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
 from paceline.launch.worker import Worker
+from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD
 
 # Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
@@ -36,6 +39,7 @@ _NOT_PASSED_ON = (
     "PACELINE_TERMINAL",
     "PACELINE_ELASTIC_FD",
     "PACELINE_WORKER",
+    RECORD_FD,
     "TORCHELASTIC_USE_AGENT_STORE",
 )
 
@@ -78,8 +82,10 @@ class Loop(ABC):
         self._signals = Signals(job.signals, others)
         self._console = Console(lambda: self._signals.has_come)
         self._say = self._console.say
-        self._logs = Logs(job.output, job.run_id, self._console, self.word)
-        self._events = Events(job.events, job.run_id, self._console)
+        self._directory = JobDirectory(job)
+        self._keeper = Keeper(self._directory.path)
+        self._logs = Logs(job.output, self._directory.path, self._console, self.word)
+        self._events = Events(job.events, job.run_id, self._console, self._directory.path)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
         self._world = range(0)  # the ranks of the latest generation
@@ -92,6 +98,7 @@ class Loop(ABC):
 
     def __exit__(self, *_: object) -> None:
         self._close_workers()
+        self._keeper.close()
         self._selector.close()
         self._signals.close()
 
@@ -106,7 +113,9 @@ class Loop(ABC):
                     key.data()
             self._on_time()
         assert self._end is not None
-        return self._conclude(self._end)
+        code = self._conclude(self._end)
+        self._directory.conclude(code, self._stopped_by is not None)
+        return code
 
     @abstractmethod
     def _crew(self) -> Crew | None:

@@ -12,6 +12,7 @@ from paceline.launch.failures import Failure
 from paceline.launch.generation import Generation
 from paceline.launch.gpus import device_of
 from paceline.launch.job import Job
+from paceline.launch.kept_memory import Keeper, KeptMemory
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.nodes.messages import Start
@@ -69,6 +70,7 @@ class Surroundings:
         gpus: how many GPUs this machine has.
         logs: where their output goes.
         keyboard: the launcher's stdin, which rank `job.stdin_rank` reads if it is started here.
+        keeper: keeps what they record.
     """
 
     environment: Mapping[str, str]
@@ -78,6 +80,7 @@ class Surroundings:
     gpus: int
     logs: Logs
     keyboard: Keyboard
+    keeper: Keeper
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,16 @@ class Prepared:
     reads: bool
     error_file: str
     log: str | None
+    memory: KeptMemory | None
 
     def streams(self, nothing: int) -> tuple[int, int, int]:
         """Returns what becomes its stdin, stdout and stderr; `nothing` is the stdin of those that have none."""
         return (0 if self.reads else nothing, self.outputs[0].writing, self.outputs[-1].writing)
+
+    def close(self) -> None:
+        """Gives back the memory of a worker that was not started."""
+        if self.memory is not None:
+            self.memory.release()
 
     def started(self, pid: int) -> Worker:
         """Returns the worker that process `pid` is.
@@ -105,7 +114,14 @@ class Prepared:
         """
         place = self.place
         return Worker(
-            place.rank, place.local_rank, pid, self.error_file, os.pidfd_open(pid), self.log, reads=self.reads
+            place.rank,
+            place.local_rank,
+            pid,
+            self.error_file,
+            os.pidfd_open(pid),
+            self.log,
+            reads=self.reads,
+            memory=self.memory,
         )
 
 
@@ -125,6 +141,8 @@ def prepare(job: Job, start: Start, index: int, around: Surroundings) -> Prepare
     }
     if keyboard.path is not None:
         variables["PACELINE_TERMINAL"] = keyboard.path
+    memory = around.keeper.new(start.generation - 1, place.rank)
+    variables.update(memory.variables if memory is not None else {})
     log = around.logs.of_rank(start.generation - 1, place.rank)
     where = (start.generation - 1, place.rank, place.local_rank, index == drawing_index(job, start))
     outputs = outputs_of([around.logs.destination(which, *where) for which in (Streams.OUT, Streams.ERR)])
@@ -139,6 +157,7 @@ def prepare(job: Job, start: Start, index: int, around: Surroundings) -> Prepare
         reads=place.rank == job.stdin_rank and keyboard.is_ours(),
         error_file=error_file,
         log=str(log) if log else None,
+        memory=memory,
     )
 
 

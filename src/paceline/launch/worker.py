@@ -8,6 +8,7 @@ import resource
 from dataclasses import dataclass
 
 from paceline.launch.job import Command, Kind
+from paceline.launch.kept_memory import KeptMemory
 from paceline.launch.lifeline import kill_group
 from paceline.launch.placement import Cores
 
@@ -33,6 +34,7 @@ class Worker:
     pidfd: int
     log: str | None = None
     reads: bool = False  # whether it reads the launcher's stdin
+    memory: KeptMemory | None = None  # what it records into
     exit_code: int | None = None
     peak_bytes: int | None = None
 
@@ -42,7 +44,7 @@ class Worker:
         return f"{self.error_file}.debugger"
 
     def collect(self) -> int:
-        """Reaps the ended worker: stores its exit code, which it returns, and its peak memory."""
+        """Reaps the ended worker: stores its exit code, which it returns, and its peak memory; keeps its recording."""
         os.close(self.pidfd)
         try:
             _, status, usage = os.wait4(self.pid, 0)
@@ -50,6 +52,8 @@ class Worker:
             self.peak_bytes = usage.ru_maxrss * 1024
         except ChildProcessError:  # somebody else in this process waited for it
             self.exit_code = 0
+        if self.memory is not None:
+            self.memory.release()
         return self.exit_code
 
     def signal(self, number: int) -> None:

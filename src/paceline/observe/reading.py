@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from paceline.schedule.registry import ALGORITHMS
 
 SUFFIX = ".record"
 
+_MAGIC = layout.MAGIC.to_bytes(8, "little")
 _ALGORITHMS = tuple(ALGORITHMS)
 _STATES = tuple(State)
 _DOUBLE = struct.Struct("<d")
@@ -30,7 +33,11 @@ def read(path: str | os.PathLike[str]) -> Recording:
         NoRecordingError: there is none in it.
         OSError: the file cannot be read.
     """
-    return parse(Path(path).read_bytes(), str(path))
+    data = Path(path).read_bytes()
+    if not data.startswith(_MAGIC):  # the launcher compresses what it writes out
+        with contextlib.suppress(zlib.error):
+            data = zlib.decompress(data)
+    return parse(data, str(path))
 
 
 def read_live(fd: int, source: str = "") -> Recording:
@@ -72,7 +79,7 @@ class _Parser:
         self._data = data
         self._source = source
         self._torn = 0
-        if len(data) < layout.HEADER.size or int.from_bytes(data[:8], "little") != layout.MAGIC:
+        if len(data) < layout.HEADER.size or not data.startswith(_MAGIC):
             raise NoRecordingError(f"{source} holds no recording of Paceline: it does not begin with its magic number")
         header = layout.HEADER.unpack_from(data)
         (_, version, _, self._nbytes, *places) = header[:14]

@@ -20,12 +20,18 @@ from collections.abc import Iterator
 
 from paceline.record.layout import NBYTES
 
+VARIABLE = "PACELINE_RECORD"
 HANDED_VARIABLE = "PACELINE_RECORD_FD"
 DIRECTORY_VARIABLE = "PACELINE_RECORD_DIR"
 SUFFIX = ".record"
 
 MOST_FILES = 8
 _ROOM = 32  # the share of the file system's free room that a recording may take, as a fraction
+
+
+def is_switched_off() -> bool:
+    """Returns whether the user wants no recordings."""
+    return os.environ.get(VARIABLE, "on") == "off"
 
 
 class HandedMemory:  # no dataclass: every worker imports this, and would pay for the import of dataclasses

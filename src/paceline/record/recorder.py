@@ -12,9 +12,7 @@ import socket
 from collections.abc import Sequence
 
 from paceline import _core
-from paceline.record.memory import handed_memory, own_memory
-
-VARIABLE = "PACELINE_RECORD"
+from paceline.record.memory import handed_memory, is_switched_off, own_memory
 
 _WORKER_VARIABLE = "PACELINE_WORKER"
 _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
@@ -28,7 +26,7 @@ def begin() -> None:
     """Begins to record, unless this process does so already or must not."""
     global _has_tried
     _has_tried = True
-    if _core.is_recording() or os.environ.get(VARIABLE, "on") == "off":
+    if _core.is_recording() or is_switched_off():
         return
     identity = (os.environ.get(_WORKER_VARIABLE, ""), socket.gethostname(), _boot(), _time_namespace())
     with contextlib.suppress(OSError), handed_memory() as fd:  # what cannot be mapped is no reason to fail

@@ -124,7 +124,9 @@ class ElasticAgent(Loop):
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         if self._job.rendezvous.address is not None:
             self._say(of_slots(first, count, begin.slots))
-        around = self._premises.open(begin, self._environment("0"), self._machine, self._logs, self._keyboard)
+        self._directory.note(job=begin.run_id, machine=begin.machine)
+        environment = self._environment("0")
+        around = self._premises.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
         self._members = Crew(
             self._job,
             self._premises.start_of(begin),

@@ -113,6 +113,7 @@ class Crew:
         try:
             self._forker.start(Request(prepared, theirs, lambda pid: self._started(member, prepared, pid)))
         except OSError:
+            prepared.close()
             self._forget(member)
             raise
 
@@ -192,6 +193,7 @@ class Crew:
         try:
             worker = prepared.started(pid)
         except ProcessLookupError:  # it ended at once
+            prepared.close()
             self._forget(member)
             self._on_end(member, -signal.SIGKILL)
             return

@@ -12,6 +12,7 @@ from paceline.launch.cleanup import Cleanup
 from paceline.launch.elastic.forking import Forker
 from paceline.launch.environment import free_port
 from paceline.launch.job import Job, Kind
+from paceline.launch.kept_memory import Keeper
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
@@ -44,7 +45,13 @@ class Premises:
             self.port = self._store.port
 
     def open(
-        self, begin: Begin, environment: dict[str, str], machine: Machine, logs: Logs, keyboard: Keyboard
+        self,
+        begin: Begin,
+        environment: dict[str, str],
+        machine: Machine,
+        logs: Logs,
+        keyboard: Keyboard,
+        keeper: Keeper,
     ) -> Surroundings:
         """Returns what the workers have in common; `environment` is what any job's workers share.
 
@@ -68,6 +75,7 @@ class Premises:
             gpus=machine.gpus,
             logs=logs,
             keyboard=keyboard,
+            keeper=keeper,
         )
 
     def start_of(self, begin: Begin) -> Start:
