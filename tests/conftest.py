@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-# What jobs and processes leave behind on purpose goes where the end of the tests removes it. This comes before the
-# imports, some of which copy the environment.
-_LEFT_BEHIND = tempfile.mkdtemp(prefix="paceline-tests-")
-os.environ["PACELINE_RUNS_DIR"] = f"{_LEFT_BEHIND}/runs"
-os.environ["PACELINE_RECORD_DIR"] = f"{_LEFT_BEHIND}/records"
-atexit.register(shutil.rmtree, _LEFT_BEHIND, ignore_errors=True)
 
 import nccl_stub
 import pytest

@@ -127,6 +127,8 @@ _PUBLIC = {
     "paceline.parallel.sharded.logical": ("LogicalShards",),
     "paceline.parallel.zero.grad_scaler": ("GradScaler",),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
+    # what a job records
+    "paceline.record.spans": ("log", "span"),
     # launcher
     "paceline.launch.spawn": ("notebook_launch", "spawn"),
     # errors

@@ -136,6 +136,8 @@ from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.parallel.zero.grad_scaler import GradScaler as GradScaler
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from paceline.record.spans import log as log
+from paceline.record.spans import span as span
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore

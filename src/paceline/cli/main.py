@@ -54,8 +54,8 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
     listing = commands.add_parser(
         "runs",
         help="list the latest jobs of this user on this machine",
-        description="Lists the jobs that have a directory with their recordings, the latest first: when each began, how "
-        "it ended and what it ran.",
+        description="Lists the jobs that have a directory with their recordings, the latest first: when each began, "
+        "how it ended and what it ran.",
     )
     runs.add_arguments(listing)
     return top

@@ -13,6 +13,7 @@ from paceline.data.reader import Bookmark
 from paceline.data.rest import Dealer, Rest, Seat, Step, Taken, deal_for
 from paceline.data.sampler import which_part
 from paceline.data.stream import Order, StreamBatches
+from paceline.record.waits import recorded_waits
 
 Sample = TypeVar("Sample")
 
@@ -234,13 +235,13 @@ class StatefulLoader(Generic[Sample]):
         if isinstance(self._batches, StreamBatches):
             start = Bookmark(self._position) if self._bookmark.state is None else self._bookmark
             order = Order(self._reading, self.epoch, self._position, start, deal)
-            yield from self._batches.read(order, self._returned)
+            yield from recorded_waits(self._batches.read(order, self._returned), "StatefulLoader")
             return
         rest = Rest(self._position, len(self.dataset), self._returned)  # type: ignore[arg-type]
         order_of_epoch = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
         indices = [order_of_epoch[place] for place in rest.places(0, len(rest))]
         used = 0
-        for batch, end in self._batches.read(indices, 0, deal):
+        for batch, end in recorded_waits(self._batches.read(indices, 0, deal), "StatefulLoader"):
             yield Taken(batch, Bookmark(0), rest.after(used), end - used)
             used = end
 

@@ -8,6 +8,7 @@ what follows from that. What a member does again is a pure function of the shard
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +31,9 @@ from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
 from paceline.parallel.sharded.tree import Node, add_up
+from paceline.record.names import EventKind
+from paceline.record.spans import Recorded
+from paceline.record.steps import STEPS
 
 
 class Rounds:
@@ -71,6 +75,7 @@ class Rounds:
         self._counts: list[int] = []  # of shards, by rank, in rounds to come
         self._shard_ns = 0  # how long a shard takes here
         self._audited = 0  # a digest of the shard that is audited in this round, if it was computed here
+        self._attempts = 0  # to compute this round
         self._agreed = 0  # the generation of a view that all members have heard of
 
     def join(self, fingerprint: str) -> None:
@@ -94,6 +99,8 @@ class Rounds:
             DivergenceError: the members' results or states differ.
             SystemExit: this worker is not in the next view.
         """
+        if is_step:
+            STEPS.begin(self, "elastic", precedence=1)
         return self._round(lambda group: self._sum(group, value_of, is_step))
 
     def agree_on(self, compute: Callable[[ProcessGroup], Values]) -> Values:
@@ -187,6 +194,11 @@ class Rounds:
             code = 0 if self.is_leaving else LEFT_OUT
             self._end(f"it is not in view {view.generation}, which follows view {before.generation}", code)
         reach("view.entering")
+        name = "planned" if view.is_planned else "forced"
+        with Recorded(EventKind.VIEW_CHANGE, name, view.generation, len(view.members)):
+            self._enter_with_others(view)
+
+    def _enter_with_others(self, view: View) -> None:
         group = self._meeting.enter(view)
         reach("view.formed")
         statuses = exchange_statuses(group, self._status())
@@ -215,13 +227,15 @@ class Rounds:
         for receiver, source in enumerate(agreed.source):
             if source == rank:
                 reach("state.before_sending")
-                send_object_list([self._registry.capture()], group_dst=receiver, group=group)
+                with Recorded(EventKind.CHECKPOINT, "send"):
+                    send_object_list([self._registry.capture()], group_dst=receiver, group=group)
                 reach("state.sent")
         source = agreed.source[rank]
         if source is not None:
             box: list[Any] = [None]
-            recv_object_list(box, group_src=source, group=group)
-            self._registry.restore(box[0])
+            with Recorded(EventKind.CHECKPOINT, "receive"):
+                recv_object_list(box, group_src=source, group=group)
+                self._registry.restore(box[0])
             reach("state.loaded")
             self._committed = agreed.committed
         if rank in agreed.outvoted:
@@ -237,8 +251,11 @@ class Rounds:
         began_ns = time.perf_counter_ns()
         mine = self._deal[group.rank()]
         missing = [node for node in mine if node not in self._held]
-        for node in missing:
-            self._held[node] = add_up(node, add, self._audited_value(value_of, audit), {})
+        is_again = bool(missing) and self._attempts > 0
+        self._attempts += 1
+        with Recorded(EventKind.RECOMPUTE, "", len(missing)) if is_again else contextlib.nullcontext():
+            for node in missing:
+                self._held[node] = add_up(node, add, self._audited_value(value_of, audit), {})
         if is_step and missing:
             computed = sum(node.stop - node.first for node in missing)
             self._shard_ns = smoothed(self._shard_ns, (time.perf_counter_ns() - began_ns) // computed)
@@ -285,6 +302,7 @@ class Rounds:
     def _commit(self) -> None:
         was_late, self._is_late = self._is_late, False
         self._voted, self._held, self._audited = [], {}, 0
+        self._attempts = 0
         self._committed, self._digest = self._digest, 0
         self.number += 1
         if not was_late:  # otherwise the members agreed on the round that comes now when they entered the view

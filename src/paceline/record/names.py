@@ -68,13 +68,13 @@ class EventKind(IntEnum):
     | SPAN | the user's | | |
     | VALUE | the user's | the bits of a double | |
     | STEP | of what makes the steps: `ddp`, `elastic`, ... | the step's number | |
-    | FORWARD, BACKWARD | | | |
+    | FORWARD, BACKWARD | likewise | the shard, of logical shards | |
     | BUCKET | of what averages: `ddp`, `zero` | the bucket's number | its bytes |
     | OPTIMIZER | the optimizer's class | | |
     | DATA_WAIT | the loader's class | the batch's number | |
     | VIEW_CHANGE | what happened | the new view's generation | its number of workers |
-    | RECOMPUTE | | the number of shards | |
-    | CHECKPOINT | `save` or `load` | | bytes, if they are known |
+    | RECOMPUTE | | how many runs of shards are computed for members that were lost | |
+    | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when the average is there.
     """

@@ -15,6 +15,7 @@ from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliase
 from paceline.parallel.ddp.hook import CommHook, HookedWork
 from paceline.parallel.ddp.same_batches import SameBatches
 from paceline.parallel.ddp.sparse import average_sparse
+from paceline.parallel.recorded import RecordedBuckets
 
 
 class Averager:
@@ -36,8 +37,15 @@ class Averager:
         self.same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu)
 
         # - The calls of this backward
-        self._in_flight: list[tuple[Work | HookedWork, Memory]] = []  # on the group's progress thread, or with the hook
+        self._recorded = RecordedBuckets("ddp")
+        self._in_flight: list[
+            tuple[int, Work | HookedWork, Memory]
+        ] = []  # on the group's progress thread, or with the hook
         self._over: list[Memory] = []  # averaged, but not written back yet
+
+    def note_ready(self, at: int) -> None:
+        """Records that a bucket's gradients are there, before it may be its turn."""
+        self._recorded.ready(at, self._gradients.buckets[at].nbytes)
 
     def start_full(self, countdown: Countdown) -> None:
         """Starts the buckets that are full now, strictly in their order."""
@@ -104,10 +112,13 @@ class Averager:
         """Gives up the calls in flight after an error, without waiting for them."""
         self._in_flight.clear()
         self._over.clear()
+        self._recorded.forget()
         self.same_batches.is_over = True
 
     def _start(self, at: int, gradients: BucketGradients, memory: Memory, async_op: bool) -> None:
         work: Work | HookedWork | None
+        self.note_ready(at)
+        self._recorded.sent(at)
         if self.comm_hook is None:
             work = self._group.all_reduce_memory(
                 memory.pieces, memory.tensors, gradients.dtype_code, memory.count, ReduceOp.AVG, async_op
@@ -115,15 +126,17 @@ class Averager:
         else:
             work = self.comm_hook.start(at, self._gradients.is_last(at), gradients, memory)
         if work is None:
+            self._recorded.done(at)
             self._over.append(memory)
         else:
-            self._in_flight.append((work, memory))
+            self._in_flight.append((at, work, memory))
 
     def _finish(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
         over, self._over = self._over, []
-        for work, memory in in_flight:
+        for at, work, memory in in_flight:
             work.wait()
+            self._recorded.done(at)
             over.append(memory)
         if not self.same_batches.is_over:
             self.same_batches.arrive()

@@ -37,6 +37,8 @@ from paceline.parallel.join import Joinable
 from paceline.parallel.scatter_gather import Device, to_device
 from paceline.parallel.sharded.replica import ShardedReplica
 from paceline.parallel.tracked_tensors import collect_tracked
+from paceline.record.names import EventKind
+from paceline.record.spans import Recorded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -190,6 +192,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
                 called inside a backward.
         """
         records = torch.is_grad_enabled()
+        if records and not self._reducer.is_recomputing():
+            self._reducer.recorded.forward_begins()
         if self._replica is not None and records:
             self._watched.check_unchanged()
             return self._replica(args, kwargs, self.require_backward_grad_sync)
@@ -218,9 +222,10 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             raise
 
     def _call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        if not self.device_ids:
-            return self.module(*args, **kwargs)
-        return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
+        with Recorded(EventKind.FORWARD, "ddp"):
+            if not self.device_ids:
+                return self.module(*args, **kwargs)
+            return apply_on_devices(self.module, self.device_ids, self.output_device, self.dim, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

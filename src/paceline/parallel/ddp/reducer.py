@@ -29,6 +29,7 @@ from paceline.parallel.ddp.gradient_buckets import GradientBuckets
 from paceline.parallel.ddp.hook import CommHook
 from paceline.parallel.ddp.output_hooks import OutputHooks
 from paceline.parallel.graph import NO_BACKWARD, find_tensors, in_backward, running_backward, used_parameters
+from paceline.parallel.recorded import RecordedSteps
 from paceline.parallel.tracked_tensors import TrackedTensors
 
 
@@ -77,6 +78,7 @@ class Reducer:
         self._install_hooks()
 
         # - For messages and figures
+        self.recorded = RecordedSteps("ddp")
         self.wait_s = 0.0  # the time spent at the ends of backwards
         self.forwards = 0  # the number of forwards whose backward averages
         self._reductions = 0
@@ -219,6 +221,7 @@ class Reducer:
 
     def _begin(self, task: int) -> None:
         self._outputs.task = task
+        self.recorded.backward_begins()
         self._state = AFTER_BEGIN[self._state]
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -234,6 +237,7 @@ class Reducer:
                     return  # reduced with all others when it ends, if at all
             left = countdown.count(index, at)
             if left == 0 and not self._recording:
+                self._averager.note_ready(at)
                 self._averager.start_full(countdown)
             elif left < 0:
                 name = self._gradients.names[index]
@@ -258,6 +262,7 @@ class Reducer:
                 add_context(error, averaging_context(self._module_name, self._reductions + 1, self.forwards))
             raise
         finally:
+            self.recorded.backward_ended(averaged=self._state is State.IDLE)
             self.wait_s += time.perf_counter() - started
 
     def _average(self) -> None:

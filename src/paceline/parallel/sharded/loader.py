@@ -13,6 +13,7 @@ from paceline.parallel.sharded.batches import ShardBatch, StepBatches
 from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.tree import run_of_rank
+from paceline.record.waits import recorded_waits
 
 _ORDER, _READING = 0, 1  # the purposes of a random stream
 
@@ -142,7 +143,7 @@ class ShardLoader:
             yield next(remaining)
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
-        batches = iter(self._loader)
+        batches = recorded_waits(iter(self._loader), "ShardLoader")
         while self._next_step < self._steps():
             step = self._next_step
             self._next_step = step + 1

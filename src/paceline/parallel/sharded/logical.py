@@ -14,12 +14,16 @@ from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.recorded import record_optimizers
 from paceline.parallel.sharded.batches import Batch, StepBatches
 from paceline.parallel.sharded.evaluating import Measure, ShardSums, evaluating
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.sums import Values, add, gradient_or_zeros, laid_out_as, sum_over_ranks
 from paceline.parallel.sharded.tree import Node, add_up, nodes_within, run_of_rank
 from paceline.parallel.tracked_tensors import collect_tracked
+from paceline.record.names import EventKind
+from paceline.record.spans import Recorded
+from paceline.record.steps import STEPS
 
 _TRAINING = 2  # the purpose of a random stream; `loader` has the others
 
@@ -121,6 +125,7 @@ class LogicalShards:
         require_same_module(collect_tracked(module), options, rank_facts(self._group, False), None, self._group)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
         torch.set_num_threads(threads)
+        record_optimizers()
 
     def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
         """Has `sums` add up the shards' values from now on, and calls `on_batch` before a loader begins a batch."""
@@ -140,6 +145,7 @@ class LogicalShards:
         Returns:
             The mean loss, which is the same on every rank, as are the gradients.
         """
+        STEPS.begin(self, "shards")
         params = [param for param in self.module.parameters() if param.requires_grad]
         buffers = list(self.module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
@@ -198,8 +204,10 @@ class LogicalShards:
         loss = torch.zeros(())
         if batch is not None:
             with random_stream(self.seed, _TRAINING, *batch.key):
-                loss = loss_of(batch.data) * batch.weight
-                loss.backward()
+                with Recorded(EventKind.FORWARD, "shards", shard):
+                    loss = loss_of(batch.data) * batch.weight
+                with Recorded(EventKind.BACKWARD, "shards", shard):
+                    loss.backward()
         found = torch.tensor([float(param.grad is not None) for param in params])
         gradients = [gradient_or_zeros(param, param.grad) for param in params]
         weight = 0.0 if batch is None else batch.weight

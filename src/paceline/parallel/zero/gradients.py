@@ -17,6 +17,7 @@ from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.ddp.gradients import shares_memory
 from paceline.parallel.join import Join, Joinable
+from paceline.parallel.recorded import RecordedBuckets
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.shards import Shard
 
@@ -65,6 +66,7 @@ class GradientReducer:
         self.divide_by_initial_world_size = True  # within Join
         self.active = [True] * group.size()  # the ranks that have made this backward
         self._scale = 1.0
+        self._recorded = RecordedBuckets("zero")
         ends.callbacks.append(self._finish)
         self._handles = []
         for index, param in enumerate(self._params):
@@ -88,6 +90,7 @@ class GradientReducer:
         self._left = [len(bucket) for bucket in self._buckets]
         self._earlier: dict[Shard, torch.Tensor] = {}
         self._flying: list[tuple[Work, list[tuple[Shard, torch.Tensor]]]] = []
+        self._recorded.forget()
 
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
         """Sets a gradient that was averaged in an earlier backward aside, before autograd adds the new one to it."""
@@ -118,6 +121,7 @@ class GradientReducer:
             bucket += 1
 
     def _reduce(self, bucket: int, indices: Sequence[int]) -> None:
+        self._recorded.ready(bucket, sum(self._params[index].nbytes for index in indices))
         alike: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
         for index in indices:
             for shard, gradient in self._take(index):
@@ -133,6 +137,7 @@ class GradientReducer:
                 self._settle(members)
             else:
                 self._flying.append((work, members))
+        self._recorded.sent(bucket)
         self._done[bucket] = True
         self._reduced(bucket)
 

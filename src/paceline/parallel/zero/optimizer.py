@@ -26,6 +26,7 @@ from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
 from paceline.parallel.zero.units import buckets_of_units, find_units
+from paceline.record.steps import STEPS
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -137,6 +138,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @torch.no_grad()
     def _update(self) -> None:
         assert self._inner is not None
+        if self._averages:
+            STEPS.begin(self, "zero")
         self._consolidated = None
         self.own_part()
         copy_options(self.param_groups, self._inner.param_groups)

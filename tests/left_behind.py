@@ -1,0 +1,21 @@
+"""Where jobs and processes leave what they recorded during the tests: a directory that the end of the tests removes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+_DIRECTORY = tempfile.mkdtemp(prefix="paceline-tests-")
+
+os.environ["PACELINE_RUNS_DIR"] = f"{_DIRECTORY}/runs"
+os.environ["PACELINE_RECORD_DIR"] = f"{_DIRECTORY}/records"
+
+
+def _remove(maker: int) -> None:
+    if os.getpid() == maker:
+        shutil.rmtree(_DIRECTORY, ignore_errors=True)
+
+
+atexit.register(_remove, os.getpid())
