@@ -11,6 +11,7 @@ import weakref
 
 from paceline import _core
 from paceline.record.names import EventKind
+from paceline.record.recorder import begin_once
 from paceline.record.spans import begin_event
 
 _STEP = int(EventKind.STEP)
@@ -37,6 +38,7 @@ class Steps:
             if self._current() is not None and precedence <= self._rank:
                 return
             self._maker, self._rank = weakref.ref(maker), precedence
+        begin_once()
         self.end(maker)
         self.number += 1
         _core.record_step(self.number)

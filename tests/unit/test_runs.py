@@ -1,0 +1,102 @@
+"""The directories of jobs: which are kept, how they are listed, and what stands in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from launching import run
+
+from paceline.cli.runs import line_of
+from paceline.launch.job_directory import without_secrets
+from paceline.observe.reading import read_directory
+from paceline.observe.runs import MOST_RUNS, MOST_RUNS_WITH_FAILURES, Run, State, list_runs, outdated, runs_directory
+
+DAY_S = 86400.0
+
+
+def a_run(number: int, state: State = State.FINISHED, started_s: float | None = None) -> Run:
+    started = float(number) if started_s is None else started_s
+    return Run(f"r{number}", Path(f"/r{number}"), "job", ("train.py",), "host", 2, started, None, state, 0)
+
+
+def test_the_oldest_jobs_go_first():
+    runs = [a_run(number) for number in range(MOST_RUNS + 3)]
+    assert sorted(run.id for run in outdated(runs, now_s=1e9)) == ["r0", "r1", "r2"]
+
+
+def test_failures_of_today_and_running_jobs_stay():
+    now_s = 10 * DAY_S
+    new = [a_run(100 + number, started_s=now_s) for number in range(MOST_RUNS)]
+    old = [
+        a_run(1, State.FAILED, now_s - DAY_S / 2),
+        a_run(2, State.FAILED, now_s - 2 * DAY_S),
+        a_run(3, State.RUNNING, now_s - 2 * DAY_S),
+        a_run(4, State.FINISHED, now_s - DAY_S / 2),
+    ]
+    assert sorted(run.id for run in outdated(new + old, now_s)) == ["r2", "r4"]
+
+
+def test_failures_are_bounded_too():
+    now_s = DAY_S
+    runs = [a_run(number, State.FAILED, now_s - number) for number in range(2 * MOST_RUNS_WITH_FAILURES)]
+    assert len(outdated(runs, now_s)) == MOST_RUNS_WITH_FAILURES
+
+
+def test_jobs_are_where_programs_keep_their_state():
+    assert runs_directory({"PACELINE_RUNS_DIR": "/a"}) == Path("/a")
+    assert runs_directory({"XDG_STATE_HOME": "/b"}) == Path("/b/paceline/runs")
+    assert runs_directory({}) == Path(os.path.expanduser("~/.local/state/paceline/runs"))
+
+
+def test_values_that_seem_secret_are_not_written_down():
+    argv = ("train.py", "--token=abc", "--api-key", "xyz", "--lr", "0.1", "password=p", "--auth", "--verbose")
+    shown = ["train.py", "--token=***", "--api-key", "***", "--lr", "0.1", "password=***", "--auth", "--verbose"]
+    assert without_secrets(argv) == shown
+
+
+def test_a_job_leaves_a_directory_that_says_how_it_ended(tmp_path, script):
+    environment = {**os.environ, "PACELINE_RUNS_DIR": str(tmp_path / "runs"), "SOME_VARIABLE": "its value"}
+    program = script("import paceline; paceline.log(loss=1); raise SystemExit(3)")
+    done = run("--nproc-per-node=1", program, "--token", "hidden", env=environment)
+    assert done.returncode == 1, done.stderr
+    (found,) = list_runs(tmp_path / "runs")
+    assert (found.state, found.exit_code, found.workers) == (State.FAILED, 1, 1)
+    assert found.command == (program, "--token", "***") and "failed (1)" in line_of(found)
+    text = (found.directory / "job.json").read_text()
+    assert "SOME_VARIABLE" in text and "its value" not in text and "hidden" not in text
+    assert json.loads(text)["versions"].keys() >= {"paceline", "python", "torch"}
+    assert [event.name for event in read_directory(found.directory)[0].events] == ["loss"]
+    assert '"event": "failure"' in (found.directory / "events.jsonl").read_text()
+    assert found.directory.stat().st_mode & 0o077 == 0
+
+
+def test_a_job_whose_launcher_is_gone_is_lost(tmp_path):
+    facts = {"job": "j", "command": ["x"], "host": os.uname().nodename, "workers": 1, "started_s": 1.0}
+    for name, pid, started in (("a", os.getpid(), "not when it started"), ("b", 2**22 + 1, "0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(
+            json.dumps({**facts, "pid": pid, "pid_started": started, "state": "running"})
+        )
+    assert [each.state for each in list_runs(tmp_path)] == [State.LOST, State.LOST]
+
+
+def test_with_a_log_directory_the_recordings_lie_beside_the_output(tmp_path, script):
+    program = script("import paceline; paceline.log(loss=1); print('said')")
+    assert run("--nproc-per-node=1", "--log-dir", str(tmp_path / "logs"), "--rdzv-id=job", program).returncode == 0
+    directory = tmp_path / "logs" / "job"
+    assert sorted(path.name for path in (directory / "attempt_0" / "0").iterdir()) == [
+        "recording.record",
+        "stderr.log",
+        "stdout.log",
+    ]
+    assert json.loads((directory / "job.json").read_text())["state"] == "finished"
+
+
+def test_a_full_disk_does_not_disturb_a_job(tmp_path, script):
+    (tmp_path / "runs").write_text("a file where the directory should be")
+    environment = {**os.environ, "PACELINE_RUNS_DIR": str(tmp_path / "runs")}
+    program = script("import paceline; from paceline import _core; paceline.log(loss=1); print(_core.is_recording())")
+    done = run("--nproc-per-node=1", program, env=environment)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] True\n")
