@@ -43,6 +43,7 @@ class Route:
 LAYERS = (
     Layer("cli", "parses commands", ("src/paceline/cli",)),
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
+    Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
     Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
     Layer("elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/elastic",)),
     Layer(
@@ -56,6 +57,7 @@ LAYERS = (
     Layer("rendezvous", "agreement on who is there", ("src/paceline/rendezvous",)),
     Layer("store", "key-value stores", ("src/paceline/store",)),
     Layer("security", "the secret and\nthe handshake", ("src/paceline/security",)),
+    Layer("record", "what a process does,\nin memory that outlives it", ("src/paceline/record",)),
     Layer("core", "C++: shared memory,\nTCP, reductions", ("native",)),
 )
 

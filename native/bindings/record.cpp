@@ -118,6 +118,7 @@ void register_record(nb::module_& module) {
     module.def("begin_recording", &begin, nb::arg("fd"), nb::arg("worker"), nb::arg("host"), nb::arg("boot"),
                nb::arg("time_namespace"));
     module.def("is_recording", [] { return Recorder::active() != nullptr; });
+    module.def("pause_recording", &Recorder::pause);
     module.def("identify_recording",
                [](int rank, int world_size) { if_active<&Recorder::identify>(rank, world_size); });
     module.def("finish_recording", [] { if_active<&Recorder::finish>(); });

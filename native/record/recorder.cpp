@@ -49,6 +49,7 @@ bool claim_memory(Recording& recording) {
 }  // namespace
 
 std::atomic<Recorder*> Recorder::active_{nullptr};
+std::atomic<Recorder*> Recorder::paused_{nullptr};
 
 std::uint32_t thread_number() {
     if (this_thread == 0) this_thread = static_cast<std::uint32_t>(syscall(SYS_gettid));
@@ -78,6 +79,13 @@ bool Recorder::begin(int fd, const Identity& identity) {
     std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &Recorder::leave_to_parent); });
     active_.store(recorder, std::memory_order_release);
     return true;
+}
+
+void Recorder::pause(bool is_paused) {
+    auto& from = is_paused ? active_ : paused_;
+    auto& to = is_paused ? paused_ : active_;
+    if (Recorder* const moved = from.exchange(nullptr, std::memory_order_acq_rel); moved != nullptr)
+        to.store(moved, std::memory_order_release);
 }
 
 Recorder::Recorder(Recording& recording) : recording_(recording), calibration_gap_ns_(kFirstGapNs) {}

@@ -41,6 +41,9 @@ class Recorder {
     Recorder& operator=(const Recorder&) = delete;
     ~Recorder() = delete;  // threads write until the process ends
 
+    // Records nothing while it is paused, to measure what recording costs; what is open must have ended before.
+    static void pause(bool is_paused);
+
     // This process is that rank of so many.
     void identify(int rank, int world_size);
     // The process ends in an orderly way.
@@ -78,6 +81,7 @@ class Recorder {
     static void leave_to_parent();
 
     static std::atomic<Recorder*> active_;
+    static std::atomic<Recorder*> paused_;
 
     Recording& recording_;
     std::mutex naming_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,10 @@ def surroundings() -> dict[str, object]:
         "train": lambda x, y: None,
         "encoder": model,
         "x": torch.randn(2, 4),
+        "images": torch.randn(2, 4),
+        "augment": lambda images: images,
+        "loss": torch.ones(()),
+        "scheduler": SimpleNamespace(get_last_lr=lambda: [0.1]),
         "contrastive": lambda features: features.square().sum(),
     }
 

@@ -1,0 +1,115 @@
+"""What does the recorder cost: a call, an all-reduce, a training step?
+
+    python bench/recorder.py [--rounds N] [--json FILE]
+
+Each row is measured with the recorder and without it, in turns, within the same processes; medians of the rounds. Two
+ranks of one thread each, and for the cost of a call a group of one rank, which waits for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from ddp import build
+from report import human, parser, seconds_per_call, show
+
+SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
+MODELS = ["wide MLP", "200 tiny layers"]
+
+
+def in_turns(call: Callable[[], object], calls: int, rounds: int, meet: Callable[[], object]) -> tuple[float, float]:
+    """Median seconds a call with the recorder, and without; the ranks meet before each measurement."""
+    from paceline import _core
+
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * rounds):
+        is_off = bool(number % 2)
+        meet()
+        _core.pause_recording(is_off)
+        times[not is_off].append(seconds_per_call(call, calls))
+        meet()
+        _core.pause_recording(False)
+    return statistics.median(times[True]), statistics.median(times[False])
+
+
+def steps_of(name: str) -> Callable[[], None]:
+    import paceline as dist
+
+    torch.manual_seed(0)
+    model, x = build(name)
+    wrapped = dist.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def rank_main(rank: int, ranks: int, rounds: int, directory: str) -> None:
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    rows = []
+
+    def measure(what: str, call: Callable[[], object], calls: int) -> None:
+        for _ in range(3):
+            call()
+        rows.append((what, *in_turns(call, calls, rounds, dist.barrier)))
+
+    if ranks == 1:
+        small = torch.zeros(1)
+        measure("all_reduce of 4 B, 1 rank", lambda: dist.all_reduce(small), 20_000)
+        span = dist.span("bench")
+
+        def enter_and_leave() -> None:
+            with span:
+                pass
+
+        measure("span", enter_and_leave, 20_000)
+        measure("log of one number", lambda: dist.log(loss=0.5), 20_000)
+    else:
+        for nbytes in SIZES:
+            tensor = torch.zeros(nbytes // 4)
+            calls = max(5, min(2000, (64 << 20) // max(nbytes, 1 << 15)))
+            measure(f"all_reduce of {human(nbytes)}", lambda tensor=tensor: dist.all_reduce(tensor), calls)
+        for name in MODELS:
+            measure(f"DDP step, {name}", steps_of(name), 5)
+    if rank == 0:
+        Path(directory, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--rounds", type=int, default=15)
+    options = arguments.parse_args()
+    import paceline as dist
+
+    rows: list[dict[str, object]] = []
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as directory:
+            dist.spawn(rank_main, (ranks, options.rounds, directory), ranks)
+            for what, on_s, off_s in json.loads(Path(directory, "rows.json").read_text()):
+                rows.append(
+                    {
+                        "what": what,
+                        "with µs": 1e6 * on_s,
+                        "without µs": 1e6 * off_s,
+                        "difference ns": 1e9 * (on_s - off_s),
+                        "difference %": 100 * (on_s / off_s - 1),
+                    }
+                )
+    show("the cost of the recorder", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
