@@ -13,6 +13,7 @@ from paceline.launch.nodes.join_token import Token, TokenError
 from paceline.launch.nodes.messages import (
     LARGEST,
     Alive,
+    AskTime,
     Begin,
     End,
     Failed,
@@ -23,6 +24,7 @@ from paceline.launch.nodes.messages import (
     Start,
     Stopped,
     StopReplacing,
+    TellTime,
     TellWorker,
     WorkerEnded,
     WorkerSaid,
@@ -37,6 +39,8 @@ FAILURE = Failure(
 )
 MESSAGES = [
     Alive(),
+    AskTime(1 << 62),
+    TellTime(5, 1 << 62),
     Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
     Failed(2, FAILURE),
     Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),

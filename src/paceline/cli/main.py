@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
-from paceline.cli import launch_script, runs
+from paceline.cli import launch_script, runs, trace
 from paceline.cli.doctor import command as doctor
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "runs")
+COMMANDS = ("run", "join", "launch-script", "doctor", "runs", "trace")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -58,6 +58,13 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "how it ended and what it ran.",
     )
     runs.add_arguments(listing)
+    tracing = commands.add_parser(
+        "trace",
+        help="write what a job recorded as a trace for ui.perfetto.dev",
+        description="Writes the calls, steps and spans of all ranks of a job on one time axis, with arrows from sends "
+        "to receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
+    )
+    trace.add_arguments(tracing)
     return top
 
 
@@ -85,5 +92,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
-    others = {"launch-script": launch_script.run, "doctor": doctor.run, "runs": runs.run}
+    others = {"launch-script": launch_script.run, "doctor": doctor.run, "runs": runs.run, "trace": trace.run}
     return others.get(options.command, run)(options)

@@ -10,10 +10,12 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from paceline import __version__
 from paceline.launch.job import Job
+from paceline.observe.clocks import Offset
 from paceline.observe.runs import JOB_FILE, State, list_runs, outdated, runs_directory
 
 _SECRET = re.compile(r"token|secret|passw|passphrase|credential|api.?key|auth", re.IGNORECASE)
@@ -56,8 +58,10 @@ class JobDirectory:
         self._facts.update(facts)
         self._write()
 
-    def conclude(self, code: int, was_stopped: bool) -> None:
-        """Writes down how the job ended on this machine."""
+    def conclude(self, code: int, was_stopped: bool, offset: Offset | None) -> None:
+        """Writes down how the job ended on this machine, and how its clock differs from that of the meeting."""
+        if offset is not None:
+            self.note(clock=asdict(offset))
         state = State.STOPPED if was_stopped else State.FAILED if code else State.FINISHED
         self.note(state=state.value, exit_code=code, ended_s=time.time(), versions=_versions())
 

@@ -114,7 +114,7 @@ class Loop(ABC):
             self._on_time()
         assert self._end is not None
         code = self._conclude(self._end)
-        self._directory.conclude(code, self._stopped_by is not None)
+        self._directory.conclude(code, self._stopped_by is not None, self._connection.client.clock_offset())
         return code
 
     @abstractmethod

@@ -6,10 +6,12 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from paceline.observe.clocks import Offset
 from paceline.observe.recording import Call, Clock, Event, Group, Pair, Recording, State
+from paceline.observe.runs import read_run
 from paceline.record import layout
 from paceline.record.names import DTYPES, OPERATIONS, OUTCOMES, RECEIVE, REDUCTIONS, SEND, EventKind
 from paceline.schedule.registry import ALGORITHMS
@@ -61,6 +63,29 @@ def read_directory(directory: str | os.PathLike[str]) -> list[Recording]:
         except (NoRecordingError, OSError):
             continue
     return sorted(found, key=lambda each: (each.rank is None, each.rank, each.started_ns))
+
+
+def read_aligned(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Recording], int | None]:
+    """Returns the recordings of one job by rank, from the directories of all its machines, on one clock.
+
+    It is the clock of the machine where the job's machines met. The second value is the largest error of any
+    recording's times on it, in nanoseconds. It is None if a launcher did not say how its clock differs: then the
+    recordings are aligned by the time of day that their hosts had, which may be off by any amount.
+    """
+    found: list[Recording] = []
+    offsets: dict[str, Offset] = {}
+    for directory in directories:
+        recordings, run = read_directory(directory), read_run(Path(directory))
+        found += recordings
+        if run is not None and run.clock is not None:
+            offsets.update({each.clock.identity: run.clock for each in recordings})
+    found.sort(key=lambda each: (each.rank is None, each.rank, each.started_ns))
+    if len({each.clock.identity for each in found}) <= 1:
+        return found, 0
+    if any(each.clock.identity not in offsets for each in found):
+        return [each.shifted(each.day_ns - found[0].day_ns) for each in found], None
+    shifted = [each.shifted(offsets[each.clock.identity].offset_ns) for each in found]
+    return shifted, max(offset.error_ns for offset in offsets.values())
 
 
 def parse(data: bytes, source: str = "memory") -> Recording:

@@ -206,6 +206,11 @@ class Recording:
         """When the process began to record."""
         return self.clock.pairs[0].monotonic_ns if self.clock.pairs else 0
 
+    @property
+    def day_ns(self) -> int:
+        """What is added to its times to get the time of day, as the clock was set when the recording began."""
+        return self.clock.pairs[0].realtime_ns - self.clock.pairs[0].monotonic_ns if self.clock.pairs else 0
+
     def open_calls(self) -> tuple[Call, ...]:
         """Returns the calls that are not over, oldest first."""
         return tuple(call for call in self.calls if not call.is_over)

@@ -20,6 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.clocks import Offset
+
 DIRECTORY_VARIABLE = "PACELINE_RUNS_DIR"
 JOB_FILE = "job.json"
 EVENTS_FILE = "events.jsonl"
@@ -54,6 +56,7 @@ class Run:
     ended_s: float | None
     state: State
     exit_code: int | None
+    clock: Offset | None = None  # to the clock of the machine where the job's machines met
 
 
 def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -82,6 +85,7 @@ def read_run(directory: Path) -> Run | None:
             ended_s=facts.get("ended_s"),
             state=state,
             exit_code=facts.get("exit_code"),
+            clock=Offset(**facts["clock"]) if "clock" in facts else None,
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

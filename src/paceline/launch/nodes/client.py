@@ -8,6 +8,7 @@ from typing import Protocol
 
 from paceline.launch.nodes.messages import Order, Report
 from paceline.launch.nodes.steering import Orders, Steering
+from paceline.observe.clocks import Offset
 
 
 class MeetingClient(Protocol):
@@ -19,6 +20,9 @@ class MeetingClient(Protocol):
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
+
+    def clock_offset(self) -> Offset | None:
+        """Returns what is known of the offset to the clock of the machine that serves the meeting."""
 
     def send(self, report: Report) -> None:
         """Sends a report; never waits for long, and does not fail when the meeting is lost: then an End comes."""
@@ -47,6 +51,10 @@ class LocalClient:
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
         return self._waiting
+
+    def clock_offset(self) -> Offset | None:
+        """Returns an offset of 0, since the meeting is here."""
+        return Offset(0, 0, time.monotonic_ns())
 
     def send(self, report: Report) -> None:
         """Reports to the state machine."""

@@ -108,6 +108,21 @@ class Alive:
 
 
 @dataclass(frozen=True)
+class AskTime:
+    """The node asks what time it is where the meeting is served; `asked_ns` is its own CLOCK_MONOTONIC."""
+
+    asked_ns: int
+
+
+@dataclass(frozen=True)
+class TellTime:
+    """The answer to `AskTime`: `told_ns` is CLOCK_MONOTONIC where the meeting is served."""
+
+    asked_ns: int
+    told_ns: int
+
+
+@dataclass(frozen=True)
 class Start:
     """Start the workers of a generation: those of this node are ranks `first_rank` and following."""
 
@@ -188,13 +203,14 @@ Report = (
     | Stopped
     | Leave
     | Alive
+    | AskTime
     | WorkerStarted
     | WorkerStalled
     | WorkerEnded
     | WorkerSaid
     | Slots
 )
-Order = Start | Stop | Wait | End | Alive | Begin | TellWorker | StopReplacing
+Order = Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing
 Message = Report | Order
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}

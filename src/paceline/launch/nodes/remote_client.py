@@ -10,14 +10,28 @@ import time
 from collections.abc import Callable
 
 from paceline.errors import RendezvousTimeoutError
-from paceline.launch.nodes.messages import Alive, End, Inbox, MessageError, Order, Report, encode
+from paceline.launch.nodes.messages import (
+    Alive,
+    AskTime,
+    Begin,
+    End,
+    Inbox,
+    MessageError,
+    Order,
+    Report,
+    Start,
+    TellTime,
+    encode,
+)
 from paceline.launch.nodes.server import CHANNEL, HEARTBEAT_S
+from paceline.observe.clocks import Offset, OffsetEstimate
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key, require_secret
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _ATTEMPT_S = 5.0
 _SOON_S = 1.0
+_WELCOMES = (Start, Begin)  # what a meeting says to a node that it has taken in
 
 
 class RemoteClient:
@@ -25,7 +39,12 @@ class RemoteClient:
 
     deadline_s: float | None = None
 
-    def __init__(self, connection: socket.socket, silence_s: float) -> None:
+    def __init__(
+        self, connection: socket.socket, silence_s: float, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._offset = OffsetEstimate()
+        self._may_ask = False  # a meeting of another version must not get a message that it does not know
         self._connection = connection
         self._connection.settimeout(silence_s)
         self.local_address: str = connection.getsockname()[0]
@@ -46,6 +65,11 @@ class RemoteClient:
     def fileno(self) -> int:
         """Returns a descriptor that is readable while there are orders."""
         return self._waiting
+
+    def clock_offset(self) -> Offset | None:
+        """Returns what is known of the offset to the clock of the machine that serves the meeting."""
+        with self._changing:
+            return self._offset.at(self._clock_ns())
 
     def send(self, report: Report) -> None:
         """Sends a report."""
@@ -88,12 +112,19 @@ class RemoteClient:
                 self._lost("it has ended")
                 return
             for message in messages:
-                if isinstance(message, Order):
+                if isinstance(message, TellTime):
+                    self._hear_time(message)
+                elif isinstance(message, Order):
+                    self._may_ask = self._may_ask or isinstance(message, _WELCOMES)
                     self._take(message)
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
-            self.send(Alive())
+            self.send(AskTime(self._clock_ns()) if self._may_ask else Alive())
+
+    def _hear_time(self, answer: TellTime) -> None:
+        with self._changing:
+            self._offset.add(answer.asked_ns, answer.told_ns, self._clock_ns())
 
     def _lost(self, why: str) -> None:
         if not self._closed.is_set():

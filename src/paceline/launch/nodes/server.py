@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.launch.nodes.messages import Alive, Inbox, MessageError, Report, encode
+from paceline.launch.nodes.messages import Alive, AskTime, Inbox, MessageError, Report, TellTime, encode
 from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import Hello
@@ -111,7 +111,9 @@ class MeetingServer:
             return
         node.heard_s = time.monotonic()
         for message in messages:
-            if isinstance(message, Report):
+            if isinstance(message, AskTime):
+                self._send(node, encode(TellTime(message.asked_ns, time.monotonic_ns())))
+            elif isinstance(message, Report):
                 self._carry(self._steering.reported(node.name, message, node.heard_s))
 
     def _beat(self) -> None:
