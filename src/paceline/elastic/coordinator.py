@@ -29,16 +29,19 @@ view without itself has no state any more: it ends, or asks again, unless it was
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from paceline.elastic.breaks import Break
+from paceline.elastic.election import knowledge_of
 from paceline.elastic.ending import finish, has_closed
-from paceline.elastic.forcing import force, why_forced
+from paceline.elastic.forcing import force, lacks_quorum, why_forced
 from paceline.elastic.job import Job
+from paceline.elastic.knowledge import Report, next_term
 from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, Leaving, Ready
 from paceline.elastic.orders import Orders
 from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
+from paceline.elastic.resuming import inform, resume, who_went
 from paceline.elastic.roster import Machine, Place, Roster, Worker
 from paceline.elastic.starting import begin_machines, give_first, refuse
 from paceline.elastic.views import Views
@@ -51,19 +54,66 @@ class Coordinator:
     ever: a worker that replaces another has a name of its own, and so has a launcher that was started again.
     """
 
-    def __init__(self, policy: Policy, now_s: float, term: int = 1) -> None:
+    def __init__(
+        self, policy: Policy, now_s: float, term: int = 1, *, home: str | None = None, store: str = ""
+    ) -> None:
         """Makes the coordinator of a job that begins now.
 
         Args:
             policy: the settings.
             now_s: the time.
             term: a number larger than that of any coordinator of this job before.
+            home: the machine that the coordinator is on, if there are others that may have to coordinate after it;
+                the names of machines are their numbers then.
+            store: where the members of the views meet, if not in the store of their environment.
         """
         self._roster = Roster()
-        self._job = Job(policy, now_s, self._roster, Views(self._roster, term))
+        self._home = home
+        self._job = Job(policy, now_s, self._roster, Views(self._roster, term, store=store), is_shared=home is not None)
+        self._is_resuming = False
+        self.lacks_quorum_s: float | None = None  # since when it waits for those without whom it may not decide
         self.deadline_s: float | None = now_s + policy.join_timeout_s  # None: nothing is waited for
 
-    def machine_joined(self, machine: str, host: str, slots: int, now_s: float) -> Orders:
+    def resume(self, reports: Collection[Report], now_s: float) -> Orders:
+        """Goes on with a job that another coordinator has begun, from what the machines know that follow this one.
+
+        It repeats what that one has said last, to those that may have missed it. Who was left out by then stays out.
+        """
+        known = knowledge_of(reports)
+        resume(self._job, known, now_s)
+        self._job.say(f"{who_went(known)}; machine {self._home} coordinates from now on")
+        self._is_resuming = True
+        for each in reports:
+            self.machine_returned(each, now_s, next((p.address for p in known.peers if p.number == each.number), ""))
+        self._is_resuming = False
+        return self._settle(now_s)
+
+    def machine_returned(self, report: Report, now_s: float, address: str = "") -> Orders:
+        """Takes in a machine that has begun already, and was out of reach or followed another coordinator."""
+        machine = str(report.number)
+        was_resuming, self._is_resuming = self._is_resuming, True
+        self._raise_term(report.knowledge.term)
+        self.machine_joined(machine, report.host, report.slots, now_s, address)
+        if (found := self._roster.machines.get(machine)) is not None:
+            found.has_begun, found.told = True, None
+        for worker in report.workers:
+            self.worker_started(worker.uid, machine, now_s, worker.said)
+            if worker.stalled is not None:
+                self.worker_stalled(worker.uid, worker.stalled, now_s)
+        for uid, how, code in report.ended:
+            self.worker_ended(uid, how, code, now_s)
+        self.machine_listed(machine, now_s)
+        self._is_resuming = was_resuming
+        return [self._job.over] if self._job.over is not None else self._settle(now_s)
+
+    def machine_knows(self, machine: str, generation: int, now_s: float) -> Orders:
+        """Notes that the machine's launcher has taken in a Know, with views up to that number."""
+        found = self._roster.machines.get(machine)
+        if found is not None:
+            found.known = max(found.known, generation)
+        return self._settle(now_s)
+
+    def machine_joined(self, machine: str, host: str, slots: int, now_s: float, address: str = "") -> Orders:
         """Adds a machine that keeps `slots` workers running once it is told to Begin, or one that comes back.
 
         The launcher goes on by reporting, for each of its workers that runs, that it started and what its Standing
@@ -73,6 +123,7 @@ class Coordinator:
             return [over]
         found = self._roster.machines.setdefault(machine, Machine(machine, host, slots))
         found.slots, found.is_reachable, found.named = slots, True, set()
+        found.address = address or found.address
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> Orders:
@@ -92,7 +143,7 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or not found.is_reachable:
             return []
-        found.is_reachable = False
+        found.is_reachable, found.lost_s = False, now_s
         self._job.say(f"{found.host} cannot be reached: {why}")
         begin_machines(self._job)
         return self._settle(now_s)
@@ -102,7 +153,7 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None:
             return []
-        found.slots, found.has_begun, found.replaces = 0, False, False
+        found.slots, found.has_begun, found.replaces, found.has_left = 0, False, False, True
         for worker in self._roster.workers.values():
             if worker.machine is found and worker.lives:
                 worker.ended, worker.was_drained = f"its machine left: {why}", False
@@ -178,13 +229,17 @@ class Coordinator:
     def _settle(self, now_s: float) -> Orders:
         """Returns what follows from the facts, and sets `deadline_s`."""
         job = self._job
+        if self._is_resuming:
+            return []
         while job.over is None:
-            job.due_s = []
+            job.due_s, job.lacks_quorum = [], False
             if not self._step(job, now_s):
                 break
+        job.release()
+        self.lacks_quorum_s = (self.lacks_quorum_s or now_s) if job.lacks_quorum else None
         self.deadline_s = min(job.due_s, default=None) if job.over is None else None
         orders, job.orders = job.orders, []
-        return orders
+        return orders if self._home is None else [*inform(job, int(self._home)), *orders]
 
     def _step(self, job: Job, now_s: float) -> bool:
         """Applies the first rule that does something; returns whether one did, so that another may follow."""
@@ -197,10 +252,19 @@ class Coordinator:
             return False
         if (why := why_forced(job, now_s)) is not None:
             return force(job, why, now_s)
+        if lacks_quorum(job, now_s):
+            return False
         job.held = None
         if job.ending_s is not None:
             return False
         return grow(job, now_s)
+
+    def _raise_term(self, term: int) -> None:
+        """Gives later views larger numbers than any that a machine has heard of from another coordinator."""
+        views = self._job.views
+        if self._home is not None and term > views.term:
+            views.term = next_term(term, int(self._home))
+            views.must_meet = views.latest is not None
 
     def _hear(self, worker: Worker, message: FromWorker, now_s: float) -> None:
         match message:

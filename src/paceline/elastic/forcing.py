@@ -11,10 +11,15 @@ from paceline.elastic.roster import Worker
 def why_forced(job: Job, now_s: float) -> str | None:
     """Returns why a forced view is needed, or None."""
     views = job.views
+    if views.must_meet:
+        return "not all members had entered the last view when its coordinator was lost"
     for each in views.base_team:
+        if _may_come_back(job, each, now_s):
+            continue
         if not each.trains and not each.has_finished and not (each.has_left_well and each not in views.team):
             return each.absence
-    if job.ending_s is None and (gone := [each for each in views.newcomers if not each.trains]):
+    gone = [each for each in views.newcomers if not each.trains and not _may_come_back(job, each, now_s)]
+    if job.ending_s is None and gone:
         return gone[0].absence
     if views.latest is not None and not views.latest.is_planned:
         for each in views.team:
@@ -27,6 +32,30 @@ def why_forced(job: Job, now_s: float) -> str | None:
     return None
 
 
+def _may_come_back(job: Job, worker: Worker, now_s: float) -> bool:
+    """Returns whether a worker's machine is only out of this launcher's reach, since it has not been so for long.
+
+    The worker may train on meanwhile. If it does not, those that are connected to it report that soon.
+    """
+    if not worker.lives or worker.machine.is_reachable or job.breaks.waiting:
+        return False
+    until_s = worker.machine.lost_s + job.policy.return_patience_s
+    if now_s >= until_s:
+        return False
+    job.due_s.append(until_s)
+    return True
+
+
+def lacks_quorum(job: Job, now_s: float) -> bool:
+    """Waits for those without whom the latest view, which was not told yet, must not be; returns whether it does."""
+    if job.withheld is None or job.ending_s is not None or job.views.is_allowed():
+        return False
+    job.lacks_quorum = True
+    away = [each for each in job.views.undecided() if not each.is_here]
+    _must_end(job, away, "the others are too few to go on without them", now_s)
+    return True
+
+
 def force(job: Job, why: str, now_s: float) -> bool:
     """Gives a forced view, or says what it has to wait for; returns whether it did anything but wait.
 
@@ -37,6 +66,7 @@ def force(job: Job, why: str, now_s: float) -> bool:
         return job.ending_s is None and _nobody_left(job, now_s)
     if job.ending_s is None and not job.views.is_allowed():
         away = [each for each in job.views.concerned if each.may_return]
+        job.lacks_quorum = True
         return _must_end(job, away, "the others are too few to go on without them", now_s)
     if all(each.trains for each in job.views.concerned) and job.breaks.are_too_many(job.policy, now_s):
         reasons = "; ".join(f"worker {uid}: {reason}" for uid, reason in job.breaks.reasons.items())
@@ -53,6 +83,7 @@ def _nobody_left(job: Job, now_s: float) -> bool:
     """Looks for somebody who holds the state, or may: else the job begins again, or ends."""
     members = job.views.concerned
     if away := [each for each in members if each.may_return]:
+        job.lacks_quorum = True
         return _must_end(job, away, "nobody else holds the job's state", now_s)
     unsure = [each for each in job.views.newcomers if each.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):

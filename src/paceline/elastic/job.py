@@ -29,6 +29,9 @@ class Job:
         held_s: since when.
         due_s: when the facts have to be looked at again, if nothing happens.
         orders: what is to be done.
+        is_shared: other launchers may have to coordinate the job when this one is lost.
+        withheld: who is told the latest view once enough launchers know of it; None if it was told.
+        lacks_quorum: the job waits for members without whom it may not go on.
     """
 
     policy: Policy
@@ -46,6 +49,9 @@ class Job:
     held_s: float = 0.0
     due_s: list[float] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
+    is_shared: bool = False
+    withheld: list[Worker] | None = None
+    lacks_quorum: bool = False
     _said: str = ""
 
     def say(self, text: str) -> None:
@@ -66,13 +72,28 @@ class Job:
 
     def give(self, members: Sequence[Worker], *, is_planned: bool) -> None:
         """Makes the next view, and tells it to its members and to those whom it leaves out."""
-        told = {each.uid: each for each in [*members, *self.views.concerned]}
+        outside = (
+            [each for each in self.roster.workers.values() if each.place is Place.OUTSIDE] if self.is_shared else []
+        )
+        told = {each.uid: each for each in [*members, *self.views.concerned, *outside]}
         must_wait = len(members) < self.policy.min_workers and self.ending_s is None
-        view = self.views.give(members, is_planned=is_planned, must_wait=must_wait)
+        self.views.give(members, is_planned=is_planned, must_wait=must_wait)
         if not is_planned:
             self.breaks.answered()
-        for worker in told.values():
+        self.withheld = list(told.values())
+        self.release()
+
+    def release(self) -> None:
+        """Tells the latest view, once no other coordinator can come to its office without knowing of it."""
+        view = self.views.latest
+        if view is None or self.withheld is None or (self.is_shared and not self._may_tell()):
+            return
+        told, self.withheld = self.withheld, None
+        for worker in told:
             self.tell(worker, view)
+
+    def _may_tell(self) -> bool:
+        return self.ending_s is not None or self.views.is_known()
 
     def remind(self, worker: Worker) -> None:
         """Tells a worker what it may have missed."""
@@ -80,7 +101,10 @@ class Job:
             self.tell(worker, Dismissed("the job does not need it any more"))
             return
         base, latest = self.views.base, self.views.latest
-        if base is not None and base is not latest and worker.uid in base.members:
+        if self.withheld is not None:
+            self.withheld.append(worker)
+            latest = None
+        elif base is not None and base is not latest and worker.uid in base.members:
             self.tell(worker, base)
         if latest is not None:
             self.tell(worker, latest)

@@ -62,12 +62,14 @@ class View(_Message, frozen=True):
         is_planned: the members enter it at the beginning of a batch, otherwise at once.
         must_wait: fewer workers are here than the job needs: finish the batch in progress, and begin no other in this
             view.
+        store: where the members meet, as in PACELINE_STORE; empty for the store in which they met before.
     """
 
     generation: int
     members: tuple[str, ...]
     is_planned: bool
     must_wait: bool = False
+    store: str = ""
 
 
 class Wait(_Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.elastic.knowledge import Knowledge
 from paceline.elastic.messages import ToWorker
 
 
@@ -14,6 +15,17 @@ class Tell:
     machine: str
     uid: str
     message: ToWorker
+
+
+@dataclass(frozen=True)
+class Know:
+    """The machine's launcher keeps this, in case that it has to coordinate the job, and answers that it does.
+
+    It must arrive before everything that is ordered after it, on every machine.
+    """
+
+    machine: str
+    knowledge: Knowledge
 
 
 @dataclass(frozen=True)
@@ -46,5 +58,5 @@ class Say:
     text: str
 
 
-Order = Tell | Begin | StopReplacing | End | Say
+Order = Tell | Know | Begin | StopReplacing | End | Say
 Orders = list[Order]

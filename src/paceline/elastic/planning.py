@@ -16,6 +16,8 @@ def grow(job: Job, now_s: float) -> bool:
     views = job.views
     if views.latest is None or not views.is_complete or job.breaks.waiting:
         return False
+    if any(each.lives and not each.machine.is_reachable for each in views.team):
+        return False  # they are to come back first, or to be left out
     ready = job.roster.ready()
     leavers = [each for each in views.team if each.leaving is not None]
     if _are_too_few(job, views.latest, now_s):

@@ -21,6 +21,8 @@ class Policy:
             known to hold it are dead.
         quorum_timeout_s: how long a coordinator that is cut off from too many members waits for them.
         join_timeout_s: how long the job waits for `min_workers`.
+        return_patience_s: how long a machine that cannot be reached is given to come back before its workers are left
+            out, unless workers report that their connections broke.
     """
 
     min_workers: int = 1
@@ -33,3 +35,4 @@ class Policy:
     hope_s: float = 10.0
     quorum_timeout_s: float = 120.0
     join_timeout_s: float = 600.0
+    return_patience_s: float = 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from paceline.elastic.knowledge import Knowledge
+
 
 class Place(Enum):
     """Where a worker stands."""
@@ -17,7 +19,16 @@ class Place(Enum):
 
 @dataclass(eq=False)
 class Machine:
-    """A machine whose launcher has joined the job."""
+    """A machine whose launcher has joined the job.
+
+    Attributes:
+        named: after its return, the workers that it has named so far.
+        lost_s: since when it cannot be reached.
+        address: where its launcher can be reached by others.
+        known: the latest view that its launcher knows of.
+        told: what it was told last in case that it has to coordinate.
+        has_left: its launcher has ended.
+    """
 
     name: str
     host: str
@@ -25,7 +36,12 @@ class Machine:
     is_reachable: bool = True
     has_begun: bool = False
     replaces: bool = True
-    named: set[str] | None = None  # after its return: the workers that it has named so far
+    named: set[str] | None = None
+    lost_s: float = 0.0
+    address: str = ""
+    known: int = 0
+    told: Knowledge | None = None
+    has_left: bool = False
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ must never become the job's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.elastic.messages import View
@@ -30,7 +30,10 @@ class Views:
         latest: see above; `team` are its members.
         is_complete: all members of the latest view have entered it.
         has_begun: some view was entered by all its members, so that rounds may have been committed.
-        since_complete: the members of the last view that all have entered, and of those given out since.
+        since_complete: the last view that all have entered, and those given out since.
+        completed: the number of the last view that all have entered, 0 without one.
+        store: where the members of views to come meet.
+        must_meet: the members of the latest view may be on their way to a store that is gone.
     """
 
     roster: Roster
@@ -42,7 +45,10 @@ class Views:
     newcomers: list[Worker] = field(default_factory=list)
     is_complete: bool = False
     has_begun: bool = False
-    since_complete: list[tuple[str, ...]] = field(default_factory=list)
+    since_complete: list[View] = field(default_factory=list)
+    completed: int = 0
+    store: str = ""
+    must_meet: bool = False
     _count: int = 0
     _members_of: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _missing_in: dict[int, set[str]] = field(default_factory=dict)  # who has not entered a view
@@ -54,7 +60,8 @@ class Views:
         """
         self._count += 1
         team = sorted(members, key=lambda each: each.uid)  # ranks that do not depend on who was ready first
-        view = View((self.term << 32) + self._count, tuple(each.uid for each in team), is_planned, must_wait)
+        names = tuple(each.uid for each in team)
+        view = View((self.term << 32) + self._count, names, is_planned, must_wait, self.store)
         for worker in self.concerned:
             if not (worker in team or (is_planned and worker in self.base_team)):
                 self._leave_out(worker)
@@ -62,11 +69,11 @@ class Views:
             if worker.place is not Place.MEMBER:
                 worker.place, worker.since = Place.MEMBER, view.generation
                 worker.has_state = False
-        self.latest, self.team, self.is_complete = view, team, False
+        self.latest, self.team, self.is_complete, self.must_meet = view, team, False, False
         if not is_planned:
             self._rest_on_latest()
         self.newcomers = [each for each in self.team if each not in self.base_team]
-        self.since_complete.append(view.members)
+        self.since_complete.append(view)
         self._members_of[view.generation] = view.members
         self._missing_in[view.generation] = set(view.members)
         if len(self._members_of) > _REMEMBERED:
@@ -96,7 +103,37 @@ class Views:
                 if each not in self.team:
                     self._leave_out(each)
             self._rest_on_latest()
-            self.since_complete = [self.latest.members]
+            self.since_complete, self.completed = [self.latest], self.latest.generation
+
+    def resume(self, given: Sequence[View], completed: int) -> None:
+        """Goes on from what another coordinator has given: the last complete view, if there is any, and all after it.
+
+        Rounds may have been committed. If the latest view was not entered by all, its members may be on their way to a
+        store that is gone, and need another view.
+        """
+        self.since_complete, self.completed, self.has_begun = list(given), completed, True
+        is_planned = [view.is_planned and view.generation != completed for view in given]
+        self.base = next(
+            view for view, planned in zip(reversed(given), reversed(is_planned), strict=True) if not planned
+        )
+        self.latest = given[-1]
+        self.is_complete = self.latest.generation == completed
+        self.must_meet = not self.is_complete
+        self.base_team, self.team = (
+            [self.roster.workers[uid] for uid in each.members] for each in (self.base, given[-1])
+        )
+        self.newcomers = [each for each in self.team if each not in self.base_team]
+        before: View | None = None
+        for view in given:
+            self._members_of[view.generation] = view.members
+            self._missing_in[view.generation] = set() if view.generation <= completed else set(view.members)
+            for uid in view.members:
+                if before is None or uid not in before.members:
+                    self.roster.workers[uid].since = view.generation
+            before = view
+        for worker in self.concerned:
+            worker.place = Place.MEMBER
+            worker.has_state = any(view.generation == completed and worker.uid in view.members for view in given)
 
     @property
     def concerned(self) -> list[Worker]:
@@ -108,7 +145,7 @@ class Views:
 
         It takes all members of a view. What the dead have said is known, unless their machine was out of reach.
         """
-        workers = {uid: self.roster.workers[uid] for members in self.since_complete for uid in members}
+        workers = {uid: self.roster.workers[uid] for view in self.since_complete for uid in view.members}
         return self.has_begun or any(each.lives or not each.was_drained for each in workers.values())
 
     def sources(self) -> list[Worker]:
@@ -137,7 +174,25 @@ class Views:
         workers = self.roster.workers
         dead = [each.uid for each in workers.values() if not each.lives]
         reached = [each.uid for each in workers.values() if each.lives and each.machine.is_reachable]
-        return all(has_quorum(members, dead, reached) for members in self.since_complete)
+        return all(has_quorum(view.members, dead, reached) for view in self.since_complete)
+
+    def is_known(self) -> bool:
+        """Returns whether launchers with a quorum of each view before the latest know of that one.
+
+        Then whoever coordinates after this launcher knows of it too, and it may be entered. A view is passed on to its
+        members last, so those count in any case.
+        """
+        if self.latest is None:
+            return True
+        workers, latest = self.roster.workers, self.latest.generation
+        dead = [each.uid for each in workers.values() if not each.lives]
+        know = {each.uid for each in workers.values() if each.machine.known >= latest} | {*self.latest.members}
+        return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
+
+    def undecided(self) -> list[Worker]:
+        """Returns the workers on whose launchers it depends who may go on, as far as they are not known to be dead."""
+        members = {uid for view in self.since_complete for uid in view.members}
+        return [each for each in self.roster.workers.values() if each.lives and each.uid in members]
 
     def _rest_on_latest(self) -> None:
         self.base, self.base_team, self.newcomers = self.latest, self.team, []

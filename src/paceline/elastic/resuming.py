@@ -1,0 +1,67 @@
+"""How the office of the coordinator passes from one launcher to another: what is told beforehand, and what is made of it."""
+
+from __future__ import annotations
+
+from paceline.elastic.job import Job
+from paceline.elastic.knowledge import Knowledge, Peer, machine_of
+from paceline.elastic.orders import Know, Orders
+from paceline.elastic.roster import Machine, Worker
+
+
+def inform(job: Job, home: int) -> Orders:
+    """Returns the orders that let every machine know what a coordinator after this one has to know.
+
+    Before the first view there is nothing that could be lost.
+    """
+    if not job.views.since_complete or job.over is not None:
+        return []
+    knowledge = _knowledge(job, home)
+    orders: Orders = []
+    for machine in job.roster.machines.values():
+        if machine.is_reachable and machine.told != knowledge:
+            machine.told = knowledge
+            orders.append(Know(machine.name, knowledge))
+    return orders
+
+
+def _knowledge(job: Job, home: int) -> Knowledge:
+    views, workers = job.views, job.roster.workers
+    members = {uid for view in views.since_complete for uid in view.members}
+    machines = sorted(job.roster.machines.values(), key=lambda each: int(each.name))
+    return Knowledge(
+        term=views.term,
+        coordinator=home,
+        fingerprint=job.fingerprint or "",
+        complete=views.completed,
+        views=tuple(views.since_complete),
+        dead=tuple(sorted(uid for uid in members if not workers[uid].lives)),
+        peers=tuple(Peer(int(each.name), each.host, each.address) for each in machines if not each.has_left),
+    )
+
+
+def resume(job: Job, known: Knowledge, now_s: float) -> None:
+    """Puts the job into the state that is known; the machines are yet to come back."""
+    job.fingerprint = known.fingerprint or None
+    for peer in known.peers:
+        name = str(peer.number)
+        job.roster.machines[name] = _absent(name, peer.host, now_s, peer.address)
+    for uid in known.members:
+        name = str(machine_of(uid))
+        machine = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", now_s))
+        worker = job.roster.workers[uid] = Worker(uid, machine)
+        if known.is_dead(uid):
+            worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
+    for number in known.ended:
+        if (found := job.roster.machines.get(str(number))) is not None:
+            found.replaces, found.has_left = False, True
+    job.views.resume(known.views, known.complete)
+
+
+def who_went(known: Knowledge) -> str:
+    """Returns a sentence about the coordinator before."""
+    state = "is gone" if known.coordinator in known.ended else "cannot be reached or gave up"
+    return f"machine {known.coordinator}, which coordinated, {state}"
+
+
+def _absent(name: str, host: str, now_s: float, address: str = "") -> Machine:
+    return Machine(name, host, 0, is_reachable=False, has_begun=True, lost_s=now_s, address=address)
