@@ -41,7 +41,7 @@ from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, L
 from paceline.elastic.orders import Orders
 from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
-from paceline.elastic.resuming import inform, resume, who_went
+from paceline.elastic.resuming import inform, resume, succession
 from paceline.elastic.roster import Machine, Place, Roster, Worker
 from paceline.elastic.starting import begin_machines, give_first, refuse
 from paceline.elastic.views import Views
@@ -81,7 +81,7 @@ class Coordinator:
         """
         known = knowledge_of(reports)
         resume(self._job, known, now_s)
-        self._job.say(f"{who_went(known)}; machine {self._home} coordinates from now on")
+        self._job.say(succession(known, int(self._home or 0)))
         self._is_resuming = True
         for each in reports:
             self.machine_returned(each, now_s, next((p.address for p in known.peers if p.number == each.number), ""))

@@ -135,12 +135,15 @@ class Seeker:
         """
         self.answers[number] = answer
         is_leader = number == self._leader
-        if answer is Answer.ELSEWHERE and elsewhere is not None and elsewhere not in (self.me, self._leader, number):
-            if self.answers.get(elsewhere) not in (Answer.ENDED, Answer.SILENT):
-                self._order.insert(0, elsewhere)
+        is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)
+        if answer is Answer.ELSEWHERE and is_new and not self._is_away(elsewhere):
+            self._order.insert(0, elsewhere)
         if is_leader and answer is Answer.ENDED:
             self._leader = None
         return is_leader and answer is Answer.ENDED and self._was_reset
+
+    def _is_away(self, number: int | None) -> bool:
+        return number is not None and self.answers.get(number) in (Answer.ENDED, Answer.SILENT)
 
 
 @dataclass

@@ -83,7 +83,7 @@ def _nobody_left(job: Job, now_s: float) -> bool:
     """Looks for somebody who holds the state, or may: else the job begins again, or ends."""
     members = job.views.concerned
     if away := [each for each in members if each.may_return]:
-        job.lacks_quorum = True
+        job.lacks_quorum = not job.views.is_allowed()
         return _must_end(job, away, "nobody else holds the job's state", now_s)
     unsure = [each for each in job.views.newcomers if each.trains]
     if unsure and _wait_for(job, unsure, "they may hold the job's state", now_s, job.policy.hope_s):

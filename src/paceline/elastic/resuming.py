@@ -1,4 +1,4 @@
-"""How the office of the coordinator passes from one launcher to another: what is told beforehand, and what is made of it."""
+"""How a job passes from one coordinator to another: what is told beforehand, and what is made of it."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ def resume(job: Job, known: Knowledge, now_s: float) -> None:
     job.views.resume(known.views, known.complete)
 
 
-def who_went(known: Knowledge) -> str:
-    """Returns a sentence about the coordinator before."""
-    state = "is gone" if known.coordinator in known.ended else "cannot be reached or gave up"
-    return f"machine {known.coordinator}, which coordinated, {state}"
+def succession(known: Knowledge, home: int) -> str:
+    """Returns a sentence on who coordinates, and what became of the one before."""
+    if known.coordinator == home:
+        return f"machine {home} coordinates again"
+    state = "is gone" if known.coordinator in known.ended else "cannot be reached"
+    return f"machine {known.coordinator}, which coordinated, {state}; machine {home} coordinates from now on"
 
 
 def _absent(name: str, host: str, now_s: float, address: str = "") -> Machine:

@@ -1,0 +1,269 @@
+"""A machine's launcher as the others see it: it follows a coordinator, looks for one, stands, or coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_model.members import Site
+from paceline.elastic.account import Account
+from paceline.elastic.coordinator import Coordinator
+from paceline.elastic.election import Answer, Candidacy, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
+from paceline.elastic.knowledge import next_term
+from paceline.elastic.messages import View
+from paceline.elastic.orders import Begin, End, Know, Order, StopReplacing, Tell
+
+if TYPE_CHECKING:
+    from elastic_model.realm import Realm
+
+RESIGNS_S = 2.0
+SEEKS_S = 120.0
+
+
+@dataclass(eq=False)
+class Link:
+    """The connection of a launcher to the one that it follows. Each end learns of its end by itself."""
+
+    follower: Launcher
+    leader: Launcher
+    up_s: float = 0.0  # when the last message that was sent arrives
+    down_s: float = 0.0
+    is_open_above: bool = True
+    is_open_below: bool = True
+
+
+@dataclass(eq=False)
+class Launcher:
+    """A launcher; `site` is its machine."""
+
+    realm: Realm
+    site: Site
+    account: Account
+    seeker: Seeker
+    link: Link | None = None  # to whom it follows
+    is_dead: bool = False
+    end: End | None = None
+    coordinator: Coordinator | None = None
+    candidacy: Candidacy | None = None
+    followers: dict[int, Link] = field(default_factory=dict)
+    waiting: list[tuple[Link, str, tuple[object, ...]]] = field(default_factory=list)  # for a candidate's election
+    ticking_s: float | None = None
+    candidacies: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.account.number
+
+    @property
+    def lives(self) -> bool:
+        return not self.is_dead and self.end is None
+
+    # As one that follows.
+
+    def report(self, kind: str, *args: object) -> None:
+        """Reports to the coordinator, and remembers it."""
+        note = {"started": "started", "said": "said", "stalled": "stalled", "ended": "ended"}.get(kind)
+        if note is not None:
+            getattr(self.account, note)(*args)
+        elif kind == "slots":
+            self.account.slots = int(args[0])  # type: ignore[call-overload]
+        if self.link is not None:
+            self.realm.send_up(self.link, kind, args)
+
+    def hears(self, link: Link, order: Order) -> None:
+        """An order comes; only whom it follows has something to say."""
+        if self.link is not link or not self.lives:
+            return
+        if type(order) is Know:
+            self.account.learns(order.knowledge)
+            self.seeker.found()
+            if order.knowledge.views:
+                self.realm.send_up(link, "knows", (order.knowledge.views[-1].generation,))
+        elif type(order) is Tell:
+            if type(order.message) is View:
+                self.account.passes_on(order.message)
+            member = self.realm.members[order.uid]
+            self.realm.later(0.001, None, self.realm.told, member, 0, order.message)
+        elif type(order) is Begin:
+            self.realm.begins(self.site)
+        elif type(order) is StopReplacing:
+            self.site.replaces = False
+        elif type(order) is End:
+            self.realm.launcher_over(self, order)
+
+    def lost(self, link: Link, loss: Loss) -> None:
+        """The connection to whom it follows is at its end."""
+        if self.link is not link or not self.lives:
+            return
+        self.link = None
+        link.is_open_below = False
+        if loss is Loss.ENDED and not link.leader.candidacies_only:
+            self.account.machine_ended(link.leader.number)
+        was_seeking = self.seeker.is_seeking
+        self.seeker.lost(link.leader.number, loss, self.realm.now_s)
+        if not self.account.knowledge.views and not was_seeking:
+            self.realm.launcher_over(self, End(1, "lost before the first view"))
+            return
+        self.realm.after(0.0, None, self.seek)
+
+    @property
+    def candidacies_only(self) -> bool:
+        """Whether it has never coordinated since its followers came."""
+        return self.coordinator is None
+
+    def seek(self) -> None:
+        """Takes the next step in looking for a coordinator."""
+        if self.link is not None or not self.lives:
+            return
+        known = self.account.knowledge
+        peers = [peer.number for peer in known.peers if peer.number not in known.ended]
+        match self.seeker.next(peers, self.realm.now_s):
+            case GiveUp():
+                self.realm.launcher_over(self, End(1, "nobody coordinates"))
+            case Pause(for_s):
+                self.realm.after(for_s, None, self.seek)
+            case Try(number, stand_s):
+                if number == self.number and self.coordinator is None:
+                    self.stand(stand_s)
+                self.realm.dial(self, number)
+
+    def answered(self, number: int, answer: Answer, elsewhere: int | None = None) -> None:
+        """A try has failed."""
+        if self.lives and self.link is None:
+            if self.seeker.tried(number, answer, elsewhere):
+                self.account.machine_ended(number)
+            self.seek()
+
+    # As one that is followed.
+
+    def stand(self, for_s: float) -> None:
+        """Lets others follow."""
+        self.candidacies += 1
+        self.candidacy = Candidacy(self.realm.now_s, self.realm.now_s + for_s)
+        self.realm.after(for_s, None, self.consider, self.candidacies)
+
+    def consider(self, candidacy: int) -> None:
+        """Is elected, or gives up, if it is time."""
+        if self.candidacy is None or not self.lives or candidacy != self.candidacies:
+            return
+        now_s = self.realm.now_s
+        if self.candidacy.is_elected(now_s):
+            self.coordinate()
+        elif self.candidacy.has_enough:
+            self.realm.at(self.candidacy.deadline_s, None, self.consider, candidacy)
+        elif now_s >= self.candidacy.until_s:
+            self.drop_all()
+
+    def coordinate(self) -> None:
+        """Takes the office."""
+        assert self.candidacy is not None
+        reports = list(self.candidacy.reports.values())
+        self.candidacy = None
+        realm, known = self.realm, knowledge_of(reports)
+        term = next_term(known.term, self.number)
+        realm.elected(self, term)
+        policy, home = realm.policy, str(self.number)
+        self.coordinator = Coordinator(policy, realm.now_s, term, home=home, store=home)
+        waiting, self.waiting = self.waiting, []
+        self.obey(self.coordinator.resume(reports, realm.now_s))
+        for link, kind, args in waiting:
+            self.takes(link, kind, args)
+
+    def joins(self, follower: Launcher) -> tuple[Answer, int | None]:
+        """Another launcher asks to follow this one."""
+        if self.coordinator is None and self.candidacy is None:
+            leader = self.link.leader.number if self.link is not None else None
+            return (Answer.SEEKING if leader is None or self.seeker.is_seeking else Answer.ELSEWHERE), leader
+        before = self.followers.get(follower.number)
+        if before is not None:
+            before.is_open_above = False
+        link = follower.link = self.followers[follower.number] = Link(follower, self)
+        now_s = self.realm.now_s
+        if self.coordinator is not None:
+            self.obey(self.coordinator.machine_returned(follower.account.report(), now_s, f"to-{follower.number}"))
+        else:
+            assert self.candidacy is not None
+            self.candidacy.follows(follower.account.report(), now_s)
+            self.realm.after(0.0, None, self.consider, self.candidacies)
+        assert link is follower.link
+        return Answer.FOLLOWED, None
+
+    def takes(self, link: Link, kind: str, args: tuple[object, ...]) -> None:
+        """A follower's report comes."""
+        if not self.lives or not link.is_open_above:
+            return
+        if self.candidacy is not None:
+            self.waiting.append((link, kind, args))
+            return
+        coordinator, name, now_s = self.coordinator, link.follower.site.name, self.realm.now_s
+        if coordinator is None:
+            return
+        if kind == "said":
+            self.obey(coordinator.worker_said(args[0], args[1], now_s))  # type: ignore[arg-type]
+        elif kind == "started":
+            self.obey(coordinator.worker_started(args[0], name, now_s))  # type: ignore[arg-type]
+        elif kind == "ended":
+            self.realm.reported_dead.add(args[0])  # type: ignore[arg-type]
+            self.obey(coordinator.worker_ended(*args, now_s))  # type: ignore[arg-type]
+        elif kind == "stalled":
+            self.obey(coordinator.worker_stalled(*args, now_s))  # type: ignore[arg-type]
+        elif kind == "knows":
+            self.obey(coordinator.machine_knows(name, args[0], now_s))  # type: ignore[arg-type]
+        elif kind == "slots":
+            self.obey(coordinator.slots_changed(name, args[0], now_s))  # type: ignore[arg-type]
+
+    def drops(self, link: Link, why: str, *, has_ended: bool = False) -> None:
+        """The connection of a follower is at its end, as far as this launcher knows."""
+        if not link.is_open_above:
+            return
+        link.is_open_above = False
+        name = link.follower.site.name
+        if self.followers.get(link.follower.number) is link:
+            del self.followers[link.follower.number]
+            if self.candidacy is not None:
+                self.candidacy.left(link.follower.number, self.realm.now_s)
+            elif self.coordinator is not None and self.lives:
+                noticed = self.coordinator.machine_left if has_ended else self.coordinator.machine_lost
+                self.obey(noticed(name, why, self.realm.now_s))
+
+    def drop_all(self) -> None:
+        """Stops coordinating, or standing: nobody follows any more."""
+        self.candidacy = self.coordinator = None
+        self.waiting = []
+        followers, self.followers = list(self.followers.values()), {}
+        for link in followers:
+            link.is_open_above = False
+            self.realm.send_down(link, Loss.DROPPED)
+
+    def obey(self, orders: list[Order]) -> None:
+        """Sends the coordinator's orders out."""
+        realm = self.realm
+        for order in orders:
+            realm.ordered(self, order)
+            if isinstance(order, End):
+                for link in list(self.followers.values()):
+                    realm.send_down(link, order)
+            elif isinstance(order, (Tell, Know, Begin, StopReplacing)):
+                link = self.followers.get(int(order.machine))
+                if link is not None:
+                    realm.send_down(link, order)
+        due_s = self.coordinator.deadline_s if self.coordinator is not None else None
+        if due_s is not None and due_s != self.ticking_s:
+            self.ticking_s = due_s
+            realm.at(max(due_s, realm.now_s), None, self.tick, due_s)
+        if self.coordinator is not None and self.coordinator.lacks_quorum_s is not None:
+            realm.at(max(self.coordinator.lacks_quorum_s + RESIGNS_S, realm.now_s), None, self.resign)
+
+    def tick(self, due_s: float) -> None:
+        """The coordinator's clock."""
+        if self.ticking_s == due_s and self.lives and self.coordinator is not None:
+            self.ticking_s = None
+            self.obey(self.coordinator.tick(self.realm.now_s))
+
+    def resign(self) -> None:
+        """Stops coordinating, if it has lacked a quorum for too long."""
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.lacks_quorum_s is None or not self.lives:
+            return
+        if self.realm.now_s >= coordinator.lacks_quorum_s + RESIGNS_S:
+            self.drop_all()

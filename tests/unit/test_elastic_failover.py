@@ -1,0 +1,108 @@
+"""Schedules of elastic jobs whose coordinator is lost too: crashes, cuts and resets of the launchers at any moment.
+
+A failure names the seed and the command that plays its schedule and prints it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from elastic_model.launchers import Launcher
+from elastic_model.members import Violation
+from elastic_model.realm import Realm
+
+from paceline.elastic import election, resuming
+from paceline.elastic.account import Account
+from paceline.elastic.election import Loss
+from paceline.elastic.knowledge import Knowledge
+from paceline.elastic.messages import Broken
+from paceline.elastic.views import Views
+
+BLOCK = 2_500
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Schedules are full of cycles, and short."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_no_schedule_has_two_truths(block):
+    elections = well = 0
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        realm = Realm(seed).run()
+        elections += realm.elections
+        well += len(realm.results) == realm.rounds
+        if seed % 500 == 0:
+            gc.collect()
+    assert elections > 0.1 * BLOCK
+    assert well > 0.9 * BLOCK
+
+
+def without_telling_others_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Views, "is_known", lambda self: True)
+
+
+def without_a_quorum_of_followers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Knowledge, "allows", lambda self, reached: True)
+
+
+def without_a_quorum_in_office(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Views, "is_allowed", lambda self: True)
+
+
+def without_remembering_views(patch: pytest.MonkeyPatch) -> None:
+    first = Account.learns
+
+    def only_the_first(self: Account, knowledge: Knowledge) -> None:
+        if not self.knowledge.views:
+            first(self, knowledge)
+
+    patch.setattr(Account, "learns", only_the_first)
+    patch.setattr(Account, "passes_on", lambda self, view: None)
+
+
+def without_distinguishing_silence(patch: pytest.MonkeyPatch) -> None:
+    lost = Launcher.lost
+    patch.setattr(Launcher, "lost", lambda self, link, loss: lost(self, link, Loss.ENDED))
+
+
+def without_leaving_the_old_one(patch: pytest.MonkeyPatch) -> None:
+    hears = Launcher.hears
+
+    def hears_all(self, link, order) -> None:
+        now, self.link = self.link, link
+        hears(self, link, order)
+        self.link = now
+
+    patch.setattr(Launcher, "hears", hears_all)
+    patch.setattr(Realm, "is_deaf", False)
+
+
+def without_growing_terms(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("elastic_model.launchers.next_term", lambda term, number: 2)
+
+
+MUTATIONS = [
+    without_telling_others_first,
+    without_a_quorum_of_followers,
+    without_a_quorum_in_office,
+    without_remembering_views,
+    without_distinguishing_silence,
+    without_leaving_the_old_one,
+    without_growing_terms,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda each: each.__name__)
+def test_the_schedules_notice_a_missing_rule(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(BLOCK):
+            Realm(seed).run()
