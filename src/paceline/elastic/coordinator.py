@@ -29,7 +29,7 @@ view without itself has no state any more: it ends, or asks again, unless it was
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.elastic.breaks import Break
 from paceline.elastic.election import knowledge_of
@@ -74,17 +74,22 @@ class Coordinator:
         self.lacks_quorum_s: float | None = None  # since when it waits for those without whom it may not decide
         self.deadline_s: float | None = now_s + policy.join_timeout_s  # None: nothing is waited for
 
-    def resume(self, reports: Collection[Report], now_s: float) -> Orders:
+    def resume(self, reports: Collection[Report], now_s: float, addresses: Mapping[int, str] = {}) -> Orders:
         """Goes on with a job that another coordinator has begun, from what the machines know that follow this one.
 
         It repeats what that one has said last, to those that may have missed it. Who was left out by then stays out.
+
+        Args:
+            reports: of the machines.
+            now_s: the time.
+            addresses: where their launchers can be reached, by machine, if not as before.
         """
         known = knowledge_of(reports)
         resume(self._job, known, now_s)
         self._job.say(succession(known, int(self._home or 0)))
         self._is_resuming = True
         for each in reports:
-            self.machine_returned(each, now_s, next((p.address for p in known.peers if p.number == each.number), ""))
+            self.machine_returned(each, now_s, addresses.get(each.number, ""))
         self._is_resuming = False
         return self._settle(now_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import msgspec
@@ -38,6 +39,8 @@ class Meeting:
         """
         self.leave()
         rank = view.members.index(self._connection.name)
+        if view.store:  # the one of this worker's environment may be gone, with the launcher that served it
+            os.environ["PACELINE_STORE"] = view.store
         store = self._store = open_store(rank, len(view.members), timedelta(seconds=_FORMING_S))
         formed: list[ProcessGroup] = []
 

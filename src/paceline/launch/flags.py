@@ -51,8 +51,8 @@ FLAGS = (
          "NAME"),
     Flag("rdzv-endpoint", "where they meet; the machine whose address it is serves", str, "", "HOST:PORT"),
     Flag("rdzv-id", "the job's name, the same on all machines", str, "none", "NAME"),
-    Flag("rdzv-conf", "join_timeout, last_call_timeout, heartbeat_timeout (seconds), is_host (0 or 1)", values.settings,
-         "", "KEY=VALUE,..."),
+    Flag("rdzv-conf", "join_timeout, last_call_timeout, heartbeat_timeout, return_timeout (seconds), is_host (0 or 1)",
+         values.settings, "", "KEY=VALUE,..."),
     Flag("standalone", "use one machine, whatever the other flags and the environment say"),
     # restarts
     Flag("max-restarts", "how often failed workers are restarted (default: 0; with --elastic, how many workers each "

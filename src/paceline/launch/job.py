@@ -21,7 +21,8 @@ from paceline.launch.values import OptionError, Streams, StreamsOfRanks
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
 _MANY_A_CORE = 8
-_SETTINGS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "is_host"}
+_TIMEOUTS = {"join_timeout", "timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "return_timeout"}
+_SETTINGS = _TIMEOUTS | {"is_host"}
 _IGNORED_SETTINGS = {"read_timeout", "keep_alive_interval", "keep_alive_max_attempt", "store_type", "rank"}
 
 
@@ -75,6 +76,7 @@ class RendezvousOptions:
     join_timeout_s: float = 600.0
     last_call_s: float = 0.5
     silence_s: float = 2.0
+    return_timeout_s: float = 120.0  # how long the machines of an elastic job wait for those that they cannot reach
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
         join_timeout_s=time_s("join_timeout", time_s("timeout", 600.0)),
         last_call_s=time_s("last_call_timeout", 0.5),
         silence_s=time_s("heartbeat_timeout", 2.0),
+        return_timeout_s=time_s("return_timeout", 120.0),
     )
 
 

@@ -155,9 +155,10 @@ class Loop(ABC):
             workers=job.workers,
             role=job.role,
             node_rank=job.rendezvous.node_rank,
-            serves=connection.server is not None or job.rendezvous.address is None,
+            serves=connection.serves,
             version=__version__,
             is_elastic=job.elastic is not None,
+            listens=connection.listens,
         )
 
     def _port(self) -> int:

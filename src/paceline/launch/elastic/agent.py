@@ -65,7 +65,8 @@ class ElasticAgent(Loop):
     @property
     def _stays(self) -> bool:
         """Whether this launcher, asked to leave, has to go on for the other machines, which meet here."""
-        return self._connection.server is not None and self._stopped_by == signal.SIGTERM
+        deputy = self._connection.deputy
+        return deputy is not None and deputy.coordinates and self._stopped_by == signal.SIGTERM
 
     @property
     def _goes_on(self) -> bool:

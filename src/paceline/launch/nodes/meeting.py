@@ -7,26 +7,48 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.errors import StoreConnectionError
 from paceline.launch.job import Job, RendezvousOptions
 from paceline.launch.nodes.client import LocalClient, MeetingClient
 from paceline.launch.nodes.membership import Membership, Policy
-from paceline.launch.nodes.remote_client import dial
+from paceline.launch.nodes.remote_client import RemoteClient, dial
 from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.steering import Steering
 from paceline.routes import ELSEWHERE, source_address
 from paceline.security.secret import is_loopback
 from paceline.store.tcp import PortInUseError, listen
 
+if TYPE_CHECKING:
+    from paceline.launch.elastic.deputy import Deputy
+
 
 @dataclass
 class NodeConnection:
-    """A client of the meeting, the address by which others know this node, and the server if it runs here."""
+    """A client of the meeting, and the address by which others know this node.
+
+    Attributes:
+        client: of the meeting.
+        address: of this machine.
+        server: of the meeting, if it runs here; the launchers of an elastic job all have one.
+        deputy: what that does in an elastic job.
+        serves: whether the meeting began here.
+    """
 
     client: MeetingClient
     address: str
     server: MeetingServer | None = None
+    deputy: Deputy | None = None
+    serves: bool = True
+
+    @property
+    def listens(self) -> str:
+        """Where the launchers of an elastic job reach this one; empty if there is no server."""
+        if self.server is None:
+            return ""
+        host, port = self.server.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def close(self) -> None:
         """Disconnects; a server waits a little for the others to do so."""
@@ -57,22 +79,37 @@ def open_meeting(
     server = None
     if listener is None and options.serves is not False:
         listener = _listener(options, address, secret)
-    if listener is not None:
-        server = MeetingServer(listener, secret, _steering(job), options.silence_s)
+    steering = _steering(job) if listener is not None else None
+    if job.elastic is not None:
+        from paceline.launch.elastic.joining import join_elastic
+
+        return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), steering)
+    if listener is not None and steering is not None:
+        server = MeetingServer(listener, secret, steering, options.silence_s)
         address = server.address
     try:
-        client = dial(address, secret, options.join_timeout_s, options.silence_s, say)
+        client = RemoteClient(dial(address, secret, options.join_timeout_s, say), options.silence_s)
     except BaseException:
         if server is not None:
             server.close(0.0)
         raise
-    return NodeConnection(client, options.local_address or client.local_address.partition("%")[0], server)
+    own = options.local_address or client.local_address.partition("%")[0]
+    return NodeConnection(client, own, server, serves=server is not None)
 
 
 def _steering(job: Job) -> Steering:
     """Returns the state machine that decides what the machines of this job do."""
-    options, now_s = job.rendezvous, time.monotonic()
-    policy = Policy(
+    policy, now_s = _policy(job), time.monotonic()
+    if job.elastic is None:
+        return Membership(policy, now_s)
+    from paceline.launch.elastic.steering import ElasticSteering
+
+    return ElasticSteering(policy, job.elastic, now_s)
+
+
+def _policy(job: Job) -> Policy:
+    options = job.rendezvous
+    return Policy(
         run_id=job.run_id,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
@@ -81,12 +118,8 @@ def _steering(job: Job) -> Steering:
         last_call_s=options.last_call_s,
         join_timeout_s=options.join_timeout_s,
         port=job.port,
+        return_timeout_s=options.return_timeout_s,
     )
-    if job.elastic is None:
-        return Membership(policy, now_s)
-    from paceline.launch.elastic.steering import ElasticSteering
-
-    return ElasticSteering(policy, job.elastic, now_s)
 
 
 def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:

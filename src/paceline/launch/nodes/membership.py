@@ -50,6 +50,7 @@ class Policy:
     last_call_s: float = 0.5  # how long the others wait for more after each arrival, once MIN nodes are there
     join_timeout_s: float = 600.0
     port: int | None = None  # of the workers' store, where the user chose it
+    return_timeout_s: float = 120.0  # how long an elastic job waits for machines without which it cannot go on
 
 
 def pause_s(restarts: int) -> float:

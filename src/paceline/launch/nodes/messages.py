@@ -29,6 +29,8 @@ class Join:
     serves: bool = False
     version: str = ""  # Paceline's version; versions before 0.1.0 do not send it
     is_elastic: bool = False
+    listens: str = ""  # in an elastic job: where other launchers reach this one, should it have to coordinate
+    number: int = -1  # of the machine, if it takes part already; a Follow comes next
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,20 @@ class Slots:
 
     count: int
     failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Follow:
+    """In an elastic job: a machine that takes part already follows this launcher from now on; its report, as JSON."""
+
+    body: str
+
+
+@dataclass(frozen=True)
+class Knows:
+    """In an elastic job: the node has taken in a Know, with views up to that number."""
+
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -188,6 +204,27 @@ class StopReplacing:
 
 
 @dataclass(frozen=True)
+class Know:
+    """In an elastic job: what the node has to know in case that it coordinates the job one day, as JSON."""
+
+    body: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody."""
+
+    is_welcome: bool
+    number: int
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The server goes on without the node, or serves no more; it closes the connection, and has not ended."""
+
+
+@dataclass(frozen=True)
 class End:
     """The job is over; `code` is for the shell."""
 
@@ -209,8 +246,23 @@ Report = (
     | WorkerEnded
     | WorkerSaid
     | Slots
+    | Follow
+    | Knows
 )
-Order = Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing
+Order = (
+    Start
+    | Stop
+    | Wait
+    | End
+    | Alive
+    | TellTime
+    | Begin
+    | TellWorker
+    | StopReplacing
+    | Know
+    | Answered
+    | Dropped
+)
 Message = Report | Order
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}

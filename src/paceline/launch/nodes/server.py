@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.launch.nodes.messages import Alive, AskTime, Inbox, MessageError, Report, TellTime, encode
+from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Inbox, MessageError, Report, TellTime, encode
 from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.handshake import Hello
@@ -60,12 +60,16 @@ class MeetingServer:
             os.close(self._waiting)
             os.close(self._waking)
 
+    def wake(self) -> None:
+        """Asks the state machine again what is due, since it was told something from elsewhere."""
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.write(self._waking, b".")
+
     def _admit(self, connection: socket.socket, _: Hello) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_SEND_S)
         self._came.append(connection)
-        with contextlib.suppress(OSError):  # closed meanwhile
-            os.write(self._waking, b".")
+        self.wake()
 
     def _serve(self) -> None:
         next_beat_s = 0.0
@@ -128,7 +132,11 @@ class MeetingServer:
 
     def _carry(self, orders: Orders) -> None:
         for name, order in orders:
-            if name in self._nodes:
+            if name not in self._nodes:
+                continue
+            if isinstance(order, Dropped):
+                self._part(self._nodes.pop(name))
+            else:
                 self._send(self._nodes[name], encode(order))
 
     def _send(self, node: _Node, data: bytes) -> None:
@@ -140,7 +148,13 @@ class MeetingServer:
     def _drop(self, node: _Node, why: str, has_ended: bool = False) -> None:
         if self._nodes.pop(node.name, None) is None:
             return
-        self._selector.unregister(node.connection)
-        node.connection.close()
+        self._part(node)
         noticed = self._steering.ended if has_ended else self._steering.lost
         self._carry(noticed(node.name, why, time.monotonic()))
+
+    def _part(self, node: _Node) -> None:
+        """Closes a connection; the other side, if it lives, must not take that for the end of this launcher."""
+        with contextlib.suppress(OSError):
+            node.connection.sendall(encode(Dropped()))
+        self._selector.unregister(node.connection)
+        node.connection.close()

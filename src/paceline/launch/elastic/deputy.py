@@ -1,0 +1,157 @@
+"""What a launcher of an elastic job answers to other launchers: where the coordinator is, or that it is here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.elastic.election import Candidacy
+from paceline.elastic.knowledge import Report as MachineReport
+from paceline.launch.elastic.options import ElasticOptions
+from paceline.launch.elastic.steering import ElasticSteering
+from paceline.launch.nodes.membership import Policy
+from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Order, Report
+from paceline.launch.nodes.steering import Orders
+
+RESIGN_S = 2.0  # a coordinator that lacks a quorum for so long looks for another
+
+
+class Deputy:
+    """Steers the meeting that this launcher serves to others: it coordinates, stands for it, or shows where others do.
+
+    It is called by the thread that serves, and by the one that looks for a coordinator.
+
+    Args:
+        policy: of the meeting.
+        options: of the job.
+        steering: if this launcher coordinates the job from the beginning.
+    """
+
+    def __init__(self, policy: Policy, options: ElasticOptions, steering: ElasticSteering | None) -> None:
+        self._policy, self._options = policy, options
+        self._steering = steering
+        self._candidacy: Candidacy | None = None
+        self._leader = (-1, "")  # whom this launcher follows, if it is another
+        self._number = -1
+        self._nodes: dict[str, int] = {}  # the machines of those that follow a candidate
+        self._said: list[tuple[str, Report]] = []  # to a candidate
+        self._orders: Orders = []
+        self._changing = threading.RLock()
+        self.wake: Callable[[], None] = lambda: None
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this launcher coordinates the job."""
+        return self._steering is not None
+
+    def follows(self, number: int, address: str) -> None:
+        """Notes whom this launcher follows; -1 for nobody."""
+        with self._changing:
+            self._leader = (number, address)
+
+    def stand(self, number: int, for_s: float) -> None:
+        """Lets other launchers follow this one, machine `number`, for so many seconds, unless it coordinates."""
+        with self._changing:
+            if self._steering is None and self._candidacy is None:
+                now_s = time.monotonic()
+                self._number = number
+                self._candidacy = Candidacy(now_s, now_s + for_s)
+        self.wake()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` must be called; None for never."""
+        with self._changing:
+            if self._candidacy is not None:
+                return self._candidacy.deadline_s
+            if self._steering is None:
+                return None
+            times_s = [self._steering.deadline_s]
+            if self._steering.lacks_quorum_s is not None:
+                times_s.append(self._steering.lacks_quorum_s + RESIGN_S)
+            return min((each for each in times_s if each is not None), default=None)
+
+    def reported(self, node: str, report: Report, now_s: float) -> Orders:
+        """Takes another launcher's report."""
+        with self._changing:
+            if self._steering is not None:
+                return self._steering.reported(node, report, now_s)
+            if self._candidacy is None:
+                return self._turn_away(node, report)
+            self._said.append((node, report))
+            if not isinstance(report, Follow):
+                return []
+            body = msgspec.json.decode(report.body, type=MachineReport)
+            self._nodes = {name: number for name, number in self._nodes.items() if number != body.number}
+            self._nodes[node] = body.number
+            self._candidacy.follows(body, now_s)
+            welcome: list[tuple[str, Order]] = [(node, Answered(True, self._number))]
+            return welcome + self._consider(now_s)
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a launcher that has ended."""
+        with self._changing:
+            if self._steering is not None:
+                return self._steering.ended(node, why, now_s)
+            return self._gone(node, now_s)
+
+    def lost(self, node: str, why: str, now_s: float) -> Orders:
+        """Removes a launcher whose connection was lost."""
+        with self._changing:
+            if self._steering is not None:
+                return self._steering.lost(node, why, now_s)
+            return self._gone(node, now_s)
+
+    def tick(self, now_s: float) -> Orders:
+        """Does what is due."""
+        with self._changing:
+            if self._steering is None:
+                return self._consider(now_s)
+            given = self._steering.tick(now_s)
+            lacks_s = self._steering.lacks_quorum_s
+            if lacks_s is None or now_s < lacks_s + RESIGN_S:
+                return given
+            nodes, self._steering = self._steering.nodes, None
+            return given + [(node, Dropped()) for node in nodes]
+
+    def _turn_away(self, node: str, report: Report) -> Orders:
+        """Shows a launcher where the coordinator is; one that takes part already says more after its Join."""
+        if not isinstance(report, Follow) and not (isinstance(report, Join) and report.number < 0):
+            return []
+        return [(node, Answered(False, *self._leader)), (node, Dropped())]
+
+    def _gone(self, node: str, now_s: float) -> Orders:
+        number = self._nodes.pop(node, None)
+        self._said = [each for each in self._said if each[0] != node]
+        if number is not None and self._candidacy is not None:
+            self._candidacy.left(number, now_s)
+        return []
+
+    def _consider(self, now_s: float) -> Orders:
+        """Coordinates from now on if this launcher is elected; stands no more if that takes too long."""
+        candidacy = self._candidacy
+        if candidacy is None:
+            return []
+        if candidacy.is_elected(now_s):
+            return self._take_office(candidacy, now_s)
+        if candidacy.has_enough or now_s < candidacy.until_s:
+            return []
+        nodes = {node for node, _ in self._said}
+        self._candidacy, self._said, self._nodes = None, [], {}
+        return [(node, Dropped()) for node in nodes]
+
+    def _take_office(self, candidacy: Candidacy, now_s: float) -> Orders:
+        """Takes over the job from what the followers have reported, and hears what they have said since."""
+        said, nodes = self._said, self._nodes
+        self._candidacy, self._said, self._nodes = None, [], {}
+        joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, Join) and node in nodes}
+        self._steering = ElasticSteering(self._policy, self._options, now_s)
+        orders = self._steering.resume(self._number, candidacy.reports, joins, now_s)
+        for node, report in said:
+            is_new = node not in nodes and isinstance(report, Join)
+            if is_new or (node in nodes and not isinstance(report, (Join, Follow))):
+                orders += self._steering.reported(node, report, now_s)
+        return orders

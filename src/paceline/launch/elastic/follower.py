@@ -1,0 +1,278 @@
+"""A launcher's access to the coordinator of an elastic job, wherever that is; it finds another when one is lost."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import msgspec
+
+from paceline.elastic import messages
+from paceline.elastic.account import Account
+from paceline.elastic.election import Answer, GiveUp, Loss, Pause, Seeker, Try
+from paceline.elastic.knowledge import Knowledge
+from paceline.elastic.messages import View
+from paceline.errors import AuthenticationError
+from paceline.launch.elastic.deputy import Deputy
+from paceline.launch.job import Job
+from paceline.launch.nodes.messages import (
+    Answered,
+    Begin,
+    Dropped,
+    End,
+    Follow,
+    Join,
+    Know,
+    Knows,
+    Order,
+    Report,
+    Slots,
+    TellWorker,
+    Wait,
+    WorkerEnded,
+    WorkerSaid,
+    WorkerStalled,
+    WorkerStarted,
+)
+from paceline.launch.nodes.remote_client import OrderQueue, lost_at
+from paceline.launch.nodes.wire import Lost, Wire, connect
+from paceline.observe.clocks import Offset
+from paceline.security.handshake import HandshakeUnfinishedError
+
+_DIAL_S = 0.5
+_ANSWER_S = 1.0
+_SAY_AFTER_S = 2.0
+_LOSSES = {Lost.ENDED: Loss.ENDED, Lost.RESET: Loss.RESET, Lost.SILENT: Loss.SILENT}
+
+
+class Follower:
+    """A client of the meeting that does not end with it. It remembers what a coordinator has to be told by then.
+
+    Args:
+        connection: to the launcher that serves the meeting now.
+        secret: the job's.
+        job: says how many workers this machine keeps running, and how long others are waited for.
+        deputy: what this launcher answers to others.
+    """
+
+    deadline_s: float | None = None
+
+    def __init__(self, connection: socket.socket, secret: bytes | None, job: Job, deputy: Deputy) -> None:
+        self._secret, self._deputy = secret, deputy
+        self._silence_s, self._seeks_s = job.rendezvous.silence_s, job.rendezvous.return_timeout_s
+        self._queue = OrderQueue()
+        self._changing = threading.RLock()
+        self._account = Account(socket.gethostname(), job.workers)
+        self._seeker = Seeker(-1, self._seeks_s, random.random)
+        self._join: Join | None = None
+        self._closed = threading.Event()
+        self._answered = threading.Event()
+        self._answer = Answered(False, -1)
+        self._is_over = False
+        self._is_asking = False
+        self._leads = False  # whom this launcher follows has coordinated since
+        self._was_dropped = False
+        self._leader = -1
+        self._wire: Wire | None = None
+        self.local_address: str = connection.getsockname()[0]
+        with self._changing:
+            self._listen_to(connection)
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable while there are orders."""
+        return self._queue.fileno()
+
+    def clock_offset(self) -> Offset | None:
+        """Returns what is known of the offset to the clock of the machine that coordinates."""
+        with self._changing:
+            return self._wire.clock_offset() if self._wire is not None else None
+
+    def send(self, report: Report) -> None:
+        """Sends a report, and remembers it; without a coordinator, the next one is told."""
+        with self._changing:
+            self._note(report)
+            if self._wire is not None:
+                self._wire.send(report)
+
+    def receive(self) -> list[Order]:
+        """Returns the orders that have come."""
+        return self._queue.receive()
+
+    def close(self) -> None:
+        """Disconnects; idempotent."""
+        self._closed.set()
+        self._answered.set()
+        with self._changing:
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+        self._queue.close()
+
+    def _listen_to(self, connection: socket.socket) -> Wire:
+        wire = Wire(
+            connection,
+            self._silence_s,
+            lambda order: self._on_order(wire, order),
+            lambda how, why: self._on_lost(wire, how, why),
+        )
+        self._wire, self._leads, self._was_dropped = wire, False, False
+        wire.start()
+        return wire
+
+    def _note(self, report: Report) -> None:
+        account = self._account
+        match report:
+            case Join():
+                self._join = report
+            case WorkerStarted(uid):
+                account.started(uid)
+            case WorkerSaid(uid, body):
+                account.said(uid, messages.from_worker(body.encode()))
+            case WorkerStalled(uid, why):
+                account.stalled(uid, why)
+            case WorkerEnded(uid, how, exit_code):
+                account.ended(uid, how, exit_code)
+            case Slots(count):
+                account.slots = count
+
+    def _on_order(self, wire: Wire, order: Order) -> None:
+        """Takes an order; what it says about views is noted before any worker hears of it."""
+        with self._changing:
+            if self._wire is not wire or self._is_over:
+                return
+            match order:
+                case Answered():
+                    self._answer = order
+                    self._answered.set()
+                    return
+                case Dropped():
+                    self._was_dropped = True
+                    return
+                case Know(body):
+                    self._learn(wire, msgspec.json.decode(body, type=Knowledge))
+                    return
+                case Begin():
+                    self._account.number = self._seeker.me = order.machine
+                    self._account.first_slot = order.first_slot
+                case TellWorker(_, body):
+                    message = messages.to_worker(body.encode())
+                    if isinstance(message, View):
+                        self._account.passes_on(message)
+                case End():
+                    self._is_over = True
+            self._queue.put(order)
+
+    def _learn(self, wire: Wire, knowledge: Knowledge) -> None:
+        self._account.learns(knowledge)
+        self._leader, self._leads = knowledge.coordinator, True
+        address = next((each.address for each in knowledge.peers if each.number == knowledge.coordinator), "")
+        self._deputy.follows(knowledge.coordinator, address)
+        self._seeker.found()
+        wire.send(Knows(knowledge.views[-1].generation if knowledge.views else 0))
+
+    def _on_lost(self, wire: Wire, how: Lost, why: str) -> None:
+        with self._changing:
+            if self._wire is not wire or self._is_over or self._closed.is_set():
+                return
+            self._wire = None
+            self._answered.set()
+            wire.close(lives_on=True)
+            if self._is_asking:
+                return
+            if self._account.number < 0 or not self._account.knowledge.views:
+                self._over(End(1, lost_at(wire.peer, why)))
+                return
+            loss = Loss.DROPPED if self._was_dropped else _LOSSES[how]
+            if loss is Loss.ENDED and self._leads:
+                self._account.machine_ended(self._leader)
+            elif not self._leads and loss in (Loss.ENDED, Loss.RESET):
+                loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
+            self._seek_after(loss, wire.peer, why)
+
+    def _seek_after(self, loss: Loss, peer: str, why: str) -> None:
+        is_new = not self._seeker.is_seeking
+        self._seeker.lost(self._leader, loss, time.monotonic())
+        self._deputy.follows(-1, "")
+        if is_new:
+            self._queue.put(Wait(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on"))
+        threading.Thread(target=self._seek, name="paceline-seek", daemon=True).start()
+
+    def _seek(self) -> None:
+        """Looks for a coordinator until this launcher follows one, or a candidate."""
+        said, began_s = "", time.monotonic()
+        while not self._closed.is_set() and not self._is_over:
+            with self._changing:
+                known = self._account.knowledge
+                addresses = {each.number: each.address for each in known.peers if each.number not in known.ended}
+                step = self._seeker.next(list(addresses), time.monotonic())
+            match step:
+                case GiveUp():
+                    self._over(End(1, f"no coordinator was found for {self._seeks_s:.0f} s ({self._attempts(known)})"))
+                    return
+                case Pause(for_s):
+                    attempts = self._attempts(known)
+                    if attempts != said and time.monotonic() - began_s > _SAY_AFTER_S:
+                        said = attempts
+                        self._queue.put(Wait(f"still looking for a coordinator: {attempts}"))
+                    self._closed.wait(for_s)
+                case Try(number, stand_s):
+                    if stand_s:
+                        self._deputy.stand(number, stand_s)
+                    if self._follow(number, addresses.get(number, "")):
+                        return
+
+    def _attempts(self, known: Knowledge) -> str:
+        """Returns what came of asking the others, for the user."""
+        words = {
+            Answer.ENDED: "nobody listens there",
+            Answer.SILENT: "no answer",
+            Answer.SEEKING: "it looks for one too",
+            Answer.ELSEWHERE: "it follows another",
+            Answer.FOLLOWED: "too few workers can be reached from there",
+        }
+        hosts = {each.number: each.host for each in known.peers}
+        answers = sorted(self._seeker.answers.items())
+        return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {words[answer]}" for number, answer in answers)
+
+    def _follow(self, number: int, address: str) -> bool:
+        """Asks a machine's launcher whether this one may follow it; returns whether it does."""
+        answer, elsewhere = self._ask(number, address)
+        with self._changing:
+            has_ended = self._seeker.tried(number, answer, elsewhere)
+            if has_ended:
+                self._account.machine_ended(number)
+        return answer is Answer.FOLLOWED
+
+    def _ask(self, number: int, address: str) -> tuple[Answer, int | None]:
+        host, _, port = address.rpartition(":")
+        try:
+            connection = connect((host.strip("[]"), int(port)), self._secret, _DIAL_S)
+        except ConnectionRefusedError:
+            return Answer.ENDED, None
+        except (OSError, ValueError, HandshakeUnfinishedError, AuthenticationError):
+            return Answer.SILENT, None
+        self._answered.clear()
+        self._answer = Answered(False, -1)
+        with self._changing:
+            assert self._join is not None
+            self._leader, self._is_asking = number, True
+            wire = self._listen_to(connection)
+            wire.send(replace(self._join, number=self._account.number))
+            wire.send(Follow(msgspec.json.encode(self._account.report()).decode()))
+        self._answered.wait(_ANSWER_S)
+        with self._changing:
+            self._is_asking = False
+            if self._answer.is_welcome and self._wire is wire:
+                return Answer.FOLLOWED, None
+            if self._wire is wire:
+                self._wire = None
+        wire.close(lives_on=True)
+        there = self._answer.number
+        return (Answer.SEEKING, None) if there < 0 else (Answer.ELSEWHERE, there)
+
+    def _over(self, end: End) -> None:
+        self._is_over = True
+        self._queue.put(end)
