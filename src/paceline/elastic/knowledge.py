@@ -98,7 +98,7 @@ def machine_of(uid: str) -> int:
 
 def merge(parts: Iterable[Knowledge]) -> Knowledge:
     """Returns all that is known to any of several launchers."""
-    known = sorted(parts, key=lambda each: each.term)
+    known = sorted(parts, key=lambda each: (each.term, each.coordinator))
     if not known:
         return Knowledge()
     complete = max(each.complete for each in known)
