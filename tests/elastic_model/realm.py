@@ -70,9 +70,10 @@ class Realm(World):
             self.sites[site.name] = site
             seeker = Seeker(at, SEEKS_S, self.chance)
             self.launchers[at] = Launcher(self, site, Account(f"host-{at}", count, at, 2 * at), seeker)
-        first = self.launchers[0]
-        first.coordinator = Coordinator(self.policy, 0.0, 1, home="0", store="0")
-        self.terms[1] = 0
+        self.first = first = self.launchers[random.randrange(len(slots))]
+        home = str(first.number)
+        first.coordinator = Coordinator(self.policy, 0.0, 1, home=home, store=home)
+        self.terms[1] = first.number
         for launcher in self.launchers.values():
             self.at(self.chance() * 0.2, None, self.comes, launcher)
         self.faults = self.some_faults() if faults is None else sorted(faults, reverse=True)
@@ -88,7 +89,7 @@ class Realm(World):
 
     def comes(self, launcher: Launcher) -> None:
         """A launcher joins the job."""
-        first, site = self.launchers[0], launcher.site
+        first, site = self.first, launcher.site
         if first.coordinator is None or not first.lives or not self.reach(first.site, site):
             self.launcher_over(launcher, End(1, "no meeting"))
             return

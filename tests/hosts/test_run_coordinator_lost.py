@@ -32,6 +32,7 @@ def test_a_machine_that_is_cut_off_for_a_while_comes_back(machines):
     here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
     here.wait(lambda: "looking for one" in here.said(launchers[2]))
     here.network.bridge.set(conditions)
+    here.wait(lambda: "is back" in here.said(launchers[0]))
     here.say("end")
     for launcher in launchers:
         here.expect(launcher, 0)

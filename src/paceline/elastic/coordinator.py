@@ -101,6 +101,8 @@ class Coordinator:
         self.machine_joined(machine, report.host, report.slots, now_s, address)
         if (found := self._roster.machines.get(machine)) is not None:
             found.has_begun, found.told = True, None
+            if not was_resuming:
+                self._job.say(f"{found.host} is back")
         for worker in report.workers:
             self.worker_started(worker.uid, machine, now_s, worker.said)
             if worker.stalled is not None:

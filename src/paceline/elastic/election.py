@@ -96,12 +96,11 @@ class Seeker:
 
     def lost(self, leader: int, loss: Loss, now_s: float) -> None:
         """The connection to a coordinator, or a candidate, is lost; the time runs since the last coordinator was."""
-        self._leader = None if loss is Loss.ENDED else leader
-        self._was_reset = loss is Loss.RESET
-        self._order = []
         if not self.is_seeking:
             self.is_seeking, self._since_s = True, now_s
-            self.answers = {}
+            self._leader = None if loss is Loss.ENDED else leader
+            self._was_reset = loss is Loss.RESET
+            self.answers, self._order = {}, []
             self._waits_until_s = now_s + _PATIENCE_S
 
     def found(self) -> None:

@@ -170,7 +170,9 @@ class Follower:
         self._leader, self._leads = knowledge.coordinator, True
         address = next((each.address for each in knowledge.peers if each.number == knowledge.coordinator), "")
         self._deputy.follows(knowledge.coordinator, address)
-        self._seeker.found()
+        if self._seeker.is_seeking:
+            self._seeker.found()
+            self._queue.put(Wait(f"machine {knowledge.coordinator} coordinates"))
         wire.send(Knows(knowledge.views[-1].generation if knowledge.views else 0))
 
     def _on_lost(self, wire: Wire, how: Lost, why: str) -> None:
