@@ -30,6 +30,7 @@ class Link:
     down_s: float = 0.0
     is_open_above: bool = True
     is_open_below: bool = True
+    leads: bool = False  # the follower has heard of a coordinator there
 
 
 @dataclass(eq=False)
@@ -77,6 +78,7 @@ class Launcher:
         if type(order) is Know:
             self.account.learns(order.knowledge)
             self.seeker.found()
+            link.leads = True
             if order.knowledge.views:
                 self.realm.send_up(link, "knows", (order.knowledge.views[-1].generation,))
         elif type(order) is Tell:
@@ -97,19 +99,14 @@ class Launcher:
             return
         self.link = None
         link.is_open_below = False
-        if loss is Loss.ENDED and not link.leader.candidacies_only:
-            self.account.machine_ended(link.leader.number)
+        if not link.leads and loss in (Loss.ENDED, Loss.RESET):
+            loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
         was_seeking = self.seeker.is_seeking
         self.seeker.lost(link.leader.number, loss, self.realm.now_s)
         if not self.account.knowledge.views and not was_seeking:
             self.realm.launcher_over(self, End(1, "lost before the first view"))
             return
         self.realm.after(0.0, None, self.seek)
-
-    @property
-    def candidacies_only(self) -> bool:
-        """Whether it has never coordinated since its followers came."""
-        return self.coordinator is None
 
     def seek(self) -> None:
         """Takes the next step in looking for a coordinator."""

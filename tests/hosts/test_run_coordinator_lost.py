@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 
 from hosts.test_run_elastic_machines import machines
 
 __all__ = ["machines"]
+PIDFD_GETFD = 438
+
+
+def reset_connections(pid: int) -> None:
+    """Resets the connections of a launcher to other machines, as a firewall that forgets them would."""
+    pidfd = os.pidfd_open(pid)
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+            fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, pidfd, int(name), 0)
+            with socket.socket(fileno=fd) as connection, contextlib.suppress(OSError):
+                connection.getpeername()  # not of one that listens
+                if connection.family == socket.AF_INET:
+                    ctypes.CDLL(None).connect(fd, bytes(16), 16)  # AF_UNSPEC: the kernel resets the connection
+    os.close(pidfd)
 
 
 def test_another_machine_coordinates_when_the_first_is_killed(machines):
@@ -37,3 +57,53 @@ def test_a_machine_that_is_cut_off_for_a_while_comes_back(machines):
     for launcher in launchers:
         here.expect(launcher, 0)
     assert here.latest() == before, "nobody was left out"
+
+
+def test_training_goes_on_with_the_same_bits(machines):
+    here = machines(3)
+    script = here.directory / "train.py"
+    script.write_text(TRAINS)
+    launchers = [here.join(host, "3", script=str(script)) for host in range(3)]
+    steps = here.directory / "steps"
+    here.wait(lambda: steps.exists() and len(steps.read_text().splitlines()) > 20, 60)
+    launchers[0].kill()
+    for launcher in launchers[1:]:
+        here.expect(launcher, 0, 60)
+    alone = subprocess.run([sys.executable, script, here.directory], capture_output=True, text=True, check=True)
+    digests = {here.said(launcher, "out").split()[-1] for launcher in launchers[1:]}
+    assert digests == {alone.stdout.split()[-1]}
+
+
+def test_a_reset_connection_is_made_again(machines):
+    here = machines(2)
+    launchers = [here.join(host, "2") for host in range(2)]
+    here.wait(lambda: len(here.latest()) == 2)
+    before = here.latest()
+    reset_connections(launchers[1].pid)
+    here.wait(lambda: "is back" in here.said(launchers[0]))
+    here.say("end")
+    for launcher in launchers:
+        here.expect(launcher, 0)
+    assert here.latest() == before, "nobody was left out"
+
+
+TRAINS = """
+import os, sys, time, torch, paceline
+paceline.init_process_group(elastic=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
+shards = paceline.LogicalShards(model, 4)
+loader = paceline.ShardLoader(data, batch_size=2, shards=shards)
+state = paceline.ElasticState(shards, optimizer=optimizer, loader=loader)
+for epoch in state.epochs(6):
+    for batches in loader:
+        optimizer.zero_grad()
+        shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
+        optimizer.step()
+        with open(sys.argv[1] + "/steps", "a") as file:
+            file.write(f"{os.getpid()} {time.time()}\\n")
+        time.sleep(0.05)
+print("digest", state.digest())
+"""

@@ -13,11 +13,9 @@ from elastic_model.launchers import Launcher
 from elastic_model.members import Violation
 from elastic_model.realm import Realm
 
-from paceline.elastic import election, resuming
 from paceline.elastic.account import Account
 from paceline.elastic.election import Loss
 from paceline.elastic.knowledge import Knowledge
-from paceline.elastic.messages import Broken
 from paceline.elastic.views import Views
 
 BLOCK = 2_500

@@ -37,8 +37,8 @@ from paceline.elastic.ending import finish, has_closed
 from paceline.elastic.forcing import force, lacks_quorum, why_forced
 from paceline.elastic.job import Job
 from paceline.elastic.knowledge import Report, next_term
-from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, Leaving, Ready
-from paceline.elastic.orders import Orders
+from paceline.elastic.messages import Broken, Dismissed, Finished, FromWorker, Installed, Leaving, Ready
+from paceline.elastic.orders import Orders, Tell
 from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
 from paceline.elastic.resuming import inform, resume, succession
@@ -131,6 +131,7 @@ class Coordinator:
         found = self._roster.machines.setdefault(machine, Machine(machine, host, slots))
         found.slots, found.is_reachable, found.named = slots, True, set()
         found.address = address or found.address
+        found.replaces, found.has_left = found.replaces or found.has_left, False
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> Orders:
@@ -193,6 +194,9 @@ class Coordinator:
             found.named.add(uid)
         is_known = uid in self._roster.workers
         worker = self._roster.workers.setdefault(uid, Worker(uid, found))
+        if not worker.lives:  # its machine was taken for dead, wrongly, and the others have gone on without it
+            self._job.orders.append(Tell(machine, uid, Dismissed("the others have gone on without it")))
+            return self._settle(now_s)
         worker.stalled = None
         if is_known:
             self._job.remind(worker)

@@ -49,6 +49,14 @@ class Loss(Enum):
     SILENT = auto()  # nothing was heard for too long, or since this process was stopped
 
 
+_GONE = {
+    Loss.ENDED: (Answer.ENDED, Answer.SILENT),
+    Loss.RESET: (Answer.ENDED,),
+    Loss.DROPPED: (),
+    Loss.SILENT: (),
+}
+
+
 @dataclass(frozen=True)
 class Try:
     """Connect to that machine; if it is this one, stand for `stand_s` seconds first."""
@@ -89,7 +97,7 @@ class Seeker:
     is_seeking: bool = False
     answers: dict[int, Answer] = field(default_factory=dict)
     _leader: int | None = None  # whom it has lost, as long as that one may be reached again
-    _was_reset: bool = False
+    _loss: Loss = Loss.SILENT
     _since_s: float = 0.0
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # None stands for a pause
@@ -98,8 +106,7 @@ class Seeker:
         """The connection to a coordinator, or a candidate, is lost; the time runs since the last coordinator was."""
         if not self.is_seeking:
             self.is_seeking, self._since_s = True, now_s
-            self._leader = None if loss is Loss.ENDED else leader
-            self._was_reset = loss is Loss.RESET
+            self._leader, self._loss = leader, loss
             self.answers, self._order = {}, []
             self._waits_until_s = now_s + _PATIENCE_S
 
@@ -130,16 +137,17 @@ class Seeker:
         """Takes what came of a try, and whom the other one follows.
 
         Returns:
-            Whether this shows that the launcher of that machine has ended, after this one had read all that it sent.
+            Whether this shows that the launcher of that machine has ended, after this one had read all that it sent:
+            its connection was closed in good order, and it cannot be reached; or it was reset, and nobody listens.
         """
         self.answers[number] = answer
-        is_leader = number == self._leader
         is_new = elsewhere is not None and elsewhere not in (self.me, self._leader, number)
         if answer is Answer.ELSEWHERE and is_new and not self._is_away(elsewhere):
             self._order.insert(0, elsewhere)
-        if is_leader and answer is Answer.ENDED:
-            self._leader = None
-        return is_leader and answer is Answer.ENDED and self._was_reset
+        if number != self._leader or answer not in _GONE[self._loss]:
+            return False
+        self._leader = None
+        return True
 
     def _is_away(self, number: int | None) -> bool:
         return number is not None and self.answers.get(number) in (Answer.ENDED, Answer.SILENT)

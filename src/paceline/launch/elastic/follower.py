@@ -188,9 +188,7 @@ class Follower:
                 self._over(End(1, lost_at(wire.peer, why)))
                 return
             loss = Loss.DROPPED if self._was_dropped else _LOSSES[how]
-            if loss is Loss.ENDED and self._leads:
-                self._account.machine_ended(self._leader)
-            elif not self._leads and loss in (Loss.ENDED, Loss.RESET):
+            if not self._leads and loss in (Loss.ENDED, Loss.RESET):
                 loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
             self._seek_after(loss, wire.peer, why)
 
