@@ -31,19 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from paceline.elastic.breaks import Break
 from paceline.elastic.election import knowledge_of
 from paceline.elastic.ending import finish, has_closed
 from paceline.elastic.forcing import force, lacks_quorum, why_forced
+from paceline.elastic.hearing import hear, hear_again
 from paceline.elastic.job import Job
 from paceline.elastic.knowledge import Report, next_term
-from paceline.elastic.messages import Broken, Dismissed, Finished, FromWorker, Installed, Leaving, Ready
+from paceline.elastic.messages import Dismissed, FromWorker
 from paceline.elastic.orders import Orders, Tell
 from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
 from paceline.elastic.resuming import inform, resume, succession
 from paceline.elastic.roster import Machine, Place, Roster, Worker
-from paceline.elastic.starting import begin_machines, give_first, refuse
+from paceline.elastic.starting import begin_machines, give_first
 from paceline.elastic.views import Views
 
 
@@ -200,7 +200,7 @@ class Coordinator:
         worker.stalled = None
         if is_known:
             self._job.remind(worker)
-        self._heard_again(worker, said, is_known, now_s)
+        hear_again(self._job, worker, said, is_known, now_s)
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> Orders:
@@ -230,7 +230,7 @@ class Coordinator:
         if worker is None or not worker.lives or worker.place is Place.DISMISSED:
             return []
         worker.stalled = None
-        self._hear(worker, message, now_s)
+        hear(self._job, worker, message, now_s)
         return self._settle(now_s)
 
     def tick(self, now_s: float) -> Orders:
@@ -276,63 +276,3 @@ class Coordinator:
         if self._home is not None and term > views.term:
             views.term = next_term(term, int(self._home))
             views.must_meet = views.latest is not None
-
-    def _hear(self, worker: Worker, message: FromWorker, now_s: float) -> None:
-        match message:
-            case Ready():
-                self._asked(worker, message.fingerprint, now_s)
-            case Installed():
-                self._job.breaks.went_on(message.round)
-                self._job.views.entered(worker, message.generation)
-            case Broken():
-                self._broke(worker, message, now_s)
-            case Leaving():
-                worker.leaving = worker.leaving or message.reason
-                if worker.place is not Place.MEMBER:
-                    self._job.dismiss(worker, f"asked to end: {message.reason}")
-            case Finished():
-                if not worker.has_finished:
-                    worker.has_finished = True
-                    self._job.finished.append(worker)
-
-    def _asked(self, worker: Worker, fingerprint: str, now_s: float) -> None:
-        """Lets a worker wait for a view; one that was a member says by this that it has no state any more."""
-        job = self._job
-        if worker.place is Place.MEMBER and worker.has_state:
-            worker.place, worker.has_state = Place.OUTSIDE, False
-        if worker.place is not Place.OUTSIDE:
-            return
-        worker.fingerprint = fingerprint
-        if worker.leaving is not None or job.ending_s is not None:
-            job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
-        elif job.fingerprint is not None and job.fingerprint != fingerprint:
-            refuse(job, worker, job.fingerprint)
-        else:
-            worker.place, worker.ready_s = Place.READY, now_s
-
-    def _broke(self, worker: Worker, message: Broken, now_s: float) -> None:
-        """Notes that a worker's connections broke, if it has not been told a view since that helps it."""
-        views, breaks = self._job.views, self._job.breaks
-        breaks.went_on(message.round)
-        generation = message.generation
-        if (
-            worker.place is not Place.MEMBER
-            or views.base is None
-            or generation < max(views.base.generation, worker.since)
-        ):
-            return
-        if worker.has_state or worker in views.base_team:
-            report = Break(generation, now_s + self._job.policy.break_patience_s)
-            breaks.reported(worker.uid, report, message.reason)
-        elif message.round >= 0:
-            worker.has_state = True  # it was given the state, and lost the others before it could say so
-        else:
-            worker.place = Place.READY
-
-    def _heard_again(self, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:
-        """Takes what a worker said while its machine was out of reach, perhaps together with what is known."""
-        is_in = any(isinstance(each, Installed) for each in said)
-        for message in said:
-            if isinstance(message, Ready) and is_known and is_in:
-                continue  # it is known, and does not mean that the worker has no state any more
-            self._hear(worker, message, now_s)
