@@ -1,0 +1,106 @@
+"""What a launcher answers to others that look for a coordinator, and what becomes of one that stands."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+import paceline
+from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport
+from paceline.elastic.messages import Finished, Installed, Ready, View, encode
+from paceline.launch.elastic.deputy import RESIGN_S, Deputy
+from paceline.launch.elastic.options import ElasticOptions
+from paceline.launch.nodes.membership import Policy
+from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Know, Order, TellWorker, WorkerSaid
+
+FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="tcp:h0:1")
+KNOWN = Knowledge(1, 0, "same", FIRST.generation, (FIRST,), peers=tuple(Peer(n, f"h{n}", f"h{n}:1") for n in range(3)))
+SAID = (Ready("same"), Installed(FIRST.generation, 0))
+
+
+def join(number: int) -> Join:
+    return Join(
+        f"h{number}", 1, f"h{number}", 7, 1, version=paceline.__version__, is_elastic=True, listens="x:1", number=number
+    )
+
+
+def follow(number: int) -> Follow:
+    report = Report(number, f"h{number}", 1, number, KNOWN, (WorkerReport(f"{number}.0.0", SAID),))
+    return Follow(msgspec.json.encode(report).decode())
+
+
+def deputy() -> Deputy:
+    return Deputy(Policy("job", 1, 3), ElasticOptions(), None)
+
+
+def follows(stands: Deputy, number: int, now_s: float) -> list[tuple[str, Order]]:
+    assert stands.reported(f"node-{number}", join(number), now_s) == []
+    return stands.reported(f"node-{number}", follow(number), now_s)
+
+
+def test_others_are_shown_whom_this_launcher_follows():
+    aside = deputy()
+    aside.follows(2, "h2:29400")
+    assert follows(aside, 0, 0.0) == [("node-0", Answered(False, 2, "h2:29400")), ("node-0", Dropped())]
+    assert aside.reported("node-9", join(-1), 0.0) == [
+        ("node-9", Answered(False, 2, "h2:29400")),
+        ("node-9", Dropped()),
+    ]
+    aside.follows(-1, "")
+    assert follows(aside, 0, 0.0)[0] == ("node-0", Answered(False, -1))
+
+
+def test_one_that_stands_in_vain_sends_its_followers_away():
+    stands = deputy()
+    stands.stand(1, 0.5)
+    now_s = time.monotonic()
+    assert follows(stands, 1, now_s) == [("node-1", Answered(True, 1))]
+    assert stands.tick(now_s + 0.2) == [] and not stands.coordinates
+    assert stands.tick(now_s + 0.6) == [("node-1", Dropped())]
+    assert follows(stands, 2, now_s + 0.7)[0][1] == Answered(False, -1), "it stands no more"
+
+
+def elected() -> tuple[Deputy, float]:
+    """A deputy that machines 1 and 2 follow, which is on machine 1."""
+    stands = deputy()
+    stands.stand(1, 0.5)
+    now_s = time.monotonic()
+    follows(stands, 1, now_s)
+    follows(stands, 2, now_s)
+    said = WorkerSaid("2.0.0", encode(Finished(3)).decode())
+    assert stands.reported("node-2", said, now_s) == [], "it is kept until the election is over"
+    orders = stands.tick(now_s + 0.4)
+    assert stands.coordinates
+    assert {node for node, order in orders if isinstance(order, Know)} == {"node-1", "node-2"}
+    assert any(isinstance(order, TellWorker) and order.uid == "1.0.0" for _, order in orders)
+    return stands, now_s + 0.4
+
+
+def test_a_candidate_with_a_quorum_takes_over():
+    stands, now_s = elected()
+    assert ("node-0", Answered(True, 1)) in follows(stands, 0, now_s), "the third comes late"
+
+
+def test_a_coordinator_without_a_quorum_resigns():
+    stands = deputy()
+    stands.stand(1, 0.5)
+    now_s = time.monotonic()
+    follows(stands, 1, now_s)
+    follows(stands, 2, now_s)
+    stands.tick(now_s + 0.4)
+    stands.lost("node-2", "silence", now_s)
+    for later_s in (4.0, 4.0 + RESIGN_S - 0.1):
+        assert not [order for _, order in stands.tick(now_s + later_s) if isinstance(order, Dropped)]
+    assert ("node-1", Dropped()) in stands.tick(now_s + 4.1 + RESIGN_S)
+    assert not stands.coordinates
+
+
+def test_a_follower_that_goes_away_does_not_count():
+    stands = deputy()
+    stands.stand(1, 0.5)
+    now_s = time.monotonic()
+    follows(stands, 1, now_s)
+    follows(stands, 2, now_s)
+    stands.lost("node-2", "reset", now_s)
+    assert stands.tick(now_s + 0.45) == [] and not stands.coordinates
