@@ -23,8 +23,11 @@ TOY = Path(__file__).parents[1] / "elastic_toy.py"
 class ElasticMachines(Machines):
     """Machines on which the workers of one elastic job run."""
 
-    def join(self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY)) -> subprocess.Popen:
-        meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(0)}:29400", "--start-method=spawn")
+    def join(
+        self, host: int, nnodes: str, workers: int = 1, *flags: str, script: str = str(TOY), at: int = 0
+    ) -> subprocess.Popen:
+        """Starts a launcher on a host, which meets the others at host `at`."""
+        meeting = ("--nnodes", nnodes, "--rdzv-endpoint", f"{ipv4(at)}:29400", "--start-method=spawn")
         words = ("--elastic", f"--nproc-per-node={workers}", *meeting, *flags, script, str(self.directory))
         return self.start(host, *words)
 
@@ -156,12 +159,13 @@ def test_a_token_leads_to_an_elastic_job(machines):
 
 def test_a_silent_machine_is_left_out(machines):
     here = machines(3, bridged=True)
-    launchers = [here.join(host, "3") for host in range(3)]
+    launchers = [here.join(host, "3", 1, "--rdzv-conf=return_timeout=4") for host in range(3)]
     here.wait(lambda: len(here.latest()) == 3)
     conditions = here.network.bridge.conditions
     here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
     here.wait(lambda: sum(len(members) == 2 for members in here.latest().values()) == 2)
     here.expect(launchers[2], 1)
+    assert "no coordinator was found for 4 s" in here.said(launchers[2])
     here.say("end")
     here.expect(launchers[0], 0)
     here.expect(launchers[1], 0)

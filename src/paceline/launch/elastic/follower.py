@@ -184,6 +184,9 @@ class Follower:
             wire.close(lives_on=True)
             if self._is_asking:
                 return
+            if self._account.number < 0 and self._answer.address:
+                threading.Thread(target=self._turn_to, args=(self._answer.address,), daemon=True).start()
+                return
             if self._account.number < 0 or not self._account.knowledge.views:
                 self._over(End(1, lost_at(wire.peer, why)))
                 return
@@ -191,6 +194,18 @@ class Follower:
             if not self._leads and loss in (Loss.ENDED, Loss.RESET):
                 loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
             self._seek_after(loss, wire.peer, why)
+
+    def _turn_to(self, address: str) -> None:
+        """Joins the job where it is coordinated now, having asked another of its launchers."""
+        self._answer = Answered(False, -1)
+        try:
+            connection = connect(_parsed(address), self._secret, self._silence_s)
+        except (OSError, ValueError, HandshakeUnfinishedError, AuthenticationError) as error:
+            self._over(End(1, lost_at(address, str(error))))
+            return
+        with self._changing:
+            assert self._join is not None
+            self._listen_to(connection).send(self._join)
 
     def _seek_after(self, loss: Loss, peer: str, why: str) -> None:
         is_new = not self._seeker.is_seeking
@@ -247,9 +262,8 @@ class Follower:
         return answer is Answer.FOLLOWED
 
     def _ask(self, number: int, address: str) -> tuple[Answer, int | None]:
-        host, _, port = address.rpartition(":")
         try:
-            connection = connect((host.strip("[]"), int(port)), self._secret, _DIAL_S)
+            connection = connect(_parsed(address), self._secret, _DIAL_S)
         except ConnectionRefusedError:
             return Answer.ENDED, None
         except (OSError, ValueError, HandshakeUnfinishedError, AuthenticationError):
@@ -276,3 +290,8 @@ class Follower:
     def _over(self, end: End) -> None:
         self._is_over = True
         self._queue.put(end)
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
