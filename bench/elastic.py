@@ -14,6 +14,7 @@
 - frozen: a worker is stopped (SIGSTOP), and another is 10 times slower than the others.
 - speeds: workers of the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
 - partition: five machines are cut into three and two (as root).
+- coordinator: the launcher that coordinates three machines is killed, and a connection to it is reset (as root).
 - thin: two machines with a line of 10 Mbit/s between them (as root).
 
 For torchft: python -m venv DIR && DIR/bin/pip install torchft-nightly, then --torchft DIR/bin/python.
@@ -30,7 +31,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from elastic_cases import death, joining, networks, slow, speeds, undisturbed
+from elastic_cases import coordinators, death, joining, networks, slow, speeds, undisturbed
 from elastic_cases.options import Options, Rows
 from report import machine, parser, show
 
@@ -43,6 +44,7 @@ CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
     "frozen": slow.measure,
     "speeds": speeds.measure,
     "partition": networks.measure_partition,
+    "coordinator": coordinators.measure,
     "thin": networks.measure_thin,
 }
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from paceline.elastic import messages
-from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready, View
+from paceline.elastic.messages import LEFT_OUT, Dismissed, Finished, FromWorker, Installed, Leaving, Ready, View
 
 
 class Toy:
@@ -57,6 +57,8 @@ class Toy:
                 self.say(Installed(view.generation, 0))
             case View() if self.is_leaving:
                 sys.exit(0)
+            case View() if self.view is not None:
+                sys.exit(LEFT_OUT)
 
     def run(self) -> None:
         (self.directory / f"host-{self.uid}").write_text(os.uname().nodename)

@@ -64,14 +64,14 @@ class Launched:
         self._made = tempfile.TemporaryDirectory(prefix="paceline-bench-")
         self.directory = Path(self._made.name)
         self._commands = commands
-        self._launchers: list[Popen] = []
+        self.launchers: list[Popen] = []
         for number, command in enumerate(commands):
             words = [word.replace("{directory}", str(self.directory)) for word in command]
             with open(self.directory / f"output-{number}", "w") as output:
-                self._launchers.append(start(words, output))
+                self.launchers.append(start(words, output))
 
     def is_over(self) -> bool:
-        codes = [launcher.poll() for launcher in self._launchers]
+        codes = [launcher.poll() for launcher in self.launchers]
         if failed := [number for number, code in enumerate(codes) if code]:
             output = (self.directory / f"output-{failed[0]}").read_text()
             command, code = self._commands[failed[0]], codes[failed[0]]
@@ -84,11 +84,11 @@ class Launched:
 
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for launcher in self._launchers:
+            for launcher in self.launchers:
                 if launcher.poll() is None:
                     launcher.send_signal(number)
             deadline = time.monotonic() + _ENDING_S
-            for launcher in self._launchers:
+            for launcher in self.launchers:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     launcher.wait(max(0.0, deadline - time.monotonic()))
         for note in timeline.latest(self.directory):

@@ -60,12 +60,12 @@ def _cut(number: int) -> tuple[list[float], int, set[object]]:
         assert network.bridge is not None
         shards, nnodes = ("--shards", str(_HOSTS)), f"1:{_HOSTS}"
         with contextlib.closing(machines.elastic(network, 1, _STEPS_OF_A_CUT, *shards, nnodes=nnodes)) as job:
-            _until(job, lambda: _furthest(job, _HOSTS) >= _CUT_AFTER)
+            until(job, lambda: furthest(job, _HOSTS) >= _CUT_AFTER)
             pairs = frozenset((low, high) for low in range(_HOSTS) for high in range(low + 1, _HOSTS))
             between = frozenset(pair for pair in pairs if len(minority.intersection(pair)) == 1)
             network.bridge.set(Conditions(cut=between))
             cut_ns = time.monotonic_ns()
-            _until(job, lambda: len(jobs.results_of(job.directory)) >= len(majority))
+            until(job, lambda: len(jobs.results_of(job.directory)) >= len(majority))
             notes = timeline.read(job.directory)
             digests = {result["digest"] for result in jobs.results_of(job.directory)}
     finished = {note.pid for note in notes if note.step == _STEPS_OF_A_CUT}
@@ -92,7 +92,7 @@ def measure_thin(options: Options) -> tuple[str, Rows]:
         contextlib.closing(Network(_THIN_HOSTS, 1, 1500, _RATE, None)) as network,
         contextlib.closing(machines.elastic(network, _PER_HOST, _STEPS_OF_THIN)) as job,
     ):
-        _until(job, job.is_over)
+        until(job, job.is_over)
         notes = timeline.read(job.directory)
         digests = [result["digest"] for result in jobs.results_of(job.directory)]
     gaps = [
@@ -109,13 +109,13 @@ def measure_thin(options: Options) -> tuple[str, Rows]:
     return title, [row]
 
 
-def _furthest(job: jobs.Launched, workers: int) -> int:
+def furthest(job: jobs.Launched, workers: int) -> int:
     """Returns the number of the latest step that all of so many workers have committed; 0 until they are all there."""
     notes = timeline.latest(job.directory)
     return min(note.step for note in notes) if len(notes) == workers else 0
 
 
-def _until(job: jobs.Launched, is_done: Callable[[], bool]) -> None:
+def until(job: jobs.Launched, is_done: Callable[[], bool]) -> None:
     """Waits for a condition.
 
     Raises:

@@ -13,7 +13,6 @@ from elastic_model.launchers import Launcher
 from elastic_model.members import Violation
 from elastic_model.realm import Realm
 
-from paceline.elastic.account import Account
 from paceline.elastic.election import Loss
 from paceline.elastic.knowledge import Knowledge
 from paceline.elastic.views import Views
@@ -51,17 +50,6 @@ def without_a_quorum_in_office(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Views, "is_allowed", lambda self: True)
 
 
-def without_remembering_views(patch: pytest.MonkeyPatch) -> None:
-    first = Account.learns
-
-    def only_the_first(self: Account, knowledge: Knowledge) -> None:
-        if not self.knowledge.views:
-            first(self, knowledge)
-
-    patch.setattr(Account, "learns", only_the_first)
-    patch.setattr(Account, "passes_on", lambda self, view: None)
-
-
 def without_distinguishing_silence(patch: pytest.MonkeyPatch) -> None:
     lost = Launcher.lost
     patch.setattr(Launcher, "lost", lambda self, link, loss: lost(self, link, Loss.ENDED))
@@ -74,7 +62,6 @@ def without_growing_terms(patch: pytest.MonkeyPatch) -> None:
 MUTATIONS = [
     without_a_quorum_of_followers,
     without_a_quorum_in_office,
-    without_remembering_views,
     without_distinguishing_silence,
     without_growing_terms,
 ]

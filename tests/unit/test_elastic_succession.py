@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from paceline.elastic.account import Account
@@ -14,7 +12,7 @@ from paceline.elastic.messages import Broken, Dismissed, Installed, Ready, View
 from paceline.elastic.orders import Know, Order, Say, Tell
 from paceline.elastic.policy import Policy
 
-POLICY = Policy(max_machines=3, return_patience_s=3.0)
+POLICY = Policy(max_machines=3, return_patience_s=2.0)
 FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="0")
 PEERS = tuple(Peer(number, f"host-{number}", f"there:{number}") for number in range(3))
 KNOWN = Knowledge(1, 0, "same", FIRST.generation, (FIRST,), peers=PEERS)
@@ -86,13 +84,13 @@ def test_a_new_coordinator_goes_on_without_the_machine_that_ended():
 def test_a_machine_has_time_to_follow_the_new_coordinator():
     coordinator, orders = resumed(report(1), report(2))
     assert {each.generation for each in views(orders)} == {FIRST.generation}
-    assert views(coordinator.tick(2.9)) == []
-    assert views(coordinator.tick(3.0))[0].members == ("1.0.0", "2.0.0")
+    assert views(coordinator.tick(0.4)) == []
+    assert views(coordinator.tick(0.5))[0].members == ("1.0.0", "2.0.0")
 
 
 def test_broken_connections_end_the_wait_for_a_machine():
     coordinator, _ = resumed(report(1), report(2))
-    orders = coordinator.worker_said("1.0.0", Broken(FIRST.generation, 1, "lost 0.0.0"), 0.5)
+    orders = coordinator.worker_said("1.0.0", Broken(FIRST.generation, 1, "lost 0.0.0"), 0.1)
     assert views(orders)[0].members == ("1.0.0", "2.0.0")
 
 
@@ -227,6 +225,8 @@ def test_reports_and_knowledge_survive_the_wire():
     assert msgspec.json.decode(msgspec.json.encode(told), type=Report) == told
 
 
-def test_policies_without_patience_leave_out_at_once():
-    coordinator = Coordinator(replace(POLICY, return_patience_s=0.0), 0.0, next_term(1, 1), home="1")
-    assert views(coordinator.resume([report(1), report(2)], 0.0))[-1].members == ("1.0.0", "2.0.0")
+def test_a_machine_is_given_time_since_it_was_heard_of_last():
+    for silent_s, left_out_s in ((0.0, 2.0), (1.5, 0.5)):
+        coordinator, _ = running(m0=2, m1=1)
+        assert views(coordinator.machine_lost("1", "reset", 0.0, silent_s)) == []
+        assert views(coordinator.tick(left_out_s))[0].members == ("0.0.0", "0.1.0")

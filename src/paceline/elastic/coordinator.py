@@ -146,12 +146,19 @@ class Coordinator:
         begin_machines(self._job)
         return self._settle(now_s)
 
-    def machine_lost(self, machine: str, why: str, now_s: float) -> Orders:
-        """Notes that the machine cannot be reached. Its workers may live, and may train with others."""
+    def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        """Notes that the machine cannot be reached. Its workers may live, and may train with others.
+
+        Args:
+            machine: its name.
+            why: for the user.
+            now_s: the time.
+            silent_s: for how long nothing has been heard of it.
+        """
         found = self._roster.machines.get(machine)
         if found is None or not found.is_reachable:
             return []
-        found.is_reachable, found.lost_s = False, now_s
+        found.is_reachable, found.lost_s = False, now_s - silent_s
         self._job.say(f"{found.host} cannot be reached: {why}")
         begin_machines(self._job)
         return self._settle(now_s)

@@ -21,8 +21,9 @@ class Policy:
             known to hold it are dead.
         quorum_timeout_s: how long a coordinator that is cut off from too many members waits for them.
         join_timeout_s: how long the job waits for `min_workers`.
-        return_patience_s: how long a machine that cannot be reached is given to come back before its workers are left
-            out, unless workers report that their connections broke.
+        return_patience_s: how long after it was heard of last the workers of a machine that cannot be reached are left
+            out, unless workers report before that their connections broke.
+        follow_patience_s: how long a new coordinator gives machines to follow it, before it leaves their workers out.
     """
 
     min_workers: int = 1
@@ -36,3 +37,4 @@ class Policy:
     quorum_timeout_s: float = 120.0
     join_timeout_s: float = 600.0
     return_patience_s: float = 0.0
+    follow_patience_s: float = 0.5

@@ -42,12 +42,13 @@ def _knowledge(job: Job, home: int) -> Knowledge:
 def resume(job: Job, known: Knowledge, now_s: float) -> None:
     """Puts the job into the state that is known; the machines are yet to come back."""
     job.fingerprint = known.fingerprint or None
+    lost_s = now_s - job.policy.return_patience_s + job.policy.follow_patience_s
     for peer in known.peers:
         name = str(peer.number)
-        job.roster.machines[name] = _absent(name, peer.host, now_s, peer.address)
+        job.roster.machines[name] = _absent(name, peer.host, lost_s, peer.address)
     for uid in known.members:
         name = str(machine_of(uid))
-        machine = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", now_s))
+        machine = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
         worker = job.roster.workers[uid] = Worker(uid, machine)
         if known.is_dead(uid):
             worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
@@ -65,5 +66,5 @@ def succession(known: Knowledge, home: int) -> str:
     return f"machine {known.coordinator}, which coordinated, {state}; machine {home} coordinates from now on"
 
 
-def _absent(name: str, host: str, now_s: float, address: str = "") -> Machine:
-    return Machine(name, host, 0, is_reachable=False, has_begun=True, lost_s=now_s, address=address)
+def _absent(name: str, host: str, lost_s: float, address: str = "") -> Machine:
+    return Machine(name, host, 0, is_reachable=False, has_begun=True, lost_s=lost_s, address=address)

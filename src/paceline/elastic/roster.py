@@ -23,7 +23,7 @@ class Machine:
 
     Attributes:
         named: after its return, the workers that it has named so far.
-        lost_s: since when it cannot be reached.
+        lost_s: when it was heard of last, if it cannot be reached now.
         address: where its launcher can be reached by others.
         known: the latest view that its launcher knows of.
         told: what it was told last in case that it has to coordinate.

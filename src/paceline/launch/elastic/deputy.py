@@ -98,11 +98,11 @@ class Deputy:
                 return self._steering.ended(node, why, now_s)
             return self._gone(node, now_s)
 
-    def lost(self, node: str, why: str, now_s: float) -> Orders:
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a launcher whose connection was lost."""
         with self._changing:
             if self._steering is not None:
-                return self._steering.lost(node, why, now_s)
+                return self._steering.lost(node, why, now_s, silent_s)
             return self._gone(node, now_s)
 
     def tick(self, now_s: float) -> Orders:

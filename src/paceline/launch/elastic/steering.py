@@ -37,7 +37,7 @@ from paceline.launch.nodes.messages import (
 )
 from paceline.launch.nodes.steering import Orders
 
-_RETURN_PATIENCE_S = 3.0
+_RETURN_PATIENCE_S = 2.0  # since a machine was heard of last
 
 
 @dataclass
@@ -157,7 +157,7 @@ class ElasticSteering:
             return []
         return self._carry(self._coordinator.machine_left(str(machine.number), why, now_s))
 
-    def lost(self, node: str, why: str, now_s: float) -> Orders:
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Notes that a node's connection has ended, or that it fell silent."""
         machine = self._machines.get(node)
         if machine is None or self._end is not None:
@@ -166,7 +166,7 @@ class ElasticSteering:
         if machine.first_slot is None:
             return []
         self._away.append(machine)
-        return self._carry(self._coordinator.machine_lost(str(machine.number), why, now_s))
+        return self._carry(self._coordinator.machine_lost(str(machine.number), why, now_s, silent_s))
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""

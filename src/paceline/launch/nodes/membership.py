@@ -155,7 +155,7 @@ class Membership:
         """Removes a node whose launcher has ended."""
         return self.lost(node, why, now_s)
 
-    def lost(self, node: str, why: str, now_s: float) -> Orders:
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a node whose connection has ended, or which fell silent."""
         join = self.nodes.get(node)
         if join is None:

@@ -128,7 +128,8 @@ class MeetingServer:
         now_s = time.monotonic()
         for node in list(self._nodes.values()):
             if now_s - node.heard_s > self._silence_s:
-                self._drop(node, f"nothing was heard of it for {now_s - node.heard_s:.1f} s")
+                silent_s = now_s - node.heard_s
+                self._drop(node, f"nothing was heard of it for {silent_s:.1f} s", silent_s=silent_s)
 
     def _carry(self, orders: Orders) -> None:
         for name, order in orders:
@@ -145,12 +146,15 @@ class MeetingServer:
         except OSError as error:
             self._drop(node, str(error))
 
-    def _drop(self, node: _Node, why: str, has_ended: bool = False) -> None:
+    def _drop(self, node: _Node, why: str, has_ended: bool = False, silent_s: float = 0.0) -> None:
         if self._nodes.pop(node.name, None) is None:
             return
         self._part(node)
-        noticed = self._steering.ended if has_ended else self._steering.lost
-        self._carry(noticed(node.name, why, time.monotonic()))
+        now_s = time.monotonic()
+        if has_ended:
+            self._carry(self._steering.ended(node.name, why, now_s))
+        else:
+            self._carry(self._steering.lost(node.name, why, now_s, silent_s))
 
     def _part(self, node: _Node) -> None:
         """Closes a connection; the other side, if it lives, must not take that for the end of this launcher."""

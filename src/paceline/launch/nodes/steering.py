@@ -22,8 +22,8 @@ class Steering(Protocol):
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has ended, and its workers with it."""
 
-    def lost(self, node: str, why: str, now_s: float) -> Orders:
-        """Removes a node whose connection was lost, or which fell silent; its workers may live."""
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        """Removes a node whose connection was lost, or which was silent for `silent_s`; its workers may live."""
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""

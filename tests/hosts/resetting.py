@@ -1,0 +1,29 @@
+"""Connections of a process to other machines that are reset, as by a firewall that forgets them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+
+_PIDFD_GETFD = 438  # the number of the system call, on every architecture
+
+
+def reset_connections(pid: int) -> None:
+    """Resets the connections of a process to other machines, at both ends."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                    _reset(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, int(name), 0))
+    finally:
+        os.close(pidfd)
+
+
+def _reset(fd: int) -> None:
+    with socket.socket(fileno=fd) as connection:
+        connection.getpeername()  # raises an OSError for one that listens
+        if connection.family == socket.AF_INET and connection.getsockname()[0] != connection.getpeername()[0]:
+            ctypes.CDLL(None).connect(fd, bytes(16), 16)  # to the family AF_UNSPEC: the kernel resets the connection
