@@ -25,7 +25,7 @@ _SAYS = "coordinates from now on"
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table of machines that lose their coordinator with its workers, and of one that loses the way there."""
+    """Returns the table of machines that lose their coordinator, or the connection to it."""
     title = f"{_HOSTS} machines with a worker each, and the launcher that coordinates them"
     if os.geteuid() != 0:
         return title, [{"event": machines.NEEDS_ROOT}]

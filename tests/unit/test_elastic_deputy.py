@@ -104,3 +104,9 @@ def test_a_follower_that_goes_away_does_not_count():
     follows(stands, 2, now_s)
     stands.lost("node-2", "reset", now_s)
     assert stands.tick(now_s + 0.45) == [] and not stands.coordinates
+
+
+def test_what_is_no_report_gets_no_answer():
+    stands = deputy()
+    stands.stand(1, 0.5)
+    assert stands.reported("node-1", Follow("hello"), time.monotonic()) == []

@@ -6,12 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from paceline.elastic.election import Candidacy
-from paceline.elastic.knowledge import Report as MachineReport
 from paceline.launch.elastic.options import ElasticOptions
-from paceline.launch.elastic.steering import ElasticSteering
+from paceline.launch.elastic.steering import ElasticSteering, report_in
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Order, Report
 from paceline.launch.nodes.steering import Orders
@@ -84,7 +81,9 @@ class Deputy:
             self._said.append((node, report))
             if not isinstance(report, Follow):
                 return []
-            body = msgspec.json.decode(report.body, type=MachineReport)
+            body = report_in(report)
+            if body is None:
+                return []
             self._nodes = {name: number for name, number in self._nodes.items() if number != body.number}
             self._nodes[node] = body.number
             self._candidacy.follows(body, now_s)

@@ -27,6 +27,7 @@ from paceline.launch.nodes.messages import (
     Join,
     Know,
     Knows,
+    Leave,
     Order,
     Report,
     Slots,
@@ -44,7 +45,7 @@ from paceline.security.handshake import HandshakeUnfinishedError
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
-_SAY_AFTER_S = 2.0
+_SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {Lost.ENDED: Loss.ENDED, Lost.RESET: Loss.RESET, Lost.SILENT: Loss.SILENT}
 
 
@@ -72,7 +73,8 @@ class Follower:
         self._answered = threading.Event()
         self._answer = Answered(False, -1)
         self._is_over = False
-        self._is_asking = False
+        self._is_asking = self._is_leaving = False
+        self._say_at_s = 0.0
         self._leads = False  # whom this launcher follows has coordinated since
         self._was_dropped = False
         self._leader = -1
@@ -96,6 +98,8 @@ class Follower:
             self._note(report)
             if self._wire is not None:
                 self._wire.send(report)
+            if self._is_leaving and self._seeker.is_seeking:
+                self._over(End(1))  # there is nobody to take leave of
 
     def receive(self) -> list[Order]:
         """Returns the orders that have come."""
@@ -137,6 +141,8 @@ class Follower:
                 account.ended(uid, how, exit_code)
             case Slots(count):
                 account.slots = count
+            case Leave():
+                self._is_leaving = True
 
     def _on_order(self, wire: Wire, order: Order) -> None:
         """Takes an order; what it says about views is noted before any worker hears of it."""
@@ -187,13 +193,13 @@ class Follower:
             if self._account.number < 0 and self._answer.address:
                 threading.Thread(target=self._turn_to, args=(self._answer.address,), daemon=True).start()
                 return
-            if self._account.number < 0 or not self._account.knowledge.views:
+            if self._is_leaving or self._account.number < 0 or not self._account.knowledge.views:
                 self._over(End(1, lost_at(wire.peer, why)))
                 return
             loss = Loss.DROPPED if self._was_dropped else _LOSSES[how]
             if not self._leads and loss in (Loss.ENDED, Loss.RESET):
                 loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
-            self._seek_after(loss, wire.peer, why)
+            self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
     def _turn_to(self, address: str) -> None:
         """Joins the job where it is coordinated now, having asked another of its launchers."""
@@ -212,12 +218,12 @@ class Follower:
         self._seeker.lost(self._leader, loss, time.monotonic())
         self._deputy.follows(-1, "")
         if is_new:
+            self._say_at_s = time.monotonic() + _SAY_AFTER_S
             self._queue.put(Wait(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on"))
         threading.Thread(target=self._seek, name="paceline-seek", daemon=True).start()
 
     def _seek(self) -> None:
         """Looks for a coordinator until this launcher follows one, or a candidate."""
-        said, began_s = "", time.monotonic()
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
                 known = self._account.knowledge
@@ -228,10 +234,9 @@ class Follower:
                     self._over(End(1, f"no coordinator was found for {self._seeks_s:.0f} s ({self._attempts(known)})"))
                     return
                 case Pause(for_s):
-                    attempts = self._attempts(known)
-                    if attempts != said and time.monotonic() - began_s > _SAY_AFTER_S:
-                        said = attempts
-                        self._queue.put(Wait(f"still looking for a coordinator: {attempts}"))
+                    if time.monotonic() >= self._say_at_s:
+                        self._say_at_s = time.monotonic() + _SAY_AGAIN_S
+                        self._queue.put(Wait(f"still looking for a coordinator: {self._attempts(known)}"))
                     self._closed.wait(for_s)
                 case Try(number, stand_s):
                     if stand_s:

@@ -222,12 +222,11 @@ class ElasticSteering:
 
     def _returned(self, node: str, follow: Follow, now_s: float) -> Orders:
         """Takes in a machine that was out of reach, or followed another launcher."""
-        join = self._returning.pop(node, None)
-        if join is None:
+        join, report = self._returning.pop(node, None), report_in(follow)
+        if join is None or report is None:
             return []
         if self._end is not None:
             return [(node, self._end)]
-        report = msgspec.json.decode(follow.body, type=MachineReport)
         for before in [each for each, machine in self._machines.items() if machine.number == report.number]:
             del self._machines[before]
         self._away = [each for each in self._away if each.number != report.number]
@@ -308,6 +307,14 @@ class ElasticSteering:
             return []
         self._end = End(end.code, end.reason, shortened(self._failures) if end.code else ())
         return [(node, self._end) for node in self._machines]
+
+
+def report_in(follow: Follow) -> MachineReport | None:
+    """Returns a machine's report; None if it is none, so that the machine gets no answer."""
+    try:
+        return msgspec.json.decode(follow.body, type=MachineReport)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return None
 
 
 def _bracketed(address: str) -> str:
