@@ -3,6 +3,7 @@
 `Realm(seed).run()` plays one schedule. Workers, rounds and views are those of `world.py`; here every machine has a
 launcher that can coordinate, and links that delay, are cut, heal and are reset. What is checked, besides one history:
 - each number of a view has one list of members, and each term one coordinator;
+- no two views have results at the same time;
 - if all cuts heal, and no machine is lost for ever, the job comes to its end.
 """
 
@@ -23,37 +24,64 @@ SILENT_S = 2.0
 FAULTS = (
     *("kill", "kill", "kill newest", "freeze", "leave", "reset", "cut", "cut", "cut control", "split", "split"),
     *("crash coordinator", "crash coordinator", "crash", "power", "reset links", "reset links", "shrink"),
+    *("freeze machine", "split at view", "split at view"),
 )  # fmt: skip
 LASTING = {"power", "crash", "crash coordinator"}
-TEARING = {"cut", "split"}  # workers may be unable to reach each other while the coordinator reaches all of them
+TEARING = {
+    "cut",
+    "split",
+    "split at view",
+}  # workers may be unable to reach each other while the coordinator reaches all of them
 
 
 class RealmGroup(Group):
     """The connections of a view, whose members meet in the store of the launcher that gave it."""
 
-    __slots__ = ()
+    __slots__ = ("decided_s", "met_s")
+
+    def __init__(self, world: World, view: View) -> None:
+        super().__init__(world, view)
+        self.met_s = self.decided_s = -1.0  # when all members came, and when they had a result last
 
     def arrive(self, member: Member) -> None:
         realm = self.world
         assert isinstance(realm, Realm)
-        if realm.reaches_store(member.site, self.view):
-            super().arrive(member)
-        else:
+        if not realm.reaches_store(member.site, self.view):
             realm.later(0.05, member, member.broke, self, "the store is gone")
+            return
+        super().arrive(member)
+        if len(self.arrived) == len(self.view.members):
+            self.met_s = realm.now_s
+
+    def contribute(self, member: Member) -> None:
+        """Checks that no other view has a result while the members of this one are together."""
+        round_, realm = member.round, self.world
+        assert isinstance(realm, Realm)
+        super().contribute(member)
+        if self.has_failed or len(self.contributions[round_]) < len(self.view.members):
+            return
+        self.decided_s = realm.now_s
+        for other in realm.groups.values():
+            if other is not self and isinstance(other, RealmGroup) and other.decided_s > self.met_s:
+                raise Violation(f"two views at once: {self.view} and {other.view}; {realm.story()}")
 
 
 class Realm(World):
     """One schedule."""
 
-    informs = True  # mutation: without it, a view counts before the other launchers know of it
-
-    def __init__(self, seed: int, faults: list[tuple[int, str]] | None = None, slots: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: list[tuple[int, str]] | None = None,
+        slots: list[int] | None = None,
+        rounds: int | None = None,
+    ) -> None:
         super().__init__(seed, 1, [])
         random = self.random
         self.heap.clear()
         self.sites.clear()
         slots = slots or [random.choice((1, 1, 2)) for _ in range(random.choice((2, 3, 3, 4, 5)))]
-        self.rounds = random.randint(2, 8) * self.batch
+        self.rounds = rounds or random.randint(2, 8) * self.batch
         self.policy = Policy(
             min_workers=random.randint(1, max(1, sum(slots) // 2)),
             max_machines=9,
@@ -65,6 +93,7 @@ class Realm(World):
         self.terms: dict[int, int] = {}
         self.elections = 0
         self.is_lasting = self.was_torn = False
+        self.splits_at_view = False  # the next forced view's coordinator is cut off before anybody hears of the view
         for at, count in enumerate(slots):
             site = Site(str(at), count, 6)
             self.sites[site.name] = site
@@ -240,6 +269,10 @@ class Realm(World):
                 raise Violation(f"two views have the number {view.generation}: {self.story()}")
             if self.terms.get(view.generation >> 32) is None:
                 raise Violation(f"{view} has the term of nobody: {self.story()}")
+            if self.splits_at_view and not view.is_planned:
+                self.splits_at_view = False
+                others = [each.site for each in self.launchers.values() if each is not launcher]
+                self.cut([(launcher.site, each) for each in others], 2)
         if self.log is not None and isinstance(order, (Say, Tell, End)):
             self.log.append(f"{self.now_s:9.4f} {launcher.number:8} ORDERS {order}")
 
@@ -284,10 +317,17 @@ class Realm(World):
             living[-1].exit(-9)
         elif kind == "freeze" and living:
             freeze(self, random.choice(living), random.choice((0.5, 3.0, 8.0)))
+        elif kind == "freeze machine" and living:
+            site, for_s = random.choice(living).site, random.choice((3.0, 8.0))
+            for each in living:
+                if each.site is site:
+                    freeze(self, each, for_s)
         elif kind == "leave" and living:
             random.choice(living).asked_to_leave()
         elif kind == "reset" and self.groups:
             self.groups[max(self.groups)].fail()
+        elif kind == "split at view":
+            self.splits_at_view = True
         elif kind in ("cut", "cut control") and len(up) > 1:
             one, other = random.sample(up, 2)
             self.cut([(one.site, other.site)], 2 if kind == "cut" else 1)

@@ -42,6 +42,21 @@ def test_no_schedule_has_two_truths(block):
     assert well > 0.9 * BLOCK
 
 
+CUT_OFF_AS_IT_DECIDES = ([(20, "split at view"), (60, "freeze machine")], [1, 1, 1], 60)
+
+
+def test_a_coordinator_that_is_cut_off_as_it_decides():
+    for seed in range(100):
+        Realm(seed, *CUT_OFF_AS_IT_DECIDES).run()
+
+
+def test_the_schedules_notice_views_that_others_do_not_know(monkeypatch):
+    monkeypatch.setattr(Views, "is_known", lambda self: True)
+    with pytest.raises(Violation, match="two views at once"):
+        for seed in range(300):
+            Realm(seed, *CUT_OFF_AS_IT_DECIDES).run()
+
+
 def without_a_quorum_of_followers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Knowledge, "allows", lambda self, reached: True)
 
