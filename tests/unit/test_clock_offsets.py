@@ -65,7 +65,7 @@ class Welcoming:
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         return []
 
-    def lost(self, node: str, why: str, now_s: float) -> Orders:
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         return []
 
     def tick(self, now_s: float) -> Orders:
@@ -78,7 +78,7 @@ def test_a_launcher_measures_a_clock_that_was_shifted():
     server = MeetingServer(listener, None, Welcoming(), 5.0)
     client = dial(server.address, None, 10.0, 5.0, print)
     try:
-        client._clock_ns = lambda: time.monotonic_ns() - shift_ns
+        client._wire._clock_ns = lambda: time.monotonic_ns() - shift_ns
         deadline_s = time.monotonic() + 10
         while (known := client.clock_offset()) is None:
             assert time.monotonic() < deadline_s, "no answer came"

@@ -13,7 +13,7 @@ from paceline.launch.elastic.steering import ElasticSteering
 from paceline.launch.job import Job
 from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.membership import Policy
-from paceline.launch.nodes.remote_client import dial
+from paceline.launch.nodes.remote_client import connect_in_time
 from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.steering import Steering
 from paceline.store.tcp import PortInUseError, listen
@@ -38,7 +38,8 @@ def join_elastic(
     deputy = Deputy(policy, options, cast("ElasticSteering | None", steering))
     server = _serve(listener, secret, deputy, rendezvous.silence_s) if listener is not None else None
     try:
-        connection = dial(server.address if server is not None else address, secret, rendezvous.join_timeout_s, say)
+        meeting = server.address if server is not None else address
+        connection = connect_in_time(meeting, secret, rendezvous.join_timeout_s, say)
         own = rendezvous.local_address or str(connection.getsockname()[0]).partition("%")[0]
         if server is None:
             server = _serve(_listen(own, address[1], secret), secret, deputy, rendezvous.silence_s)

@@ -13,7 +13,7 @@ from paceline.errors import StoreConnectionError
 from paceline.launch.job import Job, RendezvousOptions
 from paceline.launch.nodes.client import LocalClient, MeetingClient
 from paceline.launch.nodes.membership import Membership, Policy
-from paceline.launch.nodes.remote_client import RemoteClient, dial
+from paceline.launch.nodes.remote_client import dial
 from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.steering import Steering
 from paceline.routes import ELSEWHERE, source_address
@@ -88,7 +88,7 @@ def open_meeting(
         server = MeetingServer(listener, secret, steering, options.silence_s)
         address = server.address
     try:
-        client = RemoteClient(dial(address, secret, options.join_timeout_s, say), options.silence_s)
+        client = dial(address, secret, options.join_timeout_s, options.silence_s, say)
     except BaseException:
         if server is not None:
             server.close(0.0)

@@ -249,20 +249,7 @@ Report = (
     | Follow
     | Knows
 )
-Order = (
-    Start
-    | Stop
-    | Wait
-    | End
-    | Alive
-    | TellTime
-    | Begin
-    | TellWorker
-    | StopReplacing
-    | Know
-    | Answered
-    | Dropped
-)
+Order = Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing | Know | Answered | Dropped
 Message = Report | Order
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}

@@ -99,7 +99,16 @@ def lost_at(peer: str, why: str) -> str:
     return f"the launcher at {peer}, where the machines meet, was lost: {why}"
 
 
-def dial(address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]) -> socket.socket:
+def dial(
+    address: tuple[str, int], secret: bytes | None, timeout_s: float, silence_s: float, say: Callable[[str], None]
+) -> RemoteClient:
+    """Returns a client of the meeting, as soon as it is served; see `connect_in_time`."""
+    return RemoteClient(connect_in_time(address, secret, timeout_s, say), silence_s)
+
+
+def connect_in_time(
+    address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
+) -> socket.socket:
     """Connects as soon as the meeting is served; if that takes long, `say` tells the user what the launcher waits for.
 
     Raises:
