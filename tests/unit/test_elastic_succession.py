@@ -75,7 +75,7 @@ def test_a_new_coordinator_leaves_a_view_alone_that_all_are_in():
     assert coordinator.deadline_s is None
 
 
-def test_a_new_coordinator_goes_on_without_the_machine_that_ended():
+def test_a_new_coordinator_goes_on_without_a_dead_machine():
     known = msgspec.structs.replace(KNOWN, ended=(0,))
     _, orders = resumed(report(1, known=known), report(2))
     assert views(orders)[-1].members == ("1.0.0", "2.0.0") and views(orders)[-1].store == "1"

@@ -13,12 +13,17 @@ from paceline.launch.nodes.join_token import Token, TokenError
 from paceline.launch.nodes.messages import (
     LARGEST,
     Alive,
+    Answered,
     AskTime,
     Begin,
+    Dropped,
     End,
     Failed,
+    Follow,
     Inbox,
     Join,
+    Know,
+    Knows,
     MessageError,
     Slots,
     Start,
@@ -41,6 +46,11 @@ MESSAGES = [
     Alive(),
     AskTime(1 << 62),
     TellTime(5, 1 << 62),
+    Follow("{}"),
+    Knows(1 << 48),
+    Know("{}"),
+    Answered(False, -1, "10.0.0.1:29400"),
+    Dropped(),
     Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
     Failed(2, FAILURE),
     Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),
@@ -66,7 +76,7 @@ def test_a_message_arrives_as_it_was_sent_however_it_is_cut(message):
 
 
 def test_a_join_of_another_version_is_partly_understood():
-    join = MESSAGES[1]
+    join = next(each for each in MESSAGES if isinstance(each, Join))
     content = {**json.loads(encode(join)[4:]), "version": "9.8.7", "colour": "blue"}
     decoded = decode(json.dumps(content).encode())
     assert isinstance(decoded, Join) and decoded.version == "9.8.7" and decoded.host == "h0"
