@@ -39,8 +39,6 @@ FAILURE = Failure(
 )
 MESSAGES = [
     Alive(),
-    AskTime(1 << 62),
-    TellTime(5, 1 << 62),
     Join("h0", 5, "10.0.0.1", 1234, 8, "trainer", None, True),
     Failed(2, FAILURE),
     Stopped(2, 999, (FAILURE, Failure(1, 2, 7, 3.0, None, "h2"))),
@@ -54,6 +52,8 @@ MESSAGES = [
     Begin(1, 4, 8, "id", "tcp:10.0.0.1:4000"),
     TellWorker("0.1.0", "{}"),
     StopReplacing("the job is done"),
+    AskTime(1 << 62),
+    TellTime(5, 1 << 62),
 ]
 
 
