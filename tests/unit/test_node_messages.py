@@ -64,6 +64,8 @@ MESSAGES = [
     Begin(1, 4, 8, "id", "tcp:10.0.0.1:4000"),
     TellWorker("0.1.0", "{}"),
     StopReplacing("the job is done"),
+    AskTime(1 << 62),
+    TellTime(5, 1 << 62),
 ]
 
 

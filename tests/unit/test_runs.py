@@ -82,7 +82,7 @@ def test_a_job_whose_launcher_is_gone_is_lost(tmp_path):
     assert [each.state for each in list_runs(tmp_path)] == [State.LOST, State.LOST]
 
 
-def test_with_a_log_directory_the_recordings_lie_beside_the_output(tmp_path, script):
+def test_recordings_lie_beside_the_output_in_a_log_directory(tmp_path, script):
     program = script("import paceline; paceline.log(loss=1); print('said')")
     assert run("--nproc-per-node=1", "--log-dir", str(tmp_path / "logs"), "--rdzv-id=job", program).returncode == 0
     directory = tmp_path / "logs" / "job"

@@ -96,6 +96,17 @@ def test_numbers_are_counters_and_buckets_may_overlap():
     ]
 
 
+def test_workers_that_had_the_same_rank_are_apart():
+    recordings = [
+        replace(a_recording(0, [a_call(0, "barrier", at)], []), pid=300, worker=f"0.0.{at}") for at in (0, 1, 2)
+    ]
+    trace = trace_of(recordings)
+    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    assert [each["pid"] for each in spans] == [0, 300, 301]
+    names = [each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"]
+    assert names[1] == "worker 0.0.1, last rank 0 (host, pid 300)"
+
+
 def test_a_profile_of_torch_is_on_the_same_axis():
     recording = a_recording(0, [a_call(0, "barrier", 0)], [])
     time_of_day_us = 1_000_000 * MS / 1000

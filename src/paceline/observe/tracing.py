@@ -34,7 +34,8 @@ def trace_of(
     """
     events: list[TraceEvent] = []
     day_ns = recordings[0].day_ns if recordings else 0
-    axes = [_Axis(recording, day_ns) for recording in recordings if recording.clock.pairs]
+    processes = _numbered([recording for recording in recordings if recording.clock.pairs])
+    axes = [_Axis(number, recording, day_ns) for number, recording in processes.items()]
     for axis in axes:
         events += _of_process(axis)
     events += _arrows(axes)
@@ -51,10 +52,10 @@ def trace_of(
 class _Axis:
     """Places one process's entries on the trace's axis."""
 
-    def __init__(self, recording: Recording, day_ns: int) -> None:
+    def __init__(self, pid: int, recording: Recording, day_ns: int) -> None:
+        self.pid = pid  # in the trace
         self.recording = recording
         self._day_ns = day_ns
-        self.pid = recording.rank if recording.rank is not None else recording.pid
         self._until_ns = recording.written_ns or recording.started_ns
 
     def us(self, time_ns: int) -> float:
@@ -79,9 +80,21 @@ class _Axis:
         ]
 
 
+def _numbered(recordings: Sequence[Recording]) -> dict[int, Recording]:
+    """Returns the recordings by their ranks, or by other numbers where several workers have had one rank."""
+    numbered: dict[int, Recording] = {}
+    for recording in recordings:
+        number = recording.pid if recording.rank is None or recording.rank in numbered else recording.rank
+        while number in numbered:
+            number += 1
+        numbered[number] = recording
+    return numbered
+
+
 def _of_process(axis: _Axis) -> list[TraceEvent]:
     recording = axis.recording
-    title = f"rank {recording.rank} ({recording.host}, pid {recording.pid})"
+    who = f"worker {recording.worker}, last rank" if recording.worker else "rank"
+    title = f"{who} {recording.rank} ({recording.host}, pid {recording.pid})"
     events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": axis.pid, "args": {"name": title}}]
     events += axis.row_name(_STEPS, "steps") + axis.row_name(_BUCKETS, "buckets")
     for serial, group in recording.groups.items():
