@@ -1,6 +1,7 @@
 // Bindings of the mesh, host groups and shared tensors for paceline.engine.
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <system_error>
@@ -11,6 +12,7 @@
 #include "call/completion_counter.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
+#include "reduce/finite.hpp"
 
 namespace nb = nanobind;
 
@@ -154,6 +156,17 @@ void reduce(std::uintptr_t out, const std::vector<std::uintptr_t>& sources, std:
     kernel(reinterpret_cast<void*>(out), from.data(), static_cast<int>(from.size()), count, divisor);
 }
 
+// Returns the index of the first piece that has NaN or infinity among its first `most_bytes`, or -1.
+int first_not_finite(const FlatPieces& pieces, int dtype, std::size_t most_bytes) {
+    const nb::gil_scoped_release release;
+    for (std::size_t i = 0; i + 1 < pieces.size(); i += 2) {
+        const std::size_t nbytes = std::min(static_cast<std::size_t>(pieces[i + 1]), most_bytes);
+        if (!are_finite(reinterpret_cast<const void*>(pieces[i]), nbytes, static_cast<DType>(dtype)))
+            return static_cast<int>(i / 2);
+    }
+    return -1;
+}
+
 }  // namespace
 
 void register_engine(nb::module_& module) {
@@ -208,6 +221,7 @@ void register_engine(nb::module_& module) {
     module.def("simd_level", &simd_level);
     module.def("reduce", &reduce, nb::arg("out"), nb::arg("sources"), nb::arg("count"), nb::arg("dtype"),
                nb::arg("reduce_op"), nb::arg("divisor"));
+    module.def("first_not_finite", &first_not_finite, nb::arg("pieces"), nb::arg("dtype"), nb::arg("most_bytes"));
     module.def("reduces", [](int dtype, int reduce_op) {
         return find_reduction(static_cast<DType>(dtype), static_cast<ReduceOp>(reduce_op)) != nullptr;
     });

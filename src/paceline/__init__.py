@@ -118,6 +118,7 @@ _PUBLIC = {
     "paceline.parallel.data_parallel": ("DataParallel", "data_parallel"),
     "paceline.parallel.ddp.module": ("DistributedDataParallel", "DistributedDataParallelCPU"),
     "paceline.parallel.ddp.fused_step": ("apply_optimizer_in_backward",),
+    "paceline.parallel.health.replicas": ("check_replicas",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
     "paceline.elastic.dealings": ("ViewChange",),
@@ -128,7 +129,8 @@ _PUBLIC = {
     "paceline.parallel.zero.grad_scaler": ("GradScaler",),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # what a job records
-    "paceline.record.spans": ("log", "span"),
+    "paceline.record.spans": ("span",),
+    "paceline.record.values": ("log",),
     # launcher
     "paceline.launch.spawn": ("notebook_launch", "spawn"),
     # errors
@@ -144,6 +146,7 @@ _PUBLIC = {
         "PeerLostError",
         "RendezvousError",
         "RendezvousTimeoutError",
+        "ReplicasDifferError",
         "StoreConnectionError",
         "StoreError",
         "StoreQueueEmptyError",

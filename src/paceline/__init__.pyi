@@ -40,6 +40,7 @@ from paceline.errors import PacelineError as PacelineError
 from paceline.errors import PeerLostError as PeerLostError
 from paceline.errors import RendezvousError as RendezvousError
 from paceline.errors import RendezvousTimeoutError as RendezvousTimeoutError
+from paceline.errors import ReplicasDifferError as ReplicasDifferError
 from paceline.errors import StoreConnectionError as StoreConnectionError
 from paceline.errors import StoreError as StoreError
 from paceline.errors import StoreQueueEmptyError as StoreQueueEmptyError
@@ -127,6 +128,7 @@ from paceline.parallel.ddp.fused_step import apply_optimizer_in_backward as appl
 from paceline.parallel.ddp.hook import GradBucket as GradBucket
 from paceline.parallel.ddp.module import DistributedDataParallel as DistributedDataParallel
 from paceline.parallel.ddp.module import DistributedDataParallelCPU as DistributedDataParallelCPU
+from paceline.parallel.health.replicas import check_replicas as check_replicas
 from paceline.parallel.join import Join as Join
 from paceline.parallel.join import Joinable as Joinable
 from paceline.parallel.join import JoinHook as JoinHook
@@ -136,8 +138,8 @@ from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.parallel.zero.grad_scaler import GradScaler as GradScaler
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-from paceline.record.spans import log as log
 from paceline.record.spans import span as span
+from paceline.record.values import log as log
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore

@@ -128,6 +128,17 @@ class GroupAbortedError(CollectiveError):
         self.rank = rank
 
 
+class ReplicasDifferError(PacelineError):
+    """Ranks do not hold the same parameters, buffers, optimizer's state or random state.
+
+    Attributes: `ranks` (in the default group) that differ from the majority, or all if there is none.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class WorkerError(PacelineError):
     """A worker started by `paceline.spawn` failed; the message ends with its traceback.
 

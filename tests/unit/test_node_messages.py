@@ -44,8 +44,6 @@ FAILURE = Failure(
 )
 MESSAGES = [
     Alive(),
-    AskTime(1 << 62),
-    TellTime(5, 1 << 62),
     Follow("{}"),
     Knows(1 << 48),
     Know("{}"),

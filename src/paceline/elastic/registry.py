@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from paceline.group.exchange import as_memory
+from paceline.parallel.digests import memory_of
 
 _WINDOWS = 16  # the rolling digest goes through the whole state once in so many rounds
 
@@ -82,7 +82,7 @@ class Registry:
         total = hashlib.sha256()
         state = self.capture()
         for leaf in _leaves([state["parameters"], state["buffers"], state["others"]]):
-            total.update(_memory(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+            total.update(memory_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
         return total.hexdigest()
 
     def rolling_digest(self, round_number: int) -> int:
@@ -97,7 +97,7 @@ class Registry:
         for tensor, size in zip(tensors, sizes, strict=True):
             first, last = max(start - at, 0), min(stop - at, size)
             if first < last:
-                total.update(_memory(tensor)[first:last])
+                total.update(memory_of(tensor)[first:last])
             at += size
         return total.intdigest() >> 1
 
@@ -117,14 +117,6 @@ def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterato
             yield from (group["params"] for group in each.param_groups)
 
 
-def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest (XXH3, 63 bits) of tensors."""
-    total = xxhash.xxh3_64(seed=0)
-    for tensor in tensors:
-        total.update(_memory(tensor))
-    return total.intdigest() >> 1
-
-
 def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(mine, given, strict=True):
         tensor.copy_(value)
@@ -141,10 +133,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor, or of a contiguous copy of it, without another copy."""
-    flat = tensor.detach().contiguous()
-    kept = as_memory(flat)
-    return kept if flat.data_ptr() == tensor.data_ptr() else memoryview(bytes(kept))

@@ -24,11 +24,12 @@ from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
 from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, Ready, View
-from paceline.elastic.registry import Registry, digest_of
+from paceline.elastic.registry import Registry
 from paceline.elastic.speeds import even_counts, fair_counts, smoothed
 from paceline.elastic.vote import Ballot, OthersOutvotedError, OutvotedError, vote
 from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
+from paceline.parallel.digests import digest_of
 from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
 from paceline.parallel.sharded.tree import Node, add_up
 from paceline.record.names import EventKind

@@ -74,6 +74,8 @@ class EventKind(IntEnum):
     | DATA_WAIT | the loader's class | the batch's number | |
     | VIEW_CHANGE | what happened | the new view's generation | its number of workers |
     | RECOMPUTE | | how many runs of shards are computed for members that were lost | |
+    | NOT_FINITE | of a gradient, or of a logged number | the step | how many gradients |
+    | DIFFERENCE | of what differs first between replicas | the step | the first rank that differs |
     | CHECKPOINT | `send` or `receive`: an elastic job's state | | |
 
     A bucket starts when its last gradient is ready, is sent at `Event.sent_ns`, and ends when the average is there.
@@ -90,3 +92,5 @@ class EventKind(IntEnum):
     VIEW_CHANGE = 9
     RECOMPUTE = 10
     CHECKPOINT = 11
+    NOT_FINITE = 12
+    DIFFERENCE = 13

@@ -19,7 +19,7 @@ _BOOT_FILE = "/proc/sys/kernel/random/boot_id"
 _TIME_NAMESPACE_FILE = "/proc/self/ns/time"
 
 _has_tried = False
-_is_identified = False
+_rank: int | None = None
 
 
 def begin() -> None:
@@ -44,15 +44,20 @@ def begin_once() -> None:
 
 def identify(rank: int, world_size: int) -> None:
     """Notes that this process is that rank of so many."""
-    global _is_identified
-    _is_identified = True
+    global _rank
+    _rank = rank
     _core.identify_recording(rank, world_size)
 
 
 def identify_once(rank: int, world_size: int) -> None:
     """Notes what this process is unless that is known already."""
-    if not _is_identified:
+    if _rank is None:
         identify(rank, world_size)
+
+
+def known_rank() -> int | None:
+    """Returns this process's rank, None before it has one."""
+    return _rank
 
 
 def open_group(name: str, engine: str, identity: int, rank: int, ranks: Sequence[int]) -> int:
@@ -86,8 +91,8 @@ def _time_namespace() -> int:
 
 
 def _forget_in_child() -> None:
-    global _is_identified
-    _is_identified = False
+    global _rank
+    _rank = None
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

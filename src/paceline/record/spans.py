@@ -1,4 +1,4 @@
-"""What a program, and every layer of Paceline, says of what it is doing: spans and numbers."""
+"""What a program, and every layer of Paceline, says of what it is doing: spans and events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from paceline import _core
 from paceline.record.names import EventKind
@@ -78,29 +78,6 @@ class span:  # noqa: N801  # it is used as a function, and in `with` statements,
         return cast(_Function, record_coroutine if inspect.iscoroutinefunction(function) else record)
 
 
-def log(**values: SupportsFloat) -> None:
-    """Records numbers by their names, such as the loss and the learning rate, with the current step.
-
-    Numbers and tensors of one element are converted to a double at once. For a tensor on a GPU that waits until the GPU
-    has computed it; a loop that must not wait logs such values every few steps.
-
-        paceline.log(loss=loss, lr=scheduler.get_last_lr()[0])
-
-    Raises:
-        TypeError: a value is no number and no tensor of one element.
-    """
-    for name, value in values.items():
-        detach = getattr(value, "detach", None)
-        try:
-            number = float(value if detach is None else detach())
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"paceline.log: {name} is a {type(value).__name__} that cannot be one number ({error}); pass a number "
-                "or a tensor of one element"
-            ) from None
-        _core.record_value(number_of(name), number)
-
-
 class Recorded:
     """A span of Paceline's own, of another kind than the user's; it is used by one thread at a time."""
 
@@ -124,6 +101,11 @@ class Recorded:
 def begin_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> int:
     """Begins an event, which `_core.record_end` ends by the stamp that this returns."""
     return _core.record_begin(kind, number_of(name) if name else 0, first, second)
+
+
+def note_event(kind: int, name: str = "", first: int = 0, second: int = 0) -> None:
+    """Records something that has no duration."""
+    _core.record_end(begin_event(kind, name, first, second))
 
 
 os.register_at_fork(after_in_child=_numbers.clear)

@@ -15,6 +15,7 @@ from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliase
 from paceline.parallel.ddp.hook import CommHook, HookedWork
 from paceline.parallel.ddp.same_batches import SameBatches
 from paceline.parallel.ddp.sparse import average_sparse
+from paceline.parallel.health.module_checks import ModuleChecks
 from paceline.parallel.recorded import RecordedBuckets
 
 
@@ -25,12 +26,21 @@ class Averager:
         gradients: the gradients of a module.
         group: the ranks.
         compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
+        checks: looks at the gradients, and is told of each averaged backward.
     """
 
-    def __init__(self, gradients: GradientBuckets, group: ProcessGroup, *, compares_batches: bool = True) -> None:
+    def __init__(
+        self,
+        gradients: GradientBuckets,
+        group: ProcessGroup,
+        *,
+        compares_batches: bool = True,
+        checks: ModuleChecks | None = None,
+    ) -> None:
         # - How gradients are averaged
         self._gradients = gradients
         self._group = group
+        self._checks = checks
         self.comm_hook: CommHook | None = None  # the hook that averages instead of the engine
         self.scale = 1.0  # the factor of averages: within `join`, not all ranks may count
         on_cpu = all(param.is_cpu for param in gradients.params)
@@ -85,6 +95,8 @@ class Averager:
         sparse = self._gradients.active_sparse()
         if len(memories) != len(rest) or any(param.grad is None for param in sparse):
             self._finish()
+            if self._checks is not None:
+                self._checks.forget()
             return False
         if have_aliases(memories):
             # On another rank, with a batch of another size, they may not, and all ranks must reduce the same.
@@ -96,6 +108,8 @@ class Averager:
         if sparse:
             average_sparse(sparse, self._group, self.scale)
         self._finish()
+        if self._checks is not None:
+            self._checks.end()
         return True
 
     def average_present(self, copy_shared: bool) -> None:
@@ -112,12 +126,16 @@ class Averager:
         """Gives up the calls in flight after an error, without waiting for them."""
         self._in_flight.clear()
         self._over.clear()
+        if self._checks is not None:
+            self._checks.forget()
         self._recorded.forget()
         self.same_batches.is_over = True
 
     def _start(self, at: int, gradients: BucketGradients, memory: Memory, async_op: bool) -> None:
         work: Work | HookedWork | None
         self.note_ready(at)
+        if self._checks is not None:
+            self._checks.look(gradients.names, memory.tensors, memory.pieces, gradients.dtype_code)
         self._recorded.sent(at)
         if self.comm_hook is None:
             work = self._group.all_reduce_memory(

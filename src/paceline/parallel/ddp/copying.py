@@ -9,7 +9,7 @@ from torch import nn
 from paceline.group.default import default_group
 from paceline.group.process_group import ProcessGroup
 
-_OF_THIS_PROCESS = ("process_group", "_reducer", "_replica", "_watched", "_delayed", "_steps", "_averages")
+_OF_THIS_PROCESS = ("process_group", "_reducer", "_replica", "_watched", "_delayed", "_steps", "_averages", "_checks")
 
 
 class CopyableModule(nn.Module):

@@ -62,6 +62,7 @@ class DelegatingModule(JoinableModule):
             averages,
             name=type(self.module).__name__,
             find_unused=self.find_unused_parameters or self.static_graph,
+            checks=self._reducer.checks,
         )
         weakref.finalize(self, reducer.close).atexit = False
         self._reducer, self._averages = reducer, averages

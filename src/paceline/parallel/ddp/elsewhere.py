@@ -12,6 +12,7 @@ from paceline.group.process_group import ProcessGroup
 from paceline.parallel.ddp.backward_state import State
 from paceline.parallel.ddp.fused_step import step_params
 from paceline.parallel.ddp.reducer import Reducer
+from paceline.parallel.health.module_checks import ModuleChecks
 from paceline.parallel.tracked_tensors import TrackedTensors
 
 
@@ -45,6 +46,7 @@ class DelegatingReducer(Reducer):
         averages: what averages.
         name: the name of the module's class, for messages.
         find_unused: whether parameters may have no gradient after a backward.
+        checks: looks at this rank's gradients.
     """
 
     def __init__(
@@ -56,9 +58,17 @@ class DelegatingReducer(Reducer):
         *,
         name: str,
         find_unused: bool,
+        checks: ModuleChecks,
     ) -> None:
         super().__init__(
-            tracked, bucket_caps_bytes, group, name=name, find_unused=find_unused, static_graph=False, overlap=False
+            tracked,
+            bucket_caps_bytes,
+            group,
+            name=name,
+            find_unused=find_unused,
+            static_graph=False,
+            overlap=False,
+            checks=checks,
         )
         self._averages = averages
 
@@ -106,5 +116,7 @@ class DelegatingReducer(Reducer):
             self._require_used()
             self._state = State.INCOMPLETE if is_awaited else State.IDLE
             return
+        self.checks.look_at(self._gradients.names, self._gradients.values())
         self._averages.average()
+        self.checks.end([each for each in self._gradients.values() if each is not None])
         self._state = State.IDLE

@@ -71,7 +71,7 @@ class BucketGradients:
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self.params = list(params)
-        self._names = list(names)
+        self.names = list(names)
         self.dtype = self.params[0].dtype
         self._device = self.params[0].device
         self.dtype_code = DTYPE_CODES[self.dtype]
@@ -84,7 +84,7 @@ class BucketGradients:
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient."""
-        return [name for name, param in zip(self._names, self.params, strict=True) if param.grad is None]
+        return [name for name, param in zip(self.names, self.params, strict=True) if param.grad is None]
 
     def collect(self, copy_shared: bool) -> Memory | None:
         """Returns the memory of the gradients as they are now, None if a parameter has no gradient.
@@ -113,7 +113,7 @@ class BucketGradients:
 
     def _collect_each(self, gradients: Sequence[torch.Tensor], copy_shared: bool) -> Memory:
         memory = Memory([], [], self._count)
-        for param, name, layout, gradient in zip(self.params, self._names, self._layouts, gradients, strict=True):
+        for param, name, layout, gradient in zip(self.params, self.names, self._layouts, gradients, strict=True):
             self._require_reducible(name, param, gradient)
             shared = copy_shared and shares_memory(gradient)
             dense = gradient.detach()

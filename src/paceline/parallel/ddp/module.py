@@ -32,6 +32,8 @@ from paceline.parallel.ddp.reducer import Reducer
 from paceline.parallel.ddp.start import start_alike
 from paceline.parallel.ddp.watched import WatchedModule
 from paceline.parallel.graph import find_tensors
+from paceline.parallel.health.module_checks import ModuleChecks
+from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.hooks.average import allreduce_hook, compress_wrapper
 from paceline.parallel.join import Joinable
 from paceline.parallel.scatter_gather import Device, to_device
@@ -87,6 +89,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         seed: with `deterministic`, the seed of the shards' random numbers.
         overlap: whether gradients are reduced while backward computes others. If None, they are where each rank of this
             host has a core to spare (see docs/data-parallel.md), and always on GPUs.
+        checks: whether a warning is given when gradients are not finite or replicas differ (see docs/data-parallel.md);
+            a number says how many steps pass between comparisons of the replicas. If None, PACELINE_CHECKS says so.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; raised on every rank.
@@ -131,6 +135,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         logical_shards: int | None = None,
         seed: int = 0,
         overlap: bool | None = None,
+        checks: bool | int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -158,6 +163,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         self._delay_trigger = (param_to_hook_all_reduce,)  # in a tuple, or it would be a parameter of the wrapper
         self.require_backward_grad_sync = True
         self.overlap = self.asks_for_overlap = bool(overlap)
+        self.checks = choose_checks(checks)
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
@@ -173,6 +179,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
                 "logical_shards": logical_shards,
                 "seed": seed,
                 "overlap": overlap,
+                "checks": str(self.checks),
             }
             self.overlap = start_alike(tracked, compared, overlap, problem, self.process_group, init_sync_buffers)
         elif problem is not None:
@@ -201,6 +208,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             output = self._call(args, kwargs)
             self._reducer.follow(output)
             return output
+        self._checks.is_uneven = self._join_config.enable
         root = self._announce_step() if self._join_config.enable and records else 0
         if not (self.require_backward_grad_sync and records):
             return self._call(args, kwargs)
@@ -265,6 +273,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
             )
         self._reducer.comm_hook = CommHook(state, hook)
+        if self.checks.every is None and not (getattr(hook, "__module__", None) or "").startswith("paceline."):
+            self._checks.allow_differences()  # the hook may average over some of the ranks only
 
     def communication_wait_s(self) -> float:
         """Returns the seconds that backwards have spent at their ends on reducing gradients and waiting for that."""
@@ -273,14 +283,17 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
     def _start(self) -> None:
         self._watched = WatchedModule(self.module, self.process_group, [name for name, _ in self._delayed_pairs])
         self._steps = UnevenSteps(self.process_group)
+        tracked, exact = self._watched.tracked, self.logical_shards is not None
+        self._checks = ModuleChecks(self.module, tracked, self.process_group, self.checks, with_buffers=exact)
         self._reducer = Reducer(
-            self._watched.tracked,
+            tracked,
             self._bucket_caps,
             self.process_group,
             name=type(self.module).__name__,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             overlap=self.overlap,
+            checks=self._checks,
         )
         # The hooks must not outlive the wrapper: the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False
@@ -295,7 +308,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         if self.logical_shards is not None:
             torch.set_num_threads(1)  # how kernels split sums depends on it
             self._replica = ShardedReplica(
-                self.module, self._watched.tracked, self.logical_shards, self.seed, self.dim, self.process_group
+                self.module, tracked, self.logical_shards, self.seed, self.dim, self.process_group, self._checks
             )
 
 

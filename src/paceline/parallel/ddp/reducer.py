@@ -29,6 +29,7 @@ from paceline.parallel.ddp.gradient_buckets import GradientBuckets
 from paceline.parallel.ddp.hook import CommHook
 from paceline.parallel.ddp.output_hooks import OutputHooks
 from paceline.parallel.graph import NO_BACKWARD, find_tensors, in_backward, running_backward, used_parameters
+from paceline.parallel.health.module_checks import ModuleChecks
 from paceline.parallel.recorded import RecordedSteps
 from paceline.parallel.tracked_tensors import TrackedTensors
 
@@ -45,6 +46,7 @@ class Reducer:
         static_graph: whether all backwards are alike, so that the first one shows how many gradients each parameter
             gets, and which parameters get none.
         overlap: whether full buckets are reduced while backward goes on; the same on every rank.
+        checks: looks at the gradients before they are averaged, and is told when they are.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Reducer:
         find_unused: bool,
         static_graph: bool,
         overlap: bool,
+        checks: ModuleChecks,
     ) -> None:
         # - What is averaged
         self._group = group
         self._gradients = GradientBuckets(tracked, bucket_caps_bytes)
-        self._averager = Averager(self._gradients, group)
+        self.checks = checks
+        self._averager = Averager(self._gradients, group, checks=checks)
         self._stepped = take_over_steps(tracked.trained)  # the parameters whose optimizers step when backward ends
 
         # - What the user has said about the model
@@ -201,6 +205,7 @@ class Reducer:
             The gradients that this rank had before.
         """
         own = self._gradients.values()
+        self.checks.make_fewer_steps()
         self._state = State.IDLE
         self._countdown.count_each_once()
         self._averager.same_batches.look_away()

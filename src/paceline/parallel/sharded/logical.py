@@ -14,6 +14,8 @@ from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.health.module_checks import ModuleChecks
+from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.recorded import record_optimizers
 from paceline.parallel.sharded.batches import Batch, StepBatches
 from paceline.parallel.sharded.evaluating import Measure, ShardSums, evaluating
@@ -80,6 +82,7 @@ class LogicalShards:
         seed: the seed of all random streams; the same on every rank.
         process_group: the ranks; None for the default group.
         threads: torch's threads: 1 or, for fewer ranks with more cores each, a number to be kept in all runs.
+        checks: whether gradients and replicas are checked, as for `DistributedDataParallel`.
 
     Raises:
         CollectiveMismatchError: the model or these arguments differ between ranks; on every rank.
@@ -103,6 +106,7 @@ class LogicalShards:
         seed: int = 0,
         process_group: ProcessGroup | None = None,
         threads: int = 1,
+        checks: bool | int | None = None,
     ) -> None:
         self._group = default_group() if process_group is None else process_group
         rank, size = self._group.rank(), self._group.size()
@@ -121,8 +125,11 @@ class LogicalShards:
         self.module = module
         self._sums: Sums = GroupSums(count, self._group)
         self._on_batch: Callable[[], None] = _nothing
-        options: dict[str, object] = {"count": count, "seed": seed, "threads": threads}
-        require_same_module(collect_tracked(module), options, rank_facts(self._group, False), None, self._group)
+        chosen = choose_checks(checks)
+        options: dict[str, object] = {"count": count, "seed": seed, "threads": threads, "checks": str(chosen)}
+        tracked = collect_tracked(module)
+        require_same_module(tracked, options, rank_facts(self._group, False), None, self._group)
+        self._checks = ModuleChecks(module, tracked, self._group, chosen, with_buffers=True)
         broadcast_tensors([*module.parameters(), *module.buffers()], self._group)
         torch.set_num_threads(threads)
         record_optimizers()
@@ -130,6 +137,7 @@ class LogicalShards:
     def sum_by(self, sums: Sums, on_batch: Callable[[], None]) -> None:
         """Has `sums` add up the shards' values from now on, and calls `on_batch` before a loader begins a batch."""
         self._sums, self._on_batch = sums, on_batch
+        self._checks.allow_differences()  # the members of an elastic job vote on their state
 
     def begin_batch(self) -> None:
         """Is called by a loader before it moves to the next batch or ends an epoch."""
@@ -146,14 +154,17 @@ class LogicalShards:
             The mean loss, which is the same on every rank, as are the gradients.
         """
         STEPS.begin(self, "shards")
-        params = [param for param in self.module.parameters() if param.requires_grad]
+        named = {name: param for name, param in self.module.named_parameters() if param.requires_grad}
+        params = list(named.values())
         buffers = list(self.module.buffers())
         before = [buffer.detach().clone() for buffer in buffers]
         earlier = [param.grad for param in params]
         of_shard = _reader(batches)
 
         def value_of(shard: int) -> Values:
-            return self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
+            values = self._compute(loss_of, of_shard(shard), shard, params, buffers, before)
+            self._checks.look_at(list(named), values[2 : 2 + len(params)])
+            return values
 
         total = self._sums.total(value_of, is_step=True)
         loss, found, *rest = total
@@ -161,6 +172,7 @@ class LogicalShards:
             new = laid_out_as(param, gradient) if times else None
             param.grad = old if new is None else new if old is None else old.add_(new)
         self._update(buffers, before, rest[len(params) :])
+        self._checks.end(rest[: len(params)])
         return loss.clone()
 
     def evaluate(self, measure: Measure, loader: Evaluated) -> torch.Tensor:

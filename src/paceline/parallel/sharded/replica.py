@@ -18,6 +18,7 @@ from torch import nn
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.graph import NO_BACKWARD, in_backward, running_backward
+from paceline.parallel.health.module_checks import ModuleChecks
 from paceline.parallel.scatter_gather import gather, map_tensors
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.sums import Values, add, gradient_or_zeros, laid_out_as, sum_over_ranks
@@ -50,6 +51,7 @@ class ShardedReplica:
         seed: the seed of the shards' random streams.
         dim: the batch dimension of inputs and outputs.
         group: the ranks.
+        checks: looks at the gradients of each shard, and is told of each averaged backward.
 
     Raises:
         ValueError: the number of shards or ranks is not a power of two, or there are fewer shards than ranks.
@@ -57,7 +59,14 @@ class ShardedReplica:
     """
 
     def __init__(
-        self, module: nn.Module, tracked: TrackedTensors, count: int, seed: int, dim: int, group: ProcessGroup
+        self,
+        module: nn.Module,
+        tracked: TrackedTensors,
+        count: int,
+        seed: int,
+        dim: int,
+        group: ProcessGroup,
+        checks: ModuleChecks,
     ):
         size = group.size()
         if count < size or count & (count - 1) or size & (size - 1):
@@ -72,6 +81,7 @@ class ShardedReplica:
             )
         self._module, self._tracked = module, tracked
         self._count, self._seed, self._dim, self._group = count, seed, dim, group
+        self._checks = checks
         self._local = count // size
         self._forwards = 0
         self._waiting: list[_Forward] = []  # forwards whose backward has run and whose gradients are not reduced yet
@@ -198,6 +208,7 @@ class ShardedReplica:
             buffer.copy_(value)
         if whole:
             broadcast_tensors(whole, self._group)  # rank 0 has the first shard
+        self._checks.end(rest[: len(params)])
         for forward in forwards:
             forward.is_over = True
             forward.params.clear()
@@ -210,6 +221,7 @@ class ShardedReplica:
             for at, param in enumerate(forward.params[shard]):
                 old, new = gradients[at], param.grad
                 gradients[at] = old if new is None else new if old is None else old + new
+        self._checks.look_at(list(self._tracked.trained), gradients)
         changes = [torch.stack(each).sum(0) for each in zip(*(f.changes[shard] for f in forwards), strict=True)]
         found = torch.tensor([float(gradient is not None) for gradient in gradients])
         return [found, *map(gradient_or_zeros, params, gradients), *changes]

@@ -16,6 +16,8 @@ from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.ddp.gradients import shares_memory
+from paceline.parallel.health.gradients import GradientCheck
+from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.join import Join, Joinable
 from paceline.parallel.recorded import RecordedBuckets
 from paceline.parallel.zero.backward import BackwardEnd
@@ -27,6 +29,7 @@ class GradientReducer:
 
     Args:
         shards: the shards of each parameter that requires a gradient.
+        names: the names of these parameters.
         buckets: indices of `shards`, each in one bucket; the same on every rank.
         group: the ranks.
         ends: calls this reducer when a backward ends.
@@ -40,6 +43,7 @@ class GradientReducer:
     def __init__(
         self,
         shards: Sequence[Sequence[Shard]],
+        names: Sequence[str],
         buckets: Sequence[Sequence[int]],
         group: ProcessGroup,
         ends: BackwardEnd,
@@ -51,6 +55,10 @@ class GradientReducer:
         reduced: Callable[[int], None] = lambda bucket: None,
     ) -> None:
         self._params = [its_shards[0].param for its_shards in shards]
+        self._names = list(names)
+        named = dict(zip(names, self._params, strict=True))
+        self._check = GradientCheck(named, group) if choose_checks(None).are_on else None
+        self._backwards = 0
         self._shards = [list(its_shards) for its_shards in shards]
         # Whether this rank keeps the gradient of the whole parameter.
         self._keeps = [not shard or (each[0].is_whole and each[0].is_mine) for each in shards]
@@ -91,6 +99,8 @@ class GradientReducer:
         self._earlier: dict[Shard, torch.Tensor] = {}
         self._flying: list[tuple[Work, list[tuple[Shard, torch.Tensor]]]] = []
         self._recorded.forget()
+        if self._check is not None:
+            self._check.forget()
 
     def _set_aside(self, index: int, _: torch.Tensor) -> None:
         """Sets a gradient that was averaged in an earlier backward aside, before autograd adds the new one to it."""
@@ -122,6 +132,8 @@ class GradientReducer:
 
     def _reduce(self, bucket: int, indices: Sequence[int]) -> None:
         self._recorded.ready(bucket, sum(self._params[index].nbytes for index in indices))
+        if self._check is not None:
+            self._look(self._check, indices)
         alike: dict[tuple[int, torch.dtype], list[tuple[Shard, torch.Tensor]]] = {}
         for index in indices:
             for shard, gradient in self._take(index):
@@ -140,6 +152,14 @@ class GradientReducer:
         self._recorded.sent(bucket)
         self._done[bucket] = True
         self._reduced(bucket)
+
+    def _look(self, check: GradientCheck, indices: Sequence[int]) -> None:
+        own = [
+            (self._names[index], gradient)
+            for index in sorted(self._arrived.intersection(indices))
+            if (gradient := self._params[index].grad) is not None
+        ]
+        check.look_at([name for name, _ in own], [gradient for _, gradient in own])
 
     def _take(self, index: int) -> list[tuple[Shard, torch.Tensor]]:
         """Returns this rank's gradient, cut into the parts of its owners; the reduction writes to their memory."""
@@ -196,6 +216,12 @@ class GradientReducer:
         for work, members in flying:
             work.wait()
             self._settle(members)
+        self._backwards += 1
+        if self._check is not None:
+            updated = [param.grad for param in self._params] + [
+                shard.updated.grad for shards in self._shards for shard in shards if shard.updated is not None
+            ]
+            self._check.end(self._backwards, [each for each in updated if each is not None])
         self.forget()
 
 

@@ -25,7 +25,7 @@ from paceline.parallel.zero.join_hook import ZeroJoinHook
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.shards import Shards
-from paceline.parallel.zero.units import buckets_of_units, find_units
+from paceline.parallel.zero.units import buckets_of_units, find_units, names_of
 from paceline.record.steps import STEPS
 
 
@@ -285,6 +285,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             buckets = [list(bucket.params) for bucket in make_buckets(sizes, dtypes, self._bucket_caps)]
         self._reducer = GradientReducer(
             trained_shards,
+            names_of(trained, self._module),
             buckets,
             self.process_group,
             self._ends,

@@ -64,3 +64,9 @@ def buckets_of_units(units: Sequence[Unit], trained: Sequence[torch.Tensor]) -> 
     """Returns for each unit the indices in `trained` of its parameters, whose gradients are averaged together."""
     index_of = {id(param): at for at, param in enumerate(trained)}
     return [[index_of[id(param)] for param in unit.params if id(param) in index_of] for unit in units]
+
+
+def names_of(params: Sequence[torch.Tensor], module: nn.Module | None) -> list[str]:
+    """Returns the names that the module gives these parameters, or numbers if they are not known to be in one."""
+    known = {} if module is None else {id(param): name for name, param in module.named_parameters()}
+    return [known.get(id(param), f"parameter {at}") for at, param in enumerate(params)]

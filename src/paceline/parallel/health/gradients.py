@@ -1,0 +1,198 @@
+"""Looks for NaN and infinity in a rank's own gradients, before they are averaged with those of the others.
+
+NaN that arises in a forward or a backward spreads to the gradients of all layers before it. In most steps it is
+therefore enough to look at the first numbers of a few gradients, among them the one that is computed last; all of them
+are read now and then. Both happen as often as their measured costs allow.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline import _core
+from paceline.engine.codes import DTYPE_CODES
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.health.findings import Finding, OddTensor, Story, find_odd
+from paceline.parallel.health.pace import Pace, StepClock
+from paceline.parallel.health.steps import OPTIMIZER_STEPS
+from paceline.record.names import EventKind
+from paceline.record.spans import note_event
+
+_SOME_TENSORS = 8  # of those that are averaged together, in most steps
+_SOME_BYTES = 4096  # of each of them
+_ALL_BYTES = 1 << 62
+_SOME_SHARE = 0.003  # of the time of a step
+_ALL_SHARE = 0.001
+
+
+class _Pieces(NamedTuple):
+    """Memory of one type: an address and a length in bytes for each tensor, in turn, and what keeps it."""
+
+    numbers: Sequence[int]
+    dtype: int
+    tensors: Sequence[torch.Tensor]
+
+
+class GradientCheck:
+    """Notes the first gradients of this rank that are not finite, and warns once an optimizer has applied them.
+
+    Args:
+        named: the parameters that are trained, by name and in the order of the module.
+        group: the ranks over which gradients are averaged.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
+        self.story = Story()
+        self._group = group
+        self._params = list(named.values())
+        self._names = list(named)
+        self._places = {name: at for at, name in enumerate(self._names)}
+        self._ids = {id(param) for param in self._params}
+        # - When it looks
+        self._clock = StepClock()
+        self._some = Pace(_SOME_SHARE)
+        self._all = Pace(_ALL_SHARE)
+        self._bytes = _ALL_BYTES  # how much of each gradient it looks at in this backward, 0 if at none
+        # - What it has seen in this backward
+        self._cost_s = 0.0
+        self._is_odd = False
+        self._odd: list[OddTensor] = []  # what is told of it
+        self._seen: list[_Pieces] = []
+        OPTIMIZER_STEPS.follow()
+        _checks.add(self)
+
+    def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
+        """Looks at gradients of this rank that are about to be averaged where they are.
+
+        Args:
+            names: the names of their parameters, roughly in the order in which the gradients were computed.
+            tensors: the gradients; more may follow that belong to no parameter.
+            pieces: an address and a length in bytes for each, in turn.
+            dtype: the code of their type.
+        """
+        if not self._bytes or not tensors[0].is_cpu:
+            return
+        started = time.perf_counter()
+        if self._bytes == _SOME_BYTES:
+            chosen = spread_out(len(pieces) // 2)
+            pieces = [number for at in chosen for number in pieces[2 * at : 2 * at + 2]]
+        seen = _Pieces(pieces, dtype, tensors)
+        self._seen.append(seen)
+        if self._are_odd([seen]):
+            self._note(names, tensors)
+        self._cost_s += time.perf_counter() - started
+
+    def look_at(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Looks at gradients of any types, which may lie anywhere; they are in the order of the module."""
+        if self._bytes:
+            started = time.perf_counter()
+            if self._are_odd(self._chosen(tensors)):
+                self._note(names, tensors)
+            self._cost_s += time.perf_counter() - started
+
+    def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
+        """Returns where those tensors are that are looked at in this backward."""
+        if self._bytes == _SOME_BYTES:
+            tensors = [tensors[-1 - at] for at in spread_out(len(tensors))]
+        return _pieces(tensors)
+
+    def _are_odd(self, pieces: Sequence[_Pieces]) -> bool:
+        return any(_core.first_not_finite(each.numbers, each.dtype, self._bytes) >= 0 for each in pieces)
+
+    def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Finds what is odd in these gradients, and in this backward looks at all that follow."""
+        self._is_odd = True
+        self._bytes = _ALL_BYTES
+        if not self.story.is_told:
+            self._odd += find_odd((self._places[name], name, each) for name, each in zip(names, tensors, strict=False))
+
+    def forget(self) -> None:
+        """Forgets what this backward has shown, since its gradients are not averaged."""
+        self._cost_s = 0.0
+        self._is_odd = False
+        self._odd.clear()
+        self._seen.clear()
+
+    def end(self, step: int, averages: Sequence[torch.Tensor] | None = None) -> None:
+        """Ends the `step`-th backward: `averages` or, if it is None, what was shown and averaged where it was."""
+        now = time.perf_counter()
+        self._clock.tick(now)
+        if self._bytes:
+            if self._is_odd:
+                self._judge(step)
+            else:
+                self.story.finite(
+                    average_is_odd=self._are_odd(self._seen if averages is None else self._chosen(averages))
+                )
+            if self.story.pending is None:
+                OPTIMIZER_STEPS.ignore(self)
+            else:
+                OPTIMIZER_STEPS.listen(self)
+            pace = self._all if self._bytes == _ALL_BYTES else self._some
+            pace.plan(step, self._cost_s + time.perf_counter() - now, self._clock.shortest_s)
+        self.forget()
+        is_due = self._some.is_due(step + 1)
+        self._bytes = _ALL_BYTES if self._all.is_due(step + 1) else _SOME_BYTES if is_due else 0
+
+    def _judge(self, step: int) -> None:
+        if self.story.is_told:
+            return
+        gradients = sorted({each.place: each for each in self._odd}.values(), key=lambda each: each.place)
+        parameters = find_odd(zip(range(len(self._params)), self._names, self._params, strict=True))
+        if gradients:
+            note_event(int(EventKind.NOT_FINITE), gradients[-1].name, step, len(gradients))
+        finding = Finding(self._group.me.rank, step, gradients, len(self._params), parameters)
+        self._tell(self.story.odd(finding), True)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warns of the gradients that this optimizer has applied."""
+        if any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"]):
+            OPTIMIZER_STEPS.ignore(self)
+            self._tell(self.story.applied(), True)
+
+    def tell_pending(self) -> None:
+        """Warns of gradients that nobody has applied, when the program ends: it may have ended because of them."""
+        self._tell(self.story.applied(), False)
+
+    def _tell(self, finding: Finding | None, applied: bool) -> None:
+        if finding is not None:
+            warnings.warn(finding.text(applied), RuntimeWarning, stacklevel=3)
+
+
+def spread_out(count: int) -> range:
+    """Returns a few of the numbers below `count` from the last one down, every n-th.
+
+    n is odd, since weights and biases alternate.
+
+    >>> list(spread_out(3)), list(spread_out(40))
+    ([2, 1, 0], [39, 34, 29, 24, 19, 14, 9, 4])
+    """
+    return range(count - 1, -1, -(count // _SOME_TENSORS | 1))
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
+    """Returns where the tensors on the CPU lie, or copies of those with gaps, for each type."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for each in tensors:
+        if each.is_cpu and each.layout is torch.strided:
+            found.setdefault(each.dtype, []).append(each.detach().contiguous())
+    return [
+        _Pieces([number for each in dense for number in (each.data_ptr(), each.nbytes)], DTYPE_CODES[dtype], dense)
+        for dtype, dense in found.items()
+    ]
+
+
+_checks: weakref.WeakSet[GradientCheck] = weakref.WeakSet()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    for check in list(_checks):
+        check.tell_pending()

@@ -1,0 +1,51 @@
+"""What the user has said about checks: an argument of the wrapper, or else an environment variable."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+VARIABLE = "PACELINE_CHECKS"
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Which checks run.
+
+    Attributes:
+        are_on: whether gradients and replicas are checked at all.
+        every: the number of steps from one comparison of the replicas to the next; None if its cost decides.
+    """
+
+    are_on: bool
+    every: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.every) if self.every else "on" if self.are_on else "off"
+
+
+def choose_checks(checks: bool | int | None) -> Checks:
+    """Returns what `checks` asks for or, if it is None, the environment variable PACELINE_CHECKS.
+
+    Raises:
+        ValueError: either is no such value.
+    """
+    if checks is None:
+        return _from_environment(os.environ.get(VARIABLE, "on"))
+    if checks < 0:
+        raise ValueError(
+            f"checks is {checks}; it must be False, True, or the number of steps from one comparison of the replicas "
+            "to the next"
+        )
+    return Checks(bool(checks), None if isinstance(checks, bool) else checks or None)
+
+
+def _from_environment(text: str) -> Checks:
+    if text in ("on", "off"):
+        return Checks(text == "on")
+    if text.isascii() and text.isdecimal() and int(text) > 0:
+        return Checks(True, int(text))
+    raise ValueError(
+        f"{VARIABLE} is {text!r}; it must be on, off, or the number of steps from one comparison of the replicas to "
+        "the next"
+    )
