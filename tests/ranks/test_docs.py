@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import streams
 import torch
 from one_world import OneWorld, name_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import paceline
 
@@ -23,6 +24,7 @@ _BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 # What these pages show is run by other tests, since it needs other processes, another engine or another framework.
 _RUN_ELSEWHERE = {
+    "elastic.md": "tests/elastic/test_usual_loop.py",
     "engines.md": "tests/engines/test_conformance.py",
     "hosts.md": "tests/hosts/test_formation.py",
     "launcher.md": "tests/ranks/test_run.py",
@@ -58,6 +60,11 @@ def surroundings() -> dict[str, object]:
         "checkpoint": {},
         "train": lambda x, y: None,
         "encoder": model,
+        "stream": streams.Plain(64),
+        "tokenize": default_collate,
+        "split_dataset_by_node": lambda stream, rank, world_size: streams.Plain(8 + rank),
+        "rank": paceline.get_rank(),
+        "world_size": paceline.get_world_size(),
         "x": torch.randn(2, 4),
         "images": torch.randn(2, 4),
         "augment": lambda images: images,
