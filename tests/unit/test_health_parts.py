@@ -220,6 +220,11 @@ def test_digests_tell_tensors_apart():
     assert Part({}).digests() == Digests(0, 0)
 
 
+def test_tensors_without_memory_are_left_out():
+    named = {"a": torch.ones(2), "b": torch.ones(2).to_sparse(), "c": torch.ones(2, device="meta")}
+    assert list(tensors_part(named).values) == ["'a'"]
+
+
 def stepped(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD([{"params": [module.weight]}, {"params": [module.bias], "lr": lr}], 0.1, momentum=0.9)
     module(torch.ones(1, 2)).sum().backward()

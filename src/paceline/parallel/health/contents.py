@@ -29,8 +29,8 @@ class Part:
 
 
 def tensors_part(named: Mapping[str, torch.Tensor]) -> Part:
-    """Returns the digests of tensors; those without memory, such as sparse ones, are left out."""
-    return Part({repr(name): digest_of([each]) for name, each in named.items() if each.layout is torch.strided})
+    """Returns the digests of tensors; those without memory of their own, such as sparse ones, are left out."""
+    return Part({repr(name): digest_of([each]) for name, each in named.items() if _has_memory(each)})
 
 
 def optimizers_part(optimizers: Iterable[torch.optim.Optimizer], params: Mapping[str, nn.Parameter]) -> Part:
@@ -78,7 +78,12 @@ def _optimizer_values(kind: str, optimizer: torch.optim.Optimizer, names: Mappin
 def _add(values: dict[str, int], name: str, value: object) -> None:
     """Adds the digest of a tensor or a plain value; others may have a representation that says nothing."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
+        if _has_memory(value):
             values[name] = digest_of([value])
     elif isinstance(value, _PLAIN) or (isinstance(value, Sequence) and all(isinstance(each, _PLAIN) for each in value)):
         values[name] = digest_of_text(repr(value))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether the tensor's numbers are in its own memory, and not in that of tensors which it wraps."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")

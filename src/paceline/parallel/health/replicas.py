@@ -67,7 +67,6 @@ class ReplicaCheck:
         self._group = group
         self._clock = StepClock()
         self._pace = Pace(_SHARE, first=FIRST_STEP, least=LEAST_STEPS, fixed=every)
-        self._cost_s = 0.0
         self._equal_step = 0  # the latest step in which all ranks were equal
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         OPTIMIZER_STEPS.follow()
@@ -83,8 +82,8 @@ class ReplicaCheck:
         if not self._pace.is_due(step):
             return
         parts = self._parts()
-        self._cost_s = time.perf_counter() - started
-        gathered = gather_digests(parts, self._group, self._cost_s, self._clock.shortest_s)
+        cost_s = time.perf_counter() - started
+        gathered = gather_digests(parts, self._group, cost_s, self._clock.shortest_s)
         self._pace.plan(step, gathered.cost_s, gathered.step_s)
         self._judge(step, parts, gathered)
 
