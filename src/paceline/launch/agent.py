@@ -6,6 +6,7 @@ import hmac
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 from paceline.launch.cleanup import Cleanup
@@ -15,11 +16,13 @@ from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.loop import Crew, Loop
 from paceline.launch.nodes.meeting import NodeConnection, open_meeting
-from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Sighting, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.start_workers import Surroundings, start_workers
+from paceline.launch.watching import ending_of, last_picture
 from paceline.launch.worker import Worker
+from paceline.observe.watching import Watched
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
@@ -75,9 +78,24 @@ class _Agent(Loop):
         self._secret_fd = -1
         self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
+        self._started_s = 0.0  # when (monotonic) the generation was started
 
     def _crew(self) -> Crew | None:
         return self._generation
+
+    def _watched(self) -> list[Watched]:
+        if self._generation is None:
+            return []
+        failures = {failure.rank: failure for failure in self._generation.failures}
+        return [
+            Watched(
+                worker.rank,
+                worker.pid,
+                self._generation.recordings.get(worker.rank),
+                None if worker.exit_code is None else ending_of(worker.exit_code, failures.get(worker.rank)),
+            )
+            for worker in self._generation.workers
+        ]
 
     def _is_over(self) -> bool:
         return self._end is not None and self._generation is None
@@ -97,6 +115,7 @@ class _Agent(Loop):
                 self._start(order)
             case Stop(number, reason, is_failure) if self._generation is not None and self._generation.number == number:
                 self._was_told_to_stop = True
+                self._watcher.pause()
                 if not self._generation.failures:
                     self._say(f"{reason}; ending the workers of this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
@@ -110,6 +129,8 @@ class _Agent(Loop):
 
     def _start(self, start: Start) -> None:
         self._was_told_to_stop = False
+        self._started_s = time.monotonic()
+        self._watcher.resume()
         if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
         self._world = range(start.world_size)
@@ -159,6 +180,7 @@ class _Agent(Loop):
         return environment
 
     def _on_failure(self, start: Start, failure: Failure) -> None:
+        self._watcher.pause()
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
@@ -167,6 +189,11 @@ class _Agent(Loop):
 
     def _on_generation_over(self, generation: Generation) -> None:
         number, failures = generation.number, tuple(generation.failures)
+        has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
+        if self._watcher.wants_the_end(has_failed, lasted_s, len(generation.workers)):
+            picture = last_picture(self._watched())
+            if picture is not None and self._stopped_by is None:
+                self._connection.client.send(Sighting(picture, is_last=True))
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))
@@ -192,6 +219,7 @@ class _Agent(Loop):
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = number
+        self._watcher.pause()
         if self._generation is None:
             self._connection.client.send(Leave(number.name))
             return
