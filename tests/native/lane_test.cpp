@@ -143,8 +143,12 @@ void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
     std::size_t read = 0;
     while (read < held) {
         const std::ptrdiff_t n = pair->b->read({&all, 1});
-        CHECK(n > 0);
+        CHECK(n >= 0);
         read += static_cast<std::size_t>(n);
+        if (n != 0) continue;
+        const Piece last = piece(bytes, 0, 1);  // finishes a record that the socket has taken in part
+        CHECK(pair->a->write({&last, 1}) == 1);
+        ++held;
     }
     CHECK(read == held && pair->b->read({&all, 1}) == 0);
     CHECK(pair->a->write({&all, 1}) > 0);
