@@ -33,6 +33,7 @@ constexpr std::uint8_t kWhole[] = {0x30, 0x81, 0xD4};
 constexpr std::uint8_t kSignature[] = {0x30, 0x05, 0x06, 0x03, 0x2B, 0x65, 0x70, 0x03, 0x41, 0x00};
 static_assert(sizeof kToBeSigned + kPublicBytes == 3 + 0x87);
 static_assert(sizeof kToBeSigned + kPublicBytes + sizeof kSignature + kSignatureBytes == 0xD4);
+static_assert(sizeof kWhole + 0xD4 == kCertificateBytes);
 
 const Library& required_library() {
     const auto& found = library();
@@ -85,20 +86,15 @@ class Key {
     evp_pkey_st* key_;
 };
 
-template <class Bytes>
-void append(std::vector<std::uint8_t>& to, const Bytes& bytes) {
-    to.insert(to.end(), std::begin(bytes), std::end(bytes));
-}
-
-std::vector<std::uint8_t> certificate_of(const Key& key) {
-    std::vector<std::uint8_t> signed_part;
-    append(signed_part, kToBeSigned);
-    append(signed_part, key.public_part());
-    std::vector<std::uint8_t> whole;
-    append(whole, kWhole);
-    append(whole, signed_part);
-    append(whole, kSignature);
-    append(whole, key.sign(signed_part));
+Certificate certificate_of(const Key& key) {
+    Certificate whole{};
+    const auto signed_from = std::copy(std::begin(kWhole), std::end(kWhole), whole.begin());
+    const auto public_part = key.public_part();
+    auto end = std::copy(std::begin(kToBeSigned), std::end(kToBeSigned), signed_from);
+    end = std::copy(public_part.begin(), public_part.end(), end);
+    const auto signature = key.sign({signed_from, end});
+    end = std::copy(std::begin(kSignature), std::end(kSignature), end);
+    std::copy(signature.begin(), signature.end(), end);
     return whole;
 }
 
@@ -144,11 +140,11 @@ int Identity::verify(x509_store_ctx_st* presented, void* self) {
     const x509_st* const theirs = identity.library_.X509_STORE_CTX_get0_cert(presented);
     if (theirs == nullptr) return 0;
     const int n = identity.library_.i2d_X509(theirs, nullptr);
-    if (n != static_cast<int>(identity.certificate_.size())) return 0;
-    std::vector<std::uint8_t> der(identity.certificate_.size());
+    if (n != static_cast<int>(kCertificateBytes)) return 0;
+    Certificate der{};
     unsigned char* to = der.data();
     identity.library_.i2d_X509(theirs, &to);
-    return std::equal(der.begin(), der.end(), identity.certificate_.begin()) ? 1 : 0;
+    return der == identity.certificate_ ? 1 : 0;
 }
 
 }  // namespace paceline::tls

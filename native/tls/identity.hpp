@@ -11,16 +11,17 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "tls/library.hpp"
 
 namespace paceline::tls {
 
 constexpr std::size_t kSeedBytes = 32;
+constexpr std::size_t kCertificateBytes = 215;
 // RFC 8446 allows 2^24.5 full records for a key of AES-GCM; the writer changes its key well before (128 GiB).
 constexpr std::uint64_t kRecordsOfAKey = std::uint64_t{1} << 23;
 
+using Certificate = std::array<std::uint8_t, kCertificateBytes>;  // DER
 using Seed = std::span<const std::uint8_t, kSeedBytes>;
 
 // The settings of all connections of a job, on both sides: TLS 1.3 only, no tickets, and the certificate.
@@ -35,7 +36,7 @@ class Identity {
     const Library& library() const { return library_; }
     ssl_ctx_st* context() const { return context_; }
     std::uint64_t records_of_a_key() const { return records_of_a_key_; }
-    const std::vector<std::uint8_t>& certificate() const { return certificate_; }
+    const Certificate& certificate() const { return certificate_; }
 
   private:
     static int verify(x509_store_ctx_st* presented, void* self);
@@ -43,7 +44,7 @@ class Identity {
     const Library& library_;
     const std::uint64_t records_of_a_key_;
     ssl_ctx_st* context_ = nullptr;
-    std::vector<std::uint8_t> certificate_;  // DER
+    Certificate certificate_{};
 };
 
 }  // namespace paceline::tls

@@ -59,7 +59,7 @@ std::string Library::complaint() const {
     std::array<char, 256> text{};
     const unsigned long code = ERR_get_error();
     ERR_clear_error();
-    if (code == 0) return "no reason given";
+    if (code == 0) return {};
     ERR_error_string_n(code, text.data(), text.size());
     const std::string said = text.data();
     return said.substr(said.rfind(':') + 1);  // error:0A000086:SSL routines::certificate verify failed

@@ -80,7 +80,7 @@ struct Library {
     PACELINE_OPENSSL(PACELINE_DECLARE)
 #undef PACELINE_DECLARE
 
-    // Returns what OpenSSL says about the latest failure of the calling thread, and forgets it.
+    // Returns what OpenSSL says about the latest failure of the calling thread, if anything, and forgets it.
     std::string complaint() const;
 };
 

@@ -93,18 +93,15 @@ Session::~Session() {
 
 Session::Progress Session::shake_hands() {
     library_.ERR_clear_error();
-    errno = 0;
     const int result = library_.SSL_do_handshake(ssl_);
     if (result == 1) return Progress::done;
-    const int system = errno;
     switch (library_.SSL_get_error(ssl_, result)) {
         case kWantRead:
             return Progress::wants_to_read;
         case kWantWrite:
             return Progress::wants_to_write;
         default:
-            reason_ = library_.complaint();
-            errno = system;
+            reason_ = wire_.ended ? "" : library_.complaint();
             return Progress::failed;
     }
 }

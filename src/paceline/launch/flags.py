@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.launch import values
 from paceline.launch.elastic.chaos import Chaos
+from paceline.security.levels import LEVELS
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ FLAGS = (
          "take others' places start sooner", values.modules, "", "MODULE,...", ours=True),
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
+    # connections
+    Flag("security", "auth: authenticate connections; encrypt: and encrypt those between machines; none: neither. Without "
+         "it they are encrypted where an address is public (PACELINE_SECURITY in the environment)", str, metavar="LEVEL",
+         choices=LEVELS, variable=False, ours=True),
+    Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
+         ours=True),
     # others
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
          values.rank_or_none, "0", "RANK|none", ours=True),
