@@ -71,9 +71,7 @@ def _choose_security(options: argparse.Namespace) -> None:
         choose_level(options.security, options.insecure)
     level = chosen_level()
     if level == "none" and (getattr(options, "token", None) or options.print_token):
-        raise ValueError(
-            "a join token holds the job's secret, which --security none does without; leave one of them out"
-        )
+        raise ValueError("a join token holds a secret, which --security none does without; leave one of them out")
     if level == "encrypt":
         identity_of(b"")
 

@@ -99,8 +99,8 @@ FLAGS = (
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # connections
-    Flag("security", "auth: authenticate connections; encrypt: and encrypt those between machines; none: neither. Without "
-         "it they are encrypted where an address is public (PACELINE_SECURITY in the environment)", str, metavar="LEVEL",
+    Flag("security", "encrypt: encrypt all connections between machines; auth: only authenticate them; none: neither "
+         "(default: PACELINE_SECURITY, or else they are encrypted where an address is public)", str, metavar="LEVEL",
          choices=LEVELS, variable=False, ours=True),
     Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
          ours=True),

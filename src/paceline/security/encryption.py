@@ -11,7 +11,6 @@ import socket
 import time
 from functools import lru_cache
 from types import TracebackType
-from typing import Union
 
 from paceline import _core
 from paceline.errors import AuthenticationError
@@ -96,7 +95,7 @@ class EncryptedSocket:
         return _FOREVER_S if self._timeout_s is None else self._timeout_s
 
 
-Connection = Union[socket.socket, EncryptedSocket]
+Connection = socket.socket | EncryptedSocket
 
 
 @lru_cache(maxsize=4)
@@ -136,7 +135,7 @@ def begin(connection: socket.socket, secret: bytes | None, timeout_s: float) -> 
         ) from error
     if why:
         raise AuthenticationError(
-            f"the process at {name_of(connection)} does not show this job's certificate ({why}); all ranks need the same "
+            f"the process at {name_of(connection)} does not hold this job's secret ({why}); all ranks need the same "
             "PACELINE_SECRET, and the address must be this job's"
         )
     return encrypted

@@ -1,8 +1,8 @@
 """Decides which connections have to be encrypted: PACELINE_SECURITY and the addresses of both ends say so.
 
-    auth      no connection; each is authenticated when it is made, as at every level but `none`
-    encrypt   every connection between machines
-    none      none is encrypted, and nothing is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
+    auth      none; each is authenticated when it is made, as at every level but `none`
+    encrypt   all between machines
+    none      none, and nothing is authenticated; for loopback, and elsewhere only if PACELINE_INSECURE is 1
 
 Without a level, connections between machines are encrypted where an address is public. A connection within a machine
 never is: whoever could read it there could read the memory of the processes too.

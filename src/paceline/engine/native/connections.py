@@ -38,7 +38,7 @@ def connect(
     streams: int,
     timeout_s: float,
 ) -> Connections:
-    """Returns this rank's connections to each of the group's `ranks`, by group rank; the lists of its own host's are empty.
+    """Returns this rank's connections to each of the group's `ranks`, by group rank; none to those of its own host.
 
     Args:
         number: the group's number, which is the same on all its members and new for each group.
@@ -86,7 +86,8 @@ def connect(
                         f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "
                         "check the route and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
                     ) from error
-                found[peer, lane] = cleanup.enter_context(connection)
+                cleanup.enter_context(connection)
+                found[peer, lane] = connection
         expected = {(peer, lane) for peer in remote for lane in range(1 + streams)}
         while missing := expected - found.keys():
             left_s = max(0.05, deadline - time.monotonic())
@@ -101,17 +102,14 @@ def connect(
                     f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not connect to {address} "
                     f"within {timeout_s:.0f} s; look at their output"
                 )
-            theirs, connection = arrived
+            who, connection = arrived
             cleanup.enter_context(connection)
-            if theirs.rank > topology.rank and (theirs.rank, theirs.lane) in expected:
-                found[theirs.rank, theirs.lane] = (
-                    connection  # the latest one counts: the peer has given up those before
-                )
+            if who.rank > topology.rank and (who.rank, who.lane) in expected:
+                found[who.rank, who.lane] = connection  # the latest one counts: the peer has given up the others
         for connection in found.values():
             set_congestion_control(connection)
-        return [
-            [for_core(found[peer, lane]) for lane in range(1 + streams)] if peer in remote else [] for peer in ranks
-        ]
+        lanes = range(1 + streams)
+        return [[for_core(found[peer, lane]) for lane in lanes] if peer in remote else [] for peer in ranks]
 
 
 def _dial(
