@@ -9,11 +9,12 @@ import time
 
 import pytest
 from launching import ENVIRONMENT, command, kill, processes_with, script, wait_until
-from listeners import ATTEMPTS, Listener, listeners_of, try_each_way
+from listeners import ATTEMPTS, try_each_way
 
 from hosts.fixture import skip_where_not_permitted
 from hosts.machines import Machines
 from hosts.network import ipv4
+from paceline.cli.doctor.listening import Listener, listeners_of
 
 __all__ = ["script"]  # a fixture
 
@@ -42,6 +43,10 @@ def test_a_job_of_one_machine_listens_on_no_network(script, tmp_path):
         assert {each.kind for each in found} == {"unix"}  # the store; ranks stop listening once they have met
         for listener in found:
             assert len(try_each_way(listener)) == len(ATTEMPTS)
+        doctor = [*command()[:-1], "doctor", "--security"]
+        told = subprocess.run(doctor, capture_output=True, text=True, timeout=30, env=ENVIRONMENT)
+        assert all(f"{listener}: reached from this machine only" in told.stdout for listener in found)
+        assert "level: not chosen: connections are authenticated" in told.stdout
         (tmp_path / "end").touch()
         said = launcher.communicate(timeout=20)[1]
         assert launcher.returncode == 0, said
