@@ -107,7 +107,10 @@ class TlsConnection {
     ssize_t exchange(Step step) {
         const std::lock_guard hold(using_);
         const ssize_t n = step(session());
-        if (n < 0 && errno != EAGAIN) fail(errno, "an encrypted connection " + session().reason());
+        if (n < 0 && errno != EAGAIN) {
+            const std::string& reason = session().reason();
+            fail(errno, reason.empty() ? "an encrypted connection" : "an encrypted connection (" + reason + ")");
+        }
         return n;
     }
 

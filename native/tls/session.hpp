@@ -32,8 +32,8 @@ class Session {
     ~Session();
 
     enum class Progress { done, wants_to_read, wants_to_write, failed };
-    // Proceeds with the handshake as far as possible. After a failure `reason` says what was wrong; it is empty when the
-    // connection broke off.
+    // Proceeds with the handshake as far as possible. After a failure `reason` says what was wrong; it is empty when
+    // the connection broke off.
     Progress shake_hands();
     const std::string& reason() const { return reason_; }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from datetime import timedelta
 
@@ -62,6 +63,22 @@ def test_an_encrypted_job_shows_a_listener_nothing(hosts):
     """The same listener reads everything of a job that is only authenticated."""
     assert hosts(2, 1)(exchange_secrets_under_capture, "auth")[0] == [word.decode() for word in WORDS]
     assert hosts(2, 1)(exchange_secrets_under_capture, "encrypt") == [[], []]
+
+
+def exchange_secrets_between_public_addresses() -> list[str]:
+    own = f"11.0.0.{int(os.environ['RANK']) + 1}"
+    subprocess.run(["ip", "addr", "add", f"{own}/24", "dev", "eth0"], check=True)
+    with Capture() as capture:
+        dist.init_process_group(interface=own, timeout=timedelta(seconds=30))
+        exchange_secrets()
+        dist.destroy_process_group()
+    assert capture.nbytes > 1 << 20
+    return capture.seen(WORDS)
+
+
+def test_lanes_between_public_addresses_are_encrypted(hosts):
+    """The store, at a private address, is not: nobody has asked for it."""
+    assert hosts(2, 1)(exchange_secrets_between_public_addresses)[0] == [NAME.decode(), VALUE.decode()]
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ never is: whoever could read it there could read the memory of the processes too
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # every worker imports this, and would pay for the import of typing
 if TYPE_CHECKING:
     from ipaddress import IPv4Address, IPv6Address
 
