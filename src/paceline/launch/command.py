@@ -65,10 +65,12 @@ def _run(options: argparse.Namespace) -> int:
 def _choose_security(options: argparse.Namespace) -> None:
     """Takes over the flags for the level of security, and finds out whether this machine can do what it needs."""
     from paceline.security.encryption import identity_of
-    from paceline.security.levels import choose_level, chosen_level
+    from paceline.security.levels import INSECURE_VARIABLE, VARIABLE, chosen_level
 
     if options.security is not None:
-        choose_level(options.security, options.insecure)
+        os.environ[VARIABLE] = options.security
+    if options.insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
     level = chosen_level()
     if level == "none" and (getattr(options, "token", None) or options.print_token):
         raise ValueError("a join token holds a secret, which --security none does without; leave one of them out")

@@ -33,8 +33,8 @@ def chosen_level() -> str | None:
     return level
 
 
-def choose_level(level: str, is_insecure: bool = False) -> None:
-    """Chooses the level for this process and those that it starts.
+def choose_level(level: str) -> None:
+    """Chooses the level for this process and those that it starts, on behalf of a program that was given none.
 
     Raises:
         ValueError: it is not a level, or another one has been chosen by the environment.
@@ -45,8 +45,6 @@ def choose_level(level: str, is_insecure: bool = False) -> None:
     if given not in (None, level):
         raise ValueError(f"the security level is {level!r} here and {given!r} in {VARIABLE}; leave one of them out")
     os.environ[VARIABLE] = level
-    if is_insecure:
-        os.environ[INSECURE_VARIABLE] = "1"
 
 
 def is_insecure() -> bool:
