@@ -14,7 +14,7 @@ from types import TracebackType
 
 from paceline import _core
 from paceline.errors import AuthenticationError
-from paceline.security.handshake import HandshakeUnfinishedError, name_of, refuse_plain
+from paceline.security.handshake import broken_off, name_of, refuse_plain
 from paceline.security.levels import chosen_level, must_encrypt
 from paceline.security.secret import derive_key
 
@@ -130,9 +130,7 @@ def begin(connection: socket.socket, secret: bytes | None, timeout_s: float) -> 
     try:
         why = encrypted.shake_hands(timeout_s)
     except OSError as error:
-        raise HandshakeUnfinishedError(
-            f"{name_of(connection)} broke off the handshake of encryption ({error})"
-        ) from error
+        raise broken_off(connection, error) from error
     if why:
         raise AuthenticationError(
             f"the process at {name_of(connection)} does not hold this job's secret ({why}); all ranks need the same "
@@ -161,7 +159,7 @@ def accept(connection: socket.socket, secret: bytes | None, timeout_s: float) ->
         encrypted = EncryptedSocket(connection, secret, accepts=True)
         why = encrypted.shake_hands(max(0.0, deadline - time.monotonic()))
     except OSError as error:
-        raise HandshakeUnfinishedError(f"{name_of(connection)} broke off the handshake ({error})") from error
+        raise broken_off(connection, error) from error
     except ValueError as error:  # no OpenSSL here
         raise AuthenticationError(f"{name_of(connection)} wants encryption: {error}") from error
     if why:
