@@ -40,8 +40,8 @@ from paceline.launch.nodes.messages import (
 )
 from paceline.launch.nodes.remote_client import OrderQueue, lost_at
 from paceline.launch.nodes.wire import Lost, Wire, connect
-from paceline.security.encryption import Connection
 from paceline.observe.clocks import Offset
+from paceline.security.encryption import Connection
 from paceline.security.handshake import HandshakeUnfinishedError
 
 _DIAL_S = 0.5
