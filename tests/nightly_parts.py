@@ -45,6 +45,7 @@ def parts(root: Path) -> list[Part]:
         _soak("docs", "runs the programs in the docs", _PROGRAMS_OF_DOCS, limit_s=10 * _MINUTE_S),
         _examples(),
         _properties(),
+        _encrypted(),
         _soak(
             "soak", "runs the other tests that are marked `soak`", f"--ignore={_PROGRAMS_OF_DOCS}", limit_s=2 * _HOUR_S
         ),
@@ -98,6 +99,18 @@ def _properties() -> Part:
         [[sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "--timeout=1800", "tests/unit"]],
         2 * _HOUR_S,
         environment={"PACELINE_TEST_EXAMPLES": _EXAMPLES_OF_PROPERTIES},
+    )
+
+
+def _encrypted() -> Part:
+    left_out = ("test_encryption_of_hosts.py", "test_between.py")  # they choose a level, or another engine
+    words = [sys.executable, "-m", "pytest", "-m", "not soak and not gpu", "tests/hosts"]
+    return Part(
+        "encrypted",
+        "runs the tests on several hosts with encrypted connections",
+        [[*words, *(f"--ignore=tests/hosts/{name}" for name in left_out)]],
+        _HOUR_S,
+        environment={"PACELINE_SECURITY": "encrypt"},
     )
 
 

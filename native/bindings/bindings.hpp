@@ -9,5 +9,6 @@ void register_engine(nanobind::module_& module);
 void register_links(nanobind::module_& module);
 void register_store(nanobind::module_& module);
 void register_record(nanobind::module_& module);
+void register_tls(nanobind::module_& module);
 
 }  // namespace paceline::bindings

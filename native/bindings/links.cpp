@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/tls.hpp"
 #include "executor/executor.hpp"
 
 namespace nb = nanobind;
@@ -156,13 +157,17 @@ class ScheduleGroup {
 };
 
 ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
-                            const std::vector<int>& mesh_ranks, const std::vector<std::vector<int>>& sockets,
+                            const std::vector<int>& mesh_ranks, const std::vector<nb::list>& connections,
                             double timeout_s, std::vector<int> names) {
     const auto deadline = deadline_in(timeout_s);
+    std::vector<std::vector<tls::Socket>> sockets(connections.size());
+    for (std::size_t r = 0; r < sockets.size(); ++r)
+        for (const nb::handle connection : connections[r]) sockets[r].push_back(to_socket(connection));
     std::shared_ptr<link::LaneSet> lanes;
     {
         const nb::gil_scoped_release release;
-        lanes = link::LaneSet::create(std::move(mesh), id, rank, mesh_ranks, sockets, deadline, std::move(names));
+        lanes = link::LaneSet::create(std::move(mesh), id, rank, mesh_ranks, std::move(sockets), deadline,
+                                      std::move(names));
     }
     return lanes ? new ScheduleGroup(std::move(lanes)) : nullptr;
 }
@@ -207,7 +212,7 @@ void register_links(nb::module_& module) {
 
     nb::class_<ScheduleGroup>(module, "ScheduleGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"), nb::arg("mesh_ranks"),
-                    nb::arg("sockets"), nb::arg("timeout_s"), nb::arg("names") = std::vector<int>{},
+                    nb::arg("connections"), nb::arg("timeout_s"), nb::arg("names") = std::vector<int>{},
                     nb::rv_policy::take_ownership)
         .def("run", &ScheduleGroup::run)
         .def("submit", &ScheduleGroup::submit)

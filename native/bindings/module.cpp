@@ -25,4 +25,5 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_links(module);
     paceline::bindings::register_store(module);
     paceline::bindings::register_record(module);
+    paceline::bindings::register_tls(module);
 }

@@ -1,5 +1,6 @@
 // Bindings of the store's server and client for paceline.store. Values are bytes.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -7,6 +8,7 @@
 #include <memory>
 
 #include "bindings/bindings.hpp"
+#include "bindings/tls.hpp"
 #include "store/client.hpp"
 #include "store/server.hpp"
 
@@ -52,11 +54,12 @@ class OwnedServer {
     ~OwnedServer() {
         if (owner_ != getpid()) static_cast<void>(server_.release());
     }
-    void adopt(int fd) {
+    void adopt(nb::handle connection) {
+        tls::Socket socket = to_socket(connection);
         if (owner_ == getpid())
-            server_->adopt(fd);
+            server_->adopt(std::move(socket));
         else
-            ::close(fd);
+            ::close(socket.descriptor);
     }
     void close() {
         if (owner_ == getpid()) server_->close();
@@ -104,10 +107,11 @@ void register_store(nb::module_& module) {
         .def("missing", &missing, nb::arg("op"), nb::arg("keys"));
     nb::class_<OwnedServer>(module, "StoreServer")
         .def(nb::init<>())
-        .def("adopt", &OwnedServer::adopt, nb::arg("fd"))
+        .def("adopt", &OwnedServer::adopt, nb::arg("connection"))
         .def("close", &OwnedServer::close, nb::call_guard<nb::gil_scoped_release>());
     nb::class_<Client>(module, "StoreClient")
-        .def(nb::init<int>(), nb::arg("fd"))
+        .def(nb::new_([](nb::handle connection) { return std::make_unique<Client>(to_socket(connection)); }),
+             nb::arg("connection"))
         .def("ask", &ask, nb::arg("op"), nb::arg("number"), nb::arg("fields"), nb::arg("timeout_s"))
         .def("close", &Client::close, nb::call_guard<nb::gil_scoped_release>());
 }

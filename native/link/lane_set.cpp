@@ -5,7 +5,7 @@
 #include <new>
 #include <system_error>
 
-#include "link/socket_lane.hpp"
+#include "link/encrypted_lane.hpp"
 
 namespace paceline::link {
 namespace {
@@ -21,7 +21,7 @@ Ring& ring_at(shm::Segment& segment, int place, int lane) {
 
 std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                          const std::vector<int>& mesh_ranks,
-                                         const std::vector<std::vector<int>>& sockets,
+                                         std::vector<std::vector<tls::Socket>> sockets,
                                          std::chrono::steady_clock::time_point deadline, std::vector<int> names) {
     std::unique_ptr<LaneSet> lanes(new LaneSet(std::move(mesh)));
     lanes->names_ = std::move(names);
@@ -30,8 +30,8 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
     lanes->peers_.resize(mesh_ranks.size());
     for (std::size_t r = 0; r < sockets.size(); ++r) {
         Peer& peer = lanes->peers_[r];
-        for (const int socket : sockets[r]) {
-            auto lane = std::make_unique<SocketLane>(socket);
+        for (tls::Socket& socket : sockets[r]) {
+            std::unique_ptr<Lane> lane = lane_over(std::move(socket));
             if (!peer.control)
                 peer.control = std::move(lane);
             else

@@ -10,6 +10,7 @@
 #include "link/ring_lane.hpp"
 #include "link/waiter.hpp"
 #include "shm/mesh.hpp"
+#include "tls/socket.hpp"
 
 namespace paceline::link {
 
@@ -28,7 +29,7 @@ class LaneSet {
     // `deadline`; throws std::system_error when descriptors or memory run out.
     static std::unique_ptr<LaneSet> create(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, int rank,
                                            const std::vector<int>& mesh_ranks,
-                                           const std::vector<std::vector<int>>& sockets,
+                                           std::vector<std::vector<tls::Socket>> sockets,
                                            std::chrono::steady_clock::time_point deadline, std::vector<int> names = {});
     LaneSet(const LaneSet&) = delete;
     LaneSet& operator=(const LaneSet&) = delete;

@@ -12,7 +12,7 @@
 
 namespace paceline::link {
 
-class SocketLane final : public Lane {
+class SocketLane : public Lane {
   public:
     // Takes over `socket`, an authenticated connection.
     explicit SocketLane(int socket);

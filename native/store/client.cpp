@@ -22,8 +22,9 @@ constexpr std::size_t kKeptBytes = 1 << 20;  // larger buffers are freed after u
 
 }  // namespace
 
-Client::Client(int fd) : fd_(fd), spins_(kProbeSpins), buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+Client::Client(tls::Socket socket)
+    : socket_(std::move(socket)), spins_(kProbeSpins), buffer_(std::make_unique_for_overwrite<char[]>(kReadBytes)) {
+    fcntl(socket_.descriptor, F_SETFL, fcntl(socket_.descriptor, F_GETFL) | O_NONBLOCK);
 }
 
 Client::~Client() {
@@ -34,7 +35,7 @@ void Client::close() {
     {
         const std::lock_guard hold(ending_);
         closing_ = true;
-        if (fd_ >= 0) shutdown(fd_, SHUT_RDWR);
+        if (socket_.descriptor >= 0) shutdown(socket_.descriptor, SHUT_RDWR);
     }
     const std::lock_guard hold(asking_);
     release();
@@ -42,8 +43,8 @@ void Client::close() {
 
 void Client::release() {
     const std::lock_guard hold(ending_);
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = -1;
+    if (socket_.descriptor >= 0) ::close(socket_.descriptor);
+    socket_.descriptor = -1;
 }
 
 Client::Result Client::sleep_until(short events, Deadline deadline, const Interrupted& interrupted) {
@@ -51,7 +52,7 @@ Client::Result Client::sleep_until(short events, Deadline deadline, const Interr
         const auto left =
             std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
         if (left <= 0) return Result::timed_out;
-        pollfd watched{fd_, events, 0};
+        pollfd watched{socket_.descriptor, events, 0};
         if (poll(&watched, 1, static_cast<int>(std::min<std::int64_t>(left, kSliceMs))) > 0) return Result::answered;
         if (interrupted()) return Result::interrupted;
     }
@@ -59,7 +60,7 @@ Client::Result Client::sleep_until(short events, Deadline deadline, const Interr
 
 Client::Result Client::ask(const Message& request, Message& answer, Deadline deadline, const Interrupted& interrupted) {
     const std::lock_guard hold(asking_);
-    if (fd_ < 0) return Result::closed;
+    if (socket_.descriptor < 0) return Result::closed;
     const Result result = exchange(request, answer, deadline, interrupted);
     if (result == Result::answered) return result;
     release();
@@ -85,7 +86,7 @@ Client::Result Client::exchange(const Message& request, Message& answer, Deadlin
 
 Client::Result Client::send_all(Deadline deadline, const Interrupted& interrupted) {
     for (std::size_t sent = 0; sent < out_.size();) {
-        const ssize_t n = send(fd_, out_.data() + sent, out_.size() - sent, MSG_NOSIGNAL);
+        const ssize_t n = socket_.send(out_.data() + sent, out_.size() - sent);
         if (n >= 0) {
             sent += static_cast<std::size_t>(n);
         } else if (errno == EAGAIN) {
@@ -114,7 +115,7 @@ Client::Result Client::receive(Message& answer, Deadline deadline, const Interru
     int looks = std::max(spins_, ++asked_ % kProbeEvery == 0 ? kProbeSpins : 0);
     const bool spinning = looks > 0;
     for (;;) {
-        const ssize_t n = recv(fd_, buffer_.get(), kReadBytes, 0);
+        const ssize_t n = socket_.recv(buffer_.get(), kReadBytes);
         if (n > 0) {
             in_.append(buffer_.get(), static_cast<std::size_t>(n));
             std::size_t used = 0;

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "store/message.hpp"
+#include "tls/socket.hpp"
 
 namespace paceline::store {
 
@@ -17,8 +18,8 @@ class Client {
     using Deadline = std::chrono::steady_clock::time_point;
     using Interrupted = std::function<bool()>;
 
-    // Takes over `fd`, a connected and authenticated stream socket.
-    explicit Client(int fd);
+    // Takes over `socket`, a connected and authenticated stream socket.
+    explicit Client(tls::Socket socket);
     Client(const Client&) = delete;
     Client& operator=(const Client&) = delete;
     ~Client();
@@ -40,10 +41,10 @@ class Client {
     void release();
 
     std::mutex asking_;
-    std::mutex ending_;  // guards fd_ against being closed while `close` shuts it down
+    std::mutex ending_;  // guards the descriptor against being closed while `close` shuts it down
     std::atomic<bool> closing_{false};
-    int fd_;
-    int spins_;  // how often to poll the socket before sleeping on it; grows where polling helps
+    tls::Socket socket_;  // its descriptor is -1 once it is closed
+    int spins_;           // how often to poll the socket before sleeping on it; grows where polling helps
     std::uint32_t asked_ = 0;
     std::string out_, in_;
     bool goodbye_ = false;  // the server's goodbye arrived right after an answer

@@ -34,10 +34,14 @@ void watch(int epoll, int operation, int fd, std::uint32_t events) {
 
 // Ends a connection in an orderly way, after sending what is still `unsent`: a client that gets the goodbye knows that
 // this process has not died. The server does not wait for a client that does not read.
-void say_goodbye(int fd, std::string unsent = {}) {
+void say_goodbye(const tls::Socket& socket, std::string unsent = {}) {
     encode({static_cast<std::uint8_t>(Status::closing), 0, {}}, unsent);
-    static_cast<void>(!send(fd, unsent.data(), unsent.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
-    ::close(fd);
+    for (std::size_t sent = 0; sent < unsent.size();) {
+        const ssize_t n = socket.send(unsent.data() + sent, unsent.size() - sent);
+        if (n <= 0) break;
+        sent += static_cast<std::size_t>(n);
+    }
+    ::close(socket.descriptor);
 }
 
 void empty(std::string& buffer) {
@@ -73,15 +77,15 @@ Server::~Server() {
     ::close(wake_);
 }
 
-void Server::adopt(int fd) {
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+void Server::adopt(tls::Socket socket) {
+    fcntl(socket.descriptor, F_SETFL, fcntl(socket.descriptor, F_GETFL) | O_NONBLOCK);
     {
         const std::lock_guard hold(mutex_);
         if (closing_) {
-            say_goodbye(fd);
+            say_goodbye(socket);
             return;
         }
-        fresh_.push_back(fd);
+        fresh_.push_back(std::move(socket));
     }
     eventfd_write(wake_, 1);
 }
@@ -119,48 +123,50 @@ void Server::serve() {
             const auto found = connections_.find(fd);
             if (found == connections_.end()) continue;
             bool alive = true;
-            if (events[i].events & EPOLLOUT) alive = handle_requests(fd, found->second);
-            if (alive && (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(fd, found->second);
+            if (events[i].events & EPOLLOUT) alive = handle_requests(found->second);
+            if (alive && (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(found->second);
             if (!alive) drop(fd);
             while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
         }
         send_answers(waiters_.expire(std::chrono::steady_clock::now(), table_));
         while (!changed_.empty()) send_answers(waiters_.wake(table_, changed_));
     }
-    for (const auto& [fd, connection] : connections_) say_goodbye(fd, connection.out.substr(connection.sent));
+    for (const auto& [fd, connection] : connections_)
+        say_goodbye(connection.socket, connection.out.substr(connection.sent));
     const std::lock_guard hold(mutex_);
-    for (const int fd : fresh_) say_goodbye(fd);
+    for (const tls::Socket& socket : fresh_) say_goodbye(socket);
     fresh_.clear();
 }
 
 void Server::take_new() {
     eventfd_t count = 0;
     eventfd_read(wake_, &count);
-    std::vector<int> fresh;
+    std::vector<tls::Socket> fresh;
     {
         const std::lock_guard hold(mutex_);
         fresh.swap(fresh_);
     }
-    for (const int fd : fresh) {
-        connections_.emplace(fd, Connection{});
+    for (tls::Socket& socket : fresh) {
+        const int fd = socket.descriptor;
+        connections_[fd].socket = std::move(socket);
         watch(epoll_, EPOLL_CTL_ADD, fd, EPOLLIN);
     }
 }
 
 // Returns false when the connection has ended.
-bool Server::receive(int fd, Connection& connection) {
-    const ssize_t got = recv(fd, buffer_.get(), kReadBytes, 0);
+bool Server::receive(Connection& connection) {
+    const ssize_t got = connection.socket.recv(buffer_.get(), kReadBytes);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return true;
-    if (got <= 0 || waiters_.holds(fd)) return false;
+    if (got <= 0 || waiters_.holds(connection.socket.descriptor)) return false;
     connection.in.append(buffer_.get(), static_cast<std::size_t>(got));
-    return handle_requests(fd, connection);
+    return handle_requests(connection);
 }
 
-bool Server::handle_requests(int fd, Connection& connection) {
+bool Server::handle_requests(Connection& connection) {
     std::size_t done = 0;
     Message request;
     for (;;) {
-        if (!flush(fd, connection)) return false;
+        if (!flush(connection)) return false;
         if (connection.blocked) {
             connection.in.erase(0, done);
             return true;
@@ -187,7 +193,8 @@ bool Server::handle_requests(int fd, Connection& connection) {
             encode({static_cast<std::uint8_t>(Status::timed_out), 0, table_.missing(request)}, connection.out);
         } else {
             const auto wait = std::chrono::milliseconds(std::min(request.number, kLongestWaitMs));
-            waiters_.park(fd, std::move(request), std::chrono::steady_clock::now() + wait, table_);
+            waiters_.park(connection.socket.descriptor, std::move(request), std::chrono::steady_clock::now() + wait,
+                          table_);
             const bool alone = done == connection.in.size();
             empty(connection.in);
             return alone;
@@ -196,10 +203,11 @@ bool Server::handle_requests(int fd, Connection& connection) {
 }
 
 // Returns false when the peer is gone.
-bool Server::flush(int fd, Connection& connection) {
+bool Server::flush(Connection& connection) {
+    const int fd = connection.socket.descriptor;
     while (connection.sent < connection.out.size()) {
         const ssize_t n =
-            send(fd, connection.out.data() + connection.sent, connection.out.size() - connection.sent, MSG_NOSIGNAL);
+            connection.socket.send(connection.out.data() + connection.sent, connection.out.size() - connection.sent);
         if (n < 0 && errno == EINTR) continue;
         if (n < 0 && errno == EAGAIN) break;
         if (n < 0) return false;
@@ -219,7 +227,7 @@ void Server::send_answers(const Waiters::Answers& answers) {
     for (const auto& [fd, answer] : answers) {
         Connection& connection = connections_.at(fd);
         encode(answer, connection.out);
-        if (!flush(fd, connection)) drop(fd);
+        if (!flush(connection)) drop(fd);
     }
 }
 

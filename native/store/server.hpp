@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "store/waiters.hpp"
+#include "tls/socket.hpp"
 
 namespace paceline::store {
 
@@ -24,13 +25,14 @@ class Server {
     Server& operator=(const Server&) = delete;
     ~Server();
 
-    // Takes over `fd`, a connected stream socket.
-    void adopt(int fd);
+    // Takes over `socket`, a connected stream socket.
+    void adopt(tls::Socket socket);
     // Tells every client that the server is shutting down, closes the connections and ends the thread. Idempotent.
     void close();
 
   private:
     struct Connection {
+        tls::Socket socket;
         std::string in;  // the part of an incomplete request that has arrived
         std::string out;
         std::size_t sent = 0;
@@ -41,9 +43,9 @@ class Server {
 
     void serve();
     void take_new();
-    bool receive(int fd, Connection& connection);
-    bool handle_requests(int fd, Connection& connection);
-    bool flush(int fd, Connection& connection);
+    bool receive(Connection& connection);
+    bool handle_requests(Connection& connection);
+    bool flush(Connection& connection);
     void send_answers(const Waiters::Answers& answers);
     void drop(int fd);
     int next_timeout_ms() const;
@@ -51,8 +53,8 @@ class Server {
     int epoll_ = -1;
     int wake_ = -1;
     std::mutex mutex_;
-    std::vector<int> fresh_;  // guarded by mutex_
-    bool closing_ = false;    // guarded by mutex_
+    std::vector<tls::Socket> fresh_;  // guarded by mutex_
+    bool closing_ = false;            // guarded by mutex_
     // Only the server's thread uses the members below.
     Table table_;
     Waiters waiters_;

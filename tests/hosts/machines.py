@@ -43,7 +43,7 @@ class Machines:
         self.script = self.directory / "worker.py"
         self.script.write_text(WORKER)
         self.secret = secrets.token_hex(16)
-        self._mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
+        self.mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -55,7 +55,7 @@ class Machines:
         more: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
         """Starts a launcher on a host; its output goes to files that `said` reads."""
-        name, value = self._mark.split("=")
+        name, value = self.mark.split("=")
         environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
             environment["PACELINE_SECRET"] = secret or self.secret
@@ -114,7 +114,7 @@ class Machines:
         for launcher in self._started:
             launcher.kill()
             launcher.wait()
-        kill(processes_with(self._mark))
+        kill(processes_with(self.mark))
         self.network.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 

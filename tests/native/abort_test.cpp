@@ -88,12 +88,16 @@ void an_abort_ends_a_flood(Over over) {
     });
 }
 
-}  // namespace
-
-int main() {
-    for (const Over over : {Over::sockets, Over::rings}) {
+void all() {
+    for (const Over over : kinds()) {
         an_abort_ends_calls_that_wait(over);
         an_abort_on_another_thread_ends_messages(over);
         an_abort_ends_a_flood(over);
     }
+}
+
+}  // namespace
+
+int main() {
+    ranks::plain_and_encrypted(all);
 }

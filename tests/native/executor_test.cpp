@@ -329,22 +329,26 @@ void messages_and_collectives_run_side_by_side(Over over) {
     });
 }
 
-}  // namespace
-
-int main() {
+void all() {
     sums_are_right_for_every_size_and_number_of_streams();
     every_element_gets_its_own_sum(Over::sockets, 4);
-    every_element_gets_its_own_sum(Over::rings, 1);
+    if (!encrypts) every_element_gets_its_own_sum(Over::rings, 1);
     averages_are_divided_once_and_bytes_stay_in_place();
-    for (const Over over : {Over::sockets, Over::rings}) a_list_of_tensors_is_reduced_as_one(over);
+    for (const Over over : kinds()) a_list_of_tensors_is_reduced_as_one(over);
     a_schedule_that_does_not_fit_its_call_is_refused();
     a_mismatch_reaches_every_rank();
     a_mismatch_fails_the_next_call_of_a_rank_that_was_done();
     a_missing_rank_is_named_with_its_latest_call();
     a_rank_that_did_its_part_is_not_among_the_missing();
-    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_stops_in_a_call_is_found_through_the_others(over);
+    for (const Over over : kinds()) a_rank_that_stops_in_a_call_is_found_through_the_others(over);
     a_rank_that_holds_up_a_chain_has_not_come();
-    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_leaves_is_named(over);
+    for (const Over over : kinds()) a_rank_that_leaves_is_named(over);
     an_interrupt_ends_the_call_everywhere();
-    for (const Over over : {Over::sockets, Over::rings}) messages_and_collectives_run_side_by_side(over);
+    for (const Over over : kinds()) messages_and_collectives_run_side_by_side(over);
+}
+
+}  // namespace
+
+int main() {
+    ranks::plain_and_encrypted(all);
 }

@@ -235,7 +235,10 @@ void one_round(Bytes control, Bytes bulk, bool collective, Chance& chance) {
     const auto started = Clock::now();
     const auto [mine, theirs] = joined();
     const auto [my_bulk, their_bulk] = joined();
-    const auto lanes = link::LaneSet::create(nullptr, 1, 0, {0, -1}, {{}, {mine, my_bulk}}, started);
+    std::vector<std::vector<tls::Socket>> sockets(2);
+    sockets[1].emplace_back(mine);
+    sockets[1].emplace_back(my_bulk);
+    const auto lanes = link::LaneSet::create(nullptr, 1, 0, {0, -1}, std::move(sockets), started);
     Messenger messenger(*lanes);
     Executor executor(*lanes, messenger);
     Bytes small(100), large(kLarge), out(kLarge);

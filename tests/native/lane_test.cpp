@@ -9,8 +9,9 @@
 #include <vector>
 
 #include "check.hpp"
+#include "encrypted.hpp"
+#include "link/encrypted_lane.hpp"
 #include "link/ring_lane.hpp"
-#include "link/socket_lane.hpp"
 #include "link/waiter.hpp"
 
 namespace {
@@ -45,6 +46,14 @@ struct Sockets final : Ends {
     }
 };
 
+struct EncryptedSockets final : Ends {
+    EncryptedSockets() {
+        auto [first, second] = encrypted::joined();
+        a = lane_over(std::move(first));
+        b = lane_over(std::move(second));
+    }
+};
+
 // Two rings between a and b; each end wakes the other's waiter.
 struct Rings final : Ends {
     Rings() {
@@ -65,6 +74,10 @@ using Connect = std::unique_ptr<Ends> (*)();
 
 std::unique_ptr<Ends> by_sockets() {
     return std::make_unique<Sockets>();
+}
+
+std::unique_ptr<Ends> by_encrypted_sockets() {
+    return std::make_unique<EncryptedSockets>();
 }
 
 std::unique_ptr<Ends> by_rings() {
@@ -130,8 +143,12 @@ void a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(Connect connect) {
     std::size_t read = 0;
     while (read < held) {
         const std::ptrdiff_t n = pair->b->read({&all, 1});
-        CHECK(n > 0);
+        CHECK(n >= 0);
         read += static_cast<std::size_t>(n);
+        if (n != 0) continue;
+        const Piece last = piece(bytes, 0, 1);  // finishes a record that the socket has taken in part
+        CHECK(pair->a->write({&last, 1}) == 1);
+        ++held;
     }
     CHECK(read == held && pair->b->read({&all, 1}) == 0);
     CHECK(pair->a->write({&all, 1}) > 0);
@@ -158,8 +175,9 @@ void bytes_sent_before_the_end_are_read_before_it(Connect connect) {
     CHECK(pair->b->read({&back, 1}) == kClosed);  // repeatedly
 }
 
-void a_socket_closed_with_unread_bytes_still_delivers() {
-    Sockets pair;
+void a_socket_closed_with_unread_bytes_still_delivers(Connect connect) {
+    const std::unique_ptr<Ends> both = connect();
+    Ends& pair = *both;
     Bytes bytes = pattern(100);
     const Piece out = piece(bytes, 0, 100);
     CHECK(pair.b->write({&out, 1}) == 100);  // never read by a
@@ -171,6 +189,57 @@ void a_socket_closed_with_unread_bytes_still_delivers() {
     CHECK(received == bytes);
     CHECK(pair.b->read({&in, 1}) == kClosed);
     CHECK(pair.b->write({&out, 1}) == kClosed);
+}
+
+// What the peer sent before it went is still read after a write has failed.
+void a_failed_write_does_not_end_reading(Connect connect) {
+    const std::unique_ptr<Ends> pair = connect();
+    Bytes bytes = pattern(50'000);
+    const Piece all = piece(bytes, 0, bytes.size());
+    CHECK(pair->a->write({&all, 1}) == 50'000);
+    pair->a.reset();
+    while (pair->b->write({&all, 1}) != kClosed) {
+    }
+    Bytes received(bytes.size());
+    const Piece in = piece(received, 0, received.size());
+    CHECK(pair->b->read({&in, 1}) == 50'000 && received == bytes);
+    CHECK(pair->b->read({&in, 1}) == kClosed);
+}
+
+// Of a record that the socket takes in part, the last byte is offered again, whatever follows it.
+void what_was_begun_is_finished_before_anything_else() {
+    EncryptedSockets pair;
+    Bytes sent;
+    Bytes word = pattern(30'000);
+    std::ptrdiff_t n = 1;
+    while (n > 0) {
+        const Piece out = piece(word, 0, word.size());
+        n = pair.a->write({&out, 1});
+        CHECK(n >= 0);
+        sent.insert(sent.end(), word.begin(), word.begin() + n);
+        if (static_cast<std::size_t>(n) < word.size()) break;
+    }
+    Bytes rest(word.begin() + n, word.end());
+    std::size_t read = 0, written = 0;
+    Bytes received(sent.size() + rest.size());
+    while (read < received.size()) {
+        const Piece out = piece(rest, written, rest.size() - written);
+        written += static_cast<std::size_t>(pair.a->write({&out, 1}));
+        const Piece in = piece(received, read, std::min<std::size_t>(9'000, received.size() - read));
+        read += static_cast<std::size_t>(pair.b->read({&in, 1}));
+    }
+    sent.insert(sent.end(), rest.begin(), rest.end());
+    CHECK(received == sent);
+}
+
+// A read that leaves bytes in the session must not put the reader to sleep.
+void bytes_that_were_read_ahead_keep_a_reader_awake() {
+    EncryptedSockets pair;
+    Bytes bytes = pattern(100);
+    const Piece out = piece(bytes, 0, 100), in = piece(bytes, 0, 60);
+    CHECK(pair.a->write({&out, 1}) == 100);
+    CHECK(pair.b->read({&in, 1}) == 60 && pair.b->arm());
+    CHECK(pair.b->read({&in, 1}) == 40 && !pair.b->arm());
 }
 
 void a_socket_closes_although_its_peer_never_stops_sending() {
@@ -189,8 +258,9 @@ void a_socket_closes_although_its_peer_never_stops_sending() {
     ::close(ends[1]);
 }
 
-void a_forked_child_holds_no_socket_open() {
-    Sockets pair;
+void a_forked_child_holds_no_socket_open(Connect connect) {
+    const std::unique_ptr<Ends> both = connect();
+    Ends& pair = *both;
     const pid_t child = fork();
     if (child == 0) {
         pause();
@@ -285,20 +355,30 @@ void an_armed_sleeper_is_woken() {
     CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(4));
 }
 
+void all_of_sockets(Connect connect) {
+    bytes_arrive_in_order_whatever_the_sizes(connect);
+    a_write_of_too_many_pieces_is_partial(connect);
+    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(connect);
+    bytes_sent_before_the_end_are_read_before_it(connect);
+    a_socket_closed_with_unread_bytes_still_delivers(connect);
+    a_failed_write_does_not_end_reading(connect);
+    a_forked_child_holds_no_socket_open(connect);
+}
+
 }  // namespace
 
 int main() {
-    bytes_arrive_in_order_whatever_the_sizes(by_sockets);
+    all_of_sockets(by_sockets);
+    if (!encrypted::unavailable()) {
+        all_of_sockets(by_encrypted_sockets);
+        what_was_begun_is_finished_before_anything_else();
+        bytes_that_were_read_ahead_keep_a_reader_awake();
+    }
     bytes_arrive_in_order_whatever_the_sizes(by_rings);
-    a_write_of_too_many_pieces_is_partial(by_sockets);
     a_write_of_too_many_pieces_is_partial(by_rings);
-    a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(by_sockets);
     a_full_lane_takes_nothing_and_an_empty_one_gives_nothing(by_rings);
-    bytes_sent_before_the_end_are_read_before_it(by_sockets);
     bytes_sent_before_the_end_are_read_before_it(by_rings);
-    a_socket_closed_with_unread_bytes_still_delivers();
     a_socket_closes_although_its_peer_never_stops_sending();
-    a_forked_child_holds_no_socket_open();
     a_read_without_pieces_reports_the_end_of_a_rings_peer();
     a_peek_shows_what_a_read_would_return();
     corrupt_counts_in_a_ring_do_no_harm();

@@ -341,11 +341,8 @@ void the_first_verdict_stands_in_a_flood_of_them() {
     });
 }
 
-}  // namespace
-
-int main() {
-    for (const Over over : {Over::sockets, Over::rings})
-        messages_of_every_size_arrive_before_and_after_their_receive(over);
+void all() {
+    for (const Over over : kinds()) messages_of_every_size_arrive_before_and_after_their_receive(over);
     messages_travel_between_lists_of_pieces();
     messages_match_by_tag_and_keep_their_order_within_it();
     a_receive_from_any_source_takes_each_message_once();
@@ -355,9 +352,15 @@ int main() {
     threads_of_one_rank_may_wait_at_the_same_time();
     a_wait_can_be_interrupted_while_another_thread_drives();
     a_timeout_names_the_missing_rank_while_others_talk();
-    for (const Over over : {Over::sockets, Over::rings}) a_rank_that_left_is_distinguished_from_one_that_died(over);
+    for (const Over over : kinds()) a_rank_that_left_is_distinguished_from_one_that_died(over);
     a_close_ends_open_requests_and_says_why();
     a_close_while_another_thread_waits_ends_its_wait();
     announcements_to_a_busy_rank_do_not_pile_up();
     the_first_verdict_stands_in_a_flood_of_them();
+}
+
+}  // namespace
+
+int main() {
+    ranks::plain_and_encrypted(all);
 }

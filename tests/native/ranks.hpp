@@ -1,4 +1,5 @@
-// Ranks as threads of one process, joined by socket pairs as hosts are, or by rings as the ranks of one host are.
+// Ranks as threads of one process, joined by socket pairs as hosts are, encrypted or not, or by rings as the ranks of
+// one host are.
 #pragma once
 
 #include <sys/socket.h>
@@ -10,6 +11,7 @@
 
 #include "call/call_queue.hpp"
 #include "check.hpp"
+#include "encrypted.hpp"
 #include "executor/executor.hpp"
 
 namespace ranks {
@@ -22,6 +24,21 @@ constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSecond = 1000 * kMs;
 
 enum class Over { sockets, rings };
+
+// Whether the socket pairs are encrypted; see `plain_and_encrypted`.
+inline bool encrypts = false;
+
+// What tests of all kinds of lane go over; the rings are the same in both passes.
+inline std::vector<Over> kinds() {
+    return encrypts ? std::vector{Over::sockets} : std::vector{Over::sockets, Over::rings};
+}
+
+// Runs the tests over plain sockets, and again over encrypted ones.
+inline void plain_and_encrypted(const std::function<void()>& tests) {
+    tests();
+    encrypts = !encrypted::unavailable();
+    if (encrypts) tests();
+}
 
 struct Rank {
     int rank;
@@ -40,7 +57,8 @@ inline std::pair<int, int> joined() {
 // Calls `body` for each of n ranks; whatever a rank leaves open is closed when its body ends, as if the rank left.
 inline void with_ranks(int n, int streams, Over over, const std::function<void(Rank)>& body) {
     const auto size = static_cast<std::size_t>(n);
-    std::vector<std::vector<std::vector<int>>> sockets(size, std::vector<std::vector<int>>(size));
+    std::vector<std::vector<std::vector<tls::Socket>>> sockets(size);
+    for (auto& row : sockets) row.resize(size);
     std::vector<std::vector<int>> of_mesh(size, std::vector<int>(size, -1));
     for (std::size_t i = 0; i < size; ++i)
         for (std::size_t j = i + 1; j < size; ++j) {
@@ -49,9 +67,9 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
                 continue;
             }
             for (int lane = 0; lane < 1 + streams; ++lane) {
-                const auto [a, b] = joined();
-                sockets[i][j].push_back(a);
-                sockets[j][i].push_back(b);
+                auto [a, b] = encrypts ? encrypted::joined() : std::pair<tls::Socket, tls::Socket>(joined());
+                sockets[i][j].push_back(std::move(a));
+                sockets[j][i].push_back(std::move(b));
             }
         }
     std::vector<std::thread> threads;
@@ -62,7 +80,7 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
             for (std::size_t p = 0; p < size; ++p)
                 places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);
             {
-                const auto lanes = link::LaneSet::create(mesh, 1, static_cast<int>(r), places, sockets[r],
+                const auto lanes = link::LaneSet::create(mesh, 1, static_cast<int>(r), places, std::move(sockets[r]),
                                                          Clock::now() + std::chrono::seconds(20));
                 CHECK(lanes != nullptr);
                 Messenger messenger(*lanes);

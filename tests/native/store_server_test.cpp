@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "encrypted.hpp"
 #include "store/client.hpp"
 #include "store/server.hpp"
 
@@ -30,6 +31,16 @@ int connect_to(Server& server) {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     server.adopt(ends[0]);
     return ends[1];
+}
+
+bool encrypts = false;
+
+// As `connect_to`, for clients of ours, which may be encrypted.
+paceline::tls::Socket client_of(Server& server) {
+    if (!encrypts) return connect_to(server);
+    auto [theirs, mine] = encrypted::joined();
+    server.adopt(std::move(theirs));
+    return std::move(mine);
 }
 
 Message ask(Client& client, const Message& what) {
@@ -144,7 +155,7 @@ void malformed_messages_are_recognised() {
 
 void hostile_clients_are_dropped_and_the_others_served() {
     Server server;
-    Client good(connect_to(server));
+    Client good(client_of(server));
 
     const int garbage = connect_to(server);
     send_raw(garbage, std::string(32, '\0'));
@@ -175,7 +186,7 @@ void hostile_clients_are_dropped_and_the_others_served() {
 
 void keys_set_before_garbage_wake_their_waiters() {
     Server server;
-    Client waiting(connect_to(server));
+    Client waiting(client_of(server));
     std::thread waiter([&] { CHECK(ask(waiting, request(Op::get, {"k"}, 20'000)).fields[0] == "v"); });
     std::this_thread::sleep_for(50ms);
     const int odd = connect_to(server);
@@ -186,7 +197,7 @@ void keys_set_before_garbage_wake_their_waiters() {
 
 void a_client_that_does_not_read_delays_nobody() {
     Server server;
-    Client good(connect_to(server));
+    Client good(client_of(server));
     ask(good, request(Op::set, {"big", std::string(8 << 20, 'b')}));
     const int lazy = connect_to(server);
     for (int i = 0; i < 3; ++i) send_raw(lazy, encoded(request(Op::get, {"big"}, 1000)));
@@ -211,7 +222,7 @@ void a_request_may_arrive_byte_by_byte() {
     }
     char answer[64];
     CHECK(recv(fd, answer, sizeof answer, 0) > 0);
-    Client other(connect_to(server));
+    Client other(client_of(server));
     CHECK(ask(other, request(Op::get, {"slow"}, 1000)).fields[0] == "loris");
     close(fd);
 }
@@ -221,18 +232,18 @@ void many_clients_add_to_one_sum() {
     std::vector<std::thread> threads;
     for (int i = 0; i < 16; ++i)
         threads.emplace_back([&server] {
-            Client client(connect_to(server));
+            Client client(client_of(server));
             for (int n = 0; n < 200; ++n) ask(client, request(Op::add, {"sum"}, 1));
             ask(client, request(Op::add, {"done"}, 1));
         });
     for (std::thread& thread : threads) thread.join();
-    Client client(connect_to(server));
+    Client client(client_of(server));
     CHECK(ask(client, request(Op::get, {"sum"}, 1000)).fields[0] == "3200");
 }
 
 void large_values_are_returned_whole() {
     Server server;
-    Client client(connect_to(server));
+    Client client(client_of(server));
     std::string value(32 << 20, '\0');
     for (std::size_t i = 0; i < value.size(); i += 4093) value[i] = static_cast<char>(i);
     ask(client, request(Op::set, {"large", value}));
@@ -241,7 +252,7 @@ void large_values_are_returned_whole() {
 
 void closing_the_client_wakes_its_waiting_threads() {
     Server server;
-    Client client(connect_to(server));
+    Client client(client_of(server));
     std::thread closer([&] {
         std::this_thread::sleep_for(50ms);
         client.close();
@@ -254,7 +265,7 @@ void closing_the_client_wakes_its_waiting_threads() {
 
 void closing_the_server_wakes_its_clients() {
     Server server;
-    Client client(connect_to(server));
+    Client client(client_of(server));
     std::thread closer([&] {
         std::this_thread::sleep_for(50ms);
         server.close();
@@ -263,15 +274,15 @@ void closing_the_server_wakes_its_clients() {
     Message answer;
     CHECK(client.ask(request(Op::get, {"never"}, 60'000), answer, Clock::now() + 60s, never) == Client::Result::closed);
     closer.join();
-    Client late(connect_to(server));
+    Client late(client_of(server));
     CHECK(late.ask(request(Op::count, {}), answer, Clock::now() + 60s, never) == Client::Result::closed);
 }
 
 void the_server_publishes_the_will_of_a_lost_connection() {
     Server server;
-    Client heir(connect_to(server));
+    Client heir(client_of(server));
     for (const bool taken_back : {true, false}) {
-        Client testator(connect_to(server));
+        Client testator(client_of(server));
         CHECK(ask(testator, request(Op::last_will, {"will", "an earlier one"})).code == 0);
         CHECK(ask(testator, request(Op::last_will, {"will", "the last"}, taken_back ? 1 : 0)).code == 0);
         CHECK(ask(heir, request(Op::check, {"will"})).number == 0);
@@ -284,8 +295,8 @@ void the_server_publishes_the_will_of_a_lost_connection() {
 
 void a_connection_may_leave_a_will_for_each_key() {
     Server server;
-    Client heir(connect_to(server));
-    Client testator(connect_to(server));
+    Client heir(client_of(server));
+    Client testator(client_of(server));
     for (const char* key : {"one", "two", "three"})
         CHECK(ask(testator, request(Op::last_will, {key, std::string("of ") + key})).code == 0);
     CHECK(ask(testator, request(Op::last_will, {"two", ""}, 1)).code == 0);
@@ -305,7 +316,7 @@ void a_server_that_died_is_distinguished_from_one_closed() {
 
     // The goodbye also arrives between two requests.
     Server server;
-    Client idle(connect_to(server));
+    Client idle(client_of(server));
     CHECK(ask(idle, request(Op::count, {})).number == 0);
     server.close();
     CHECK(idle.ask(request(Op::count, {}), answer, Clock::now() + 20s, never) == Client::Result::closed);
@@ -320,14 +331,7 @@ void a_request_to_a_silent_server_ends_at_its_deadline() {
     close(ends[1]);
 }
 
-}  // namespace
-
-int main() {
-    a_waiter_is_answered_when_its_last_key_is_set();
-    queued_values_go_to_waiters_in_the_order_of_asking();
-    a_waiter_that_times_out_learns_which_key_is_missing();
-    a_get_waits_for_a_value_although_a_queue_has_the_name();
-    malformed_messages_are_recognised();
+void all_of_the_server() {
     hostile_clients_are_dropped_and_the_others_served();
     keys_set_before_garbage_wake_their_waiters();
     a_client_that_does_not_read_delays_nobody();
@@ -340,4 +344,17 @@ int main() {
     a_connection_may_leave_a_will_for_each_key();
     a_server_that_died_is_distinguished_from_one_closed();
     a_request_to_a_silent_server_ends_at_its_deadline();
+}
+
+}  // namespace
+
+int main() {
+    a_waiter_is_answered_when_its_last_key_is_set();
+    queued_values_go_to_waiters_in_the_order_of_asking();
+    a_waiter_that_times_out_learns_which_key_is_missing();
+    a_get_waits_for_a_value_although_a_queue_has_the_name();
+    malformed_messages_are_recognised();
+    all_of_the_server();
+    encrypts = !encrypted::unavailable();
+    if (encrypts) all_of_the_server();
 }

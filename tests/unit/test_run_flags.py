@@ -45,6 +45,7 @@ VALUES = {  # by flag: what is written, what it means
     "duplicate-stderr-filters": ("Error", ("Error",)),
     "event-log-handler": ("console", "console"),
     "numa-binding": ("node", "node"),
+    "security": ("encrypt", "encrypt"),
     "stdin": ("none", None),
     "min-workers": ("2", 2),
     "chaos": ("kill:2s,seed=7", Chaos((("kill", 2.0),), 7)),

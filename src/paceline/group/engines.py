@@ -19,9 +19,10 @@ from paceline.engine.native.engine import NativeEngine
 from paceline.engine.registry import Backend
 from paceline.engine.two_level import open_two_levels
 from paceline.group.devices import Opener
+from paceline.security.levels import chosen_level
 
 _AGREED = 1 << 62  # marks an identity that the members agreed on, unlike those that count groups
-_FINDS_MEMBERS = "paceline"
+_FINDS_MEMBERS = _ENCRYPTS = "paceline"
 
 
 class Engines:
@@ -110,8 +111,25 @@ class Engines:
 
     def _engine(self, name: str) -> Engine:
         if name not in self._started:
+            if name != _ENCRYPTS and chosen_level() == "encrypt":
+                require_one_host(name, self._context.rank, self.members)
             self._started[name] = registry.start(name, self._context)
         return self._started[name]
+
+
+def require_one_host(engine: str, rank: int, members: Sequence[Member]) -> None:
+    """Requires that an engine which does not encrypt connects the ranks of one host only.
+
+    Raises:
+        ValueError: there are several hosts.
+    """
+    hosts = sorted({member.host for member in members})
+    if len(hosts) > 1:
+        raise ValueError(
+            f"rank {rank}: the security level is encrypt, and the engine {engine!r} sends tensors between the hosts "
+            f"{', '.join(hosts)} without encryption; expected the engine 'paceline', which encrypts them. Use it for "
+            "tensors between hosts, or choose --security auth and a network that you trust"
+        )
 
 
 def agreed_identity(number: int) -> int:

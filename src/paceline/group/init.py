@@ -31,6 +31,7 @@ from paceline.group.init_arguments import make_current, require_between, require
 from paceline.group.process_group import ProcessGroup
 from paceline.record import recorder
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
+from paceline.security.levels import choose_level
 from paceline.store.base import Store
 from paceline.store.hash import HashStore
 
@@ -52,6 +53,7 @@ def init_process_group(
     algorithm: str | None = None,
     between_hosts: str | None = None,
     elastic: bool = False,
+    security: str | None = None,
 ) -> None:
     """Makes the default process group. Every rank calls this once, and it returns when all ranks have called it.
 
@@ -81,6 +83,8 @@ def init_process_group(
             "paceline" has reduced within the host; "paceline" itself if None.
         elastic: whether workers come and go; the group has this one rank until `ElasticState.epochs` finds the others.
             The job is started with `paceline run --elastic`, or is this one process.
+        security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
+            neither. The default is PACELINE_SECURITY, or else they are encrypted where an address is public.
 
     Raises:
         ValueError: the default group exists already, or an argument is wrong; the message says what to do.
@@ -90,6 +94,8 @@ def init_process_group(
     """
     if own_world() is not None:
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
+    if security is not None:
+        choose_level(security)
     if elastic:
         require_elastic(backend, init_method, store, world_size, rank)
         backend, world_size, rank, store = "paceline", 1, 0, HashStore()

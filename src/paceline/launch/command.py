@@ -43,6 +43,7 @@ def _run(options: argparse.Namespace) -> int:
     from paceline.launch.job import job_of
     from paceline.launch.values import OptionError
 
+    _choose_security(options)
     if options.print_token and options.nnodes[1] == 1:
         raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
     job = job_of(options)
@@ -59,6 +60,22 @@ def _run(options: argparse.Namespace) -> int:
     listener, secret, token = _token(job.rendezvous.address)
     print(f"paceline join {token} {' '.join(_words(options))}", flush=True)
     return run_job(job, listener, secret)
+
+
+def _choose_security(options: argparse.Namespace) -> None:
+    """Takes over the flags for the level of security, and finds out whether this machine can do what it needs."""
+    from paceline.security.encryption import identity_of
+    from paceline.security.levels import INSECURE_VARIABLE, VARIABLE, chosen_level
+
+    if options.security is not None:
+        os.environ[VARIABLE] = options.security
+    if options.insecure:
+        os.environ[INSECURE_VARIABLE] = "1"
+    level = chosen_level()
+    if level == "none" and (getattr(options, "token", None) or options.print_token):
+        raise ValueError("a join token holds a secret, which --security none does without; leave one of them out")
+    if level == "encrypt":
+        identity_of(b"")
 
 
 def _token(address: tuple[str, int] | None) -> tuple[socket.socket, bytes, str]:
@@ -82,6 +99,8 @@ def _words(options: argparse.Namespace) -> list[str]:
 
     switches = (("--elastic", options.elastic), ("-m", options.module), ("--no-python", options.no_python))
     flags = [name for name, is_on in switches if is_on]
+    if options.security is not None:
+        flags += ["--security", options.security, *(["--insecure"] if options.insecure else [])]
     return [*flags, *map(shlex.quote, [options.script, *options.args])]
 
 
@@ -90,6 +109,7 @@ def _join(options: argparse.Namespace) -> int:
     from paceline.launch.job import job_of
     from paceline.launch.nodes.join_token import Token
 
+    _choose_security(options)
     word = sys.stdin.readline() if options.token == "-" else options.token
     token = Token.decode(word)
     host = f"[{token.host}]" if ":" in token.host else token.host

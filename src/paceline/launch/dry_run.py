@@ -13,6 +13,7 @@ from paceline.launch.machine import Machine
 from paceline.launch.nodes.messages import Start
 from paceline.launch.placement import format_cpulist
 from paceline.launch.start_workers import place_of, variables_of
+from paceline.security.levels import chosen_level
 
 _UNKNOWN = "<chosen at the start>"
 
@@ -32,6 +33,7 @@ def describe_plan(job: Job, machine: Machine) -> str:
         has_secret = any(name in os.environ for name in ("PACELINE_SECRET", "PACELINE_SECRET_FILE"))
         is_made = job.scheduler is not None and job.scheduler.is_slurm
         otherwise = "made by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
+        lines.append(f"connections between machines: {chosen_level() or 'encrypt where an address is public'}")
         lines.append(f"secret: {'from the environment' if has_secret else otherwise}")
     replaced = f"{job.max_restarts} restarts" if job.elastic is None else _replacement(job.elastic)
     lines.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paceline.launch import values
 from paceline.launch.elastic.chaos import Chaos
+from paceline.security.levels import LEVELS
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ FLAGS = (
          "take others' places start sooner", values.modules, "", "MODULE,...", ours=True),
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
+    # connections
+    Flag("security", "encrypt: encrypt all connections between machines; auth: only authenticate them; none: neither "
+         "(default: PACELINE_SECURITY, or else they are encrypted where an address is public)", str, metavar="LEVEL",
+         choices=LEVELS, variable=False, ours=True),
+    Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
+         ours=True),
     # others
     Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", values.seconds, "15",
          "SECONDS", variable=False, ours=True),

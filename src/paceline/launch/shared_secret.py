@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 from paceline.errors import RendezvousTimeoutError
 from paceline.launch.job import Job
+from paceline.security.levels import chosen_level
 from paceline.security.secret import job_secret
 
 _STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_START_TIME", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
@@ -140,6 +141,9 @@ def secret_of(job: Job, shared: SharedSecret, say: Callable[[str], None]) -> byt
         RendezvousTimeoutError, ValueError, OSError: see `SharedSecret` and `job_secret`.
     """
     rendezvous, scheduler = job.rendezvous, job.scheduler
+    if chosen_level() == "none":
+        say("security level none: connections are neither authenticated nor encrypted")
+        return None
     if rendezvous.address is None:
         return secrets.token_bytes(_SECRET_BYTES)
     if (secret := job_secret()) is not None or scheduler is None or not scheduler.is_slurm:

@@ -23,6 +23,7 @@ from paceline.group.default import World
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
 from paceline.plugin.store import BorrowedStore
+from paceline.security.levels import chosen_level
 from paceline.security.secret import job_secret
 
 OTHER_DEVICES = (
@@ -97,6 +98,12 @@ def _has_ended(member: Member) -> bool:
 def _secret_of_group(store: BorrowedStore, rank: int, formation: Formation, patience_s: float) -> Iterator[None]:
     """Shares a secret through torch's store if the job has none; that store trusts everybody who reaches it anyway."""
     mine = job_secret()
+    if mine is None and chosen_level() == "encrypt":
+        raise AuthenticationError(
+            f"rank {rank} of the group: the security level is encrypt and the job has no secret, and one that came "
+            "through torch's store, which is not encrypted, would protect nothing; start the job with `paceline run`, "
+            f"or give all processes the same {_SECRET_VARIABLE}"
+        )
     if rank == 0:
         store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)
     if formation.absent([_SECRET_KEY], time.monotonic() + patience_s):

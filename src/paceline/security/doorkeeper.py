@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from paceline.descriptors import is_shortage
 from paceline.errors import AuthenticationError
-from paceline.security.handshake import Hello, PeerGoneError, verify
+from paceline.security.encryption import Connection, accept
+from paceline.security.handshake import TIMEOUT_S, Hello, PeerGoneError, verify
 from paceline.security.refusals import Refusals
 
 MAX_HANDSHAKES = 128
@@ -31,6 +32,7 @@ class Doorkeeper:
         channel: what it must ask for, in at most eight letters.
         admit: takes over each admitted connection; it is called in a thread of its own.
         generation: the generation that it must belong to.
+        secret: the job's secret, which determines the certificate of encrypted connections.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class Doorkeeper:
         listener: socket.socket,
         key: bytes,
         channel: str,
-        admit: Callable[[socket.socket, Hello], None],
+        admit: Callable[[Connection, Hello], None],
         generation: int = 0,
+        secret: bytes | None = None,
     ) -> None:
         self._listener = listener
         self._listener.setblocking(True)
@@ -47,6 +50,7 @@ class Doorkeeper:
         self._channel = channel
         self._admit = admit
         self._generation = generation
+        self._secret = secret
         self._refusals = Refusals(channel)
         self._handshakes: dict[int, socket.socket] = {}  # in the order of arrival
         self._changing = threading.Lock()
@@ -104,11 +108,13 @@ class Doorkeeper:
     def _check(self, number: int, connection: socket.socket, host: str) -> None:
         has_proved = False
         try:
-            hello = verify(connection, self._key, self._channel, self._generation)
+            by_s = time.monotonic() + TIMEOUT_S
+            checked = accept(connection, self._secret, TIMEOUT_S)
+            hello = verify(checked, self._key, self._channel, self._generation, by_s - time.monotonic())
             has_proved = True
             if self._leave(number) and not self._closed:
-                connection.settimeout(None)
-                self._admit(connection, hello)
+                checked.settimeout(None)
+                self._admit(checked, hello)
                 return
         except (AuthenticationError, OSError) as error:
             was_dropped = not (self._leave(number) or has_proved)

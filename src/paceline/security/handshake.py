@@ -19,12 +19,19 @@ import time
 
 from paceline.errors import AuthenticationError
 
+TYPE_CHECKING = False  # every worker imports this, and would pay for the import of typing
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from paceline.security.encryption import Connection
+
 TIMEOUT_S = 5.0
 
 _HELLO = struct.Struct("<8s8sIIQ16s")
 _MAGIC = b"paceln/1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
+_ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 _REFUSAL = bytes(_PROOF_BYTES)  # no proof is that: the chance is 1 in 2**256
 
 
@@ -46,7 +53,7 @@ class Hello:
         self.lane = lane
 
 
-def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float = TIMEOUT_S) -> None:
+def prove(connection: Connection, key: bytes, hello: Hello, timeout_s: float = TIMEOUT_S) -> None:
     """Proves the secret from the connecting side, and checks the peer's proof.
 
     Raises:
@@ -59,17 +66,22 @@ def prove(connection: socket.socket, key: bytes, hello: Hello, timeout_s: float 
     _send(connection, first, deadline)
     answer = _receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
     nonce, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if answer == _ENCRYPTED_ONLY:
+        raise AuthenticationError(
+            f"the process at {name_of(connection)} takes encrypted connections only, and this one is not encrypted: "
+            "start every launcher with --security encrypt, or every rank with PACELINE_SECURITY=encrypt"
+        )
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
         _refuse(connection, deadline)
         raise AuthenticationError(
-            f"the process at {_name(connection)} does not hold this job's secret (channel {hello.channel!r}); "
+            f"the process at {name_of(connection)} does not hold this job's secret (channel {hello.channel!r}); "
             "all ranks need the same PACELINE_SECRET, and the address must be this job's"
         )
     _send(connection, _digest(key, b"C", first, answer), deadline)
 
 
 def verify(
-    connection: socket.socket, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
+    connection: Connection, key: bytes, channel: str, generation: int = 0, timeout_s: float = TIMEOUT_S
 ) -> Hello:
     """Checks the peer's proof on the accepting side, and proves the secret; returns who connected.
 
@@ -83,27 +95,45 @@ def verify(
     first = _receive(connection, _HELLO.size, deadline, expected)
     _, _, rank, lane, peer_generation, _ = _HELLO.unpack(first)
     if not first.startswith(expected):
-        raise AuthenticationError(f"{_name(connection)} spoke another protocol than Paceline's {channel!r}")
+        raise AuthenticationError(f"{name_of(connection)} spoke another protocol than Paceline's {channel!r}")
     nonce = os.urandom(_NONCE_BYTES)
     answer = nonce + _digest(key, b"S", first, nonce)
     _send(connection, answer, deadline)
     proof = _receive(connection, _PROOF_BYTES, deadline)
     if proof == _REFUSAL:
-        raise AuthenticationError(f"{_name(connection)} does not accept this process's proof of the job's secret")
+        raise AuthenticationError(f"{name_of(connection)} does not accept this process's proof of the job's secret")
     if not hmac.compare_digest(proof, _digest(key, b"C", first, answer)):
-        raise AuthenticationError(f"{_name(connection)} does not hold this job's secret")
+        raise AuthenticationError(f"{name_of(connection)} does not hold this job's secret")
     if peer_generation != generation:
         raise AuthenticationError(
-            f"{_name(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
+            f"{name_of(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
         )
     return Hello(channel, rank, generation, lane)
+
+
+def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:
+    """Refuses a connection that ought to be encrypted and is not; tells the other end so if it is Paceline's.
+
+    Raises:
+        AuthenticationError: always.
+        HandshakeUnfinishedError: the other end did not say enough in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    first = _receive(connection, _HELLO.size, deadline, _MAGIC)
+    if first.startswith(_MAGIC):
+        _send(connection, _ENCRYPTED_ONLY, deadline)
+    raise AuthenticationError(
+        f"{name_of(connection)} connected without encryption, which this job requires between machines; expected TLS. "
+        "Start it with --security encrypt or PACELINE_SECURITY=encrypt"
+    )
 
 
 def _digest(key: bytes, side: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, side + b"".join(parts), "sha256")
 
 
-def _name(connection: socket.socket) -> str:
+def name_of(connection: Connection) -> str:
+    """Returns what messages call the other end: its address and port, or that it is a Unix socket."""
     try:
         peer = connection.getpeername()
     except OSError:
@@ -111,28 +141,28 @@ def _name(connection: socket.socket) -> str:
     return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else repr(peer) if peer else "a Unix socket"
 
 
-def _left(connection: socket.socket, deadline: float) -> float:
+def _left(connection: Connection, deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise HandshakeUnfinishedError(f"{_name(connection)} did not finish the handshake in time")
+        raise HandshakeUnfinishedError(f"{name_of(connection)} did not finish the handshake in time")
     return left
 
 
-def _refuse(connection: socket.socket, deadline: float) -> None:
+def _refuse(connection: Connection, deadline: float) -> None:
     """Tells the accepting side that its proof is wrong, so that it knows why the connection ends."""
     with contextlib.suppress(HandshakeUnfinishedError):
         _send(connection, _REFUSAL, deadline)
 
 
-def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+def _send(connection: Connection, data: bytes, deadline: float) -> None:
     try:
         connection.settimeout(_left(connection, deadline))
         connection.sendall(data)
     except OSError as error:
-        raise _broken_off(connection, error) from error
+        raise broken_off(connection, error) from error
 
 
-def _receive(connection: socket.socket, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
+def _receive(connection: Connection, nbytes: int, deadline: float, expected: bytes = b"") -> bytes:
     """Receives `nbytes`, which should begin with `expected`; a peer that closes the connection before is looked at."""
     data = b""
     while len(data) < nbytes:
@@ -141,24 +171,25 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float, expected: 
             more = connection.recv(nbytes - len(data))
         except ConnectionError as error:
             _require_prefix(connection, data, expected)
-            raise _broken_off(connection, error) from error
+            raise broken_off(connection, error) from error
         except OSError as error:
-            raise _broken_off(connection, error) from error
+            raise broken_off(connection, error) from error
         if not more:
             _require_prefix(connection, data, expected)
             raise PeerGoneError(
-                f"{_name(connection)} closed the connection during the handshake: its process has ended, or is not a "
+                f"{name_of(connection)} closed the connection during the handshake: its process has ended, or is not a "
                 "Paceline process"
             )
         data += more
     return data
 
 
-def _require_prefix(connection: socket.socket, data: bytes, expected: bytes) -> None:
+def _require_prefix(connection: Connection, data: bytes, expected: bytes) -> None:
     if expected and data[: len(expected)] != expected[: len(data)]:
-        raise AuthenticationError(f"{_name(connection)} spoke another protocol than Paceline's, and broke off")
+        raise AuthenticationError(f"{name_of(connection)} spoke another protocol than Paceline's, and broke off")
 
 
-def _broken_off(connection: socket.socket, error: OSError) -> HandshakeUnfinishedError:
+def broken_off(connection: Connection, error: OSError) -> HandshakeUnfinishedError:
+    """Returns the error for a handshake that a failure of the connection ended."""
     kind = PeerGoneError if isinstance(error, ConnectionError) else HandshakeUnfinishedError
-    return kind(f"{_name(connection)} broke off the handshake ({error})")
+    return kind(f"{name_of(connection)} broke off the handshake ({error})")

@@ -7,6 +7,7 @@ import os
 import stat
 
 from paceline.security import inherited
+from paceline.security.levels import chosen_level, is_insecure, is_loopback
 
 MIN_SECRET_BYTES = 16
 
@@ -18,9 +19,13 @@ def job_secret() -> bytes | None:
     PACELINE_SECRET, the file that PACELINE_SECRET_FILE names, and, in a child of a worker that lacks the descriptor,
     the launcher's own descriptor.
 
+    With the security level `none` there is no secret.
+
     Raises:
         ValueError: the secret is too short, its file is readable by others, or the inherited one cannot be read.
     """
+    if chosen_level() == "none":
+        return None
     text = os.environ.get(inherited.VARIABLE)
     file = inherited.SecretFile.parse(text) if text else None
     if file is not None and (secret := file.read_own()) is not None:
@@ -62,22 +67,24 @@ def derive_key(secret: bytes | None, context: str) -> bytes:
     return hmac.digest(extracted, context.encode() + b"\x01", "sha256")
 
 
-def is_loopback(address: str) -> bool:
-    """Returns whether a numeric address can be reached from this machine only."""
-    from ipaddress import ip_address
-
-    return ip_address(address.split("%")[0]).is_loopback
-
-
 def require_secret(address: str, secret: bytes | None) -> None:
-    """Refuses to use `address` without a secret unless it is loopback.
+    """Refuses to use `address` without a secret unless it is loopback, or the user insists.
 
     Raises:
         ValueError: there is no secret; the message says how to set one.
     """
-    if secret is None and not is_loopback(address):
+    if secret is not None or is_loopback(address):
+        return
+    if chosen_level() == "none":
+        if is_insecure():
+            return
         raise ValueError(
-            f"{address} can be reached from other machines and this job has no secret, so anybody could join it. "
-            "Start the job with `paceline run`, or set PACELINE_SECRET (or PACELINE_SECRET_FILE) to the same value on "
-            'every rank, for example from: python -c "import secrets; print(secrets.token_hex(32))"'
+            f"{address} can be reached from other machines, and with the security level none anybody could join this "
+            "job there; choose --security auth or encrypt, or add --insecure (PACELINE_INSECURE=1) if the network is "
+            "this job's alone"
         )
+    raise ValueError(
+        f"{address} can be reached from other machines and this job has no secret, so anybody could join it. "
+        "Start the job with `paceline run`, or set PACELINE_SECRET (or PACELINE_SECRET_FILE) to the same value on "
+        'every rank, for example from: python -c "import secrets; print(secrets.token_hex(32))"'
+    )

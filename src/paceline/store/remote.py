@@ -11,7 +11,8 @@ from paceline import _core
 from paceline.descriptors import is_shortage
 from paceline.durations import Timeout, for_socket, to_seconds
 from paceline.errors import StoreConnectionError
-from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
+from paceline.security.encryption import Connection, begin, for_core
+from paceline.security.handshake import TIMEOUT_S, HandshakeUnfinishedError, Hello, prove
 from paceline.security.secret import derive_key
 from paceline.store.base import DEFAULT_TIMEOUT, Answer, Op, Status, Store
 
@@ -37,7 +38,7 @@ class RemoteStore(Store):
     """
 
     def __init__(
-        self, open_connection: Callable[[], socket.socket], name: str, timeout: Timeout = DEFAULT_TIMEOUT
+        self, open_connection: Callable[[], Connection], name: str, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
         self._name = name
@@ -60,7 +61,7 @@ class RemoteStore(Store):
             client.close()
 
     def _connected(self) -> _core.StoreClient:
-        client = _core.StoreClient(self._open_connection().detach())
+        client = _core.StoreClient(for_core(self._open_connection()))
         self._clients.append(client)
         if self._closed:  # by another thread, while this one connected
             client.close()
@@ -107,9 +108,7 @@ class RemoteStore(Store):
             self._idle.append(client)
 
 
-def connect(
-    dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: Timeout
-) -> socket.socket:
+def connect(dial: Callable[[float], socket.socket], place: str, secret: bytes | None, timeout: Timeout) -> Connection:
     """Dials until the server answers or `timeout` is over; returns the authenticated connection.
 
     Raises:
@@ -124,12 +123,13 @@ def connect(
     while True:
         attempts += 1
         try:
-            connection = dial(for_socket(deadline - time.monotonic()))
+            plain = dial(for_socket(deadline - time.monotonic()))
             try:
+                connection = begin(plain, secret, TIMEOUT_S)
                 prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
                 return connection
             except BaseException:
-                connection.close()
+                plain.close()
                 raise
         except (OSError, HandshakeUnfinishedError) as error:
             if is_shortage(error):

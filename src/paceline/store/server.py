@@ -7,6 +7,7 @@ import socket
 
 from paceline import _core
 from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.encryption import Connection, for_core
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
 from paceline.store.remote import CHANNEL
@@ -21,7 +22,7 @@ class StoreServer:
     def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
         self._core = _core.StoreServer()
         self._owner = os.getpid()
-        self._doorkeeper = Doorkeeper(listener, derive_key(secret, CHANNEL), CHANNEL, self._admit)
+        self._doorkeeper = Doorkeeper(listener, derive_key(secret, CHANNEL), CHANNEL, self._admit, secret=secret)
 
     @classmethod
     def on_unix_path(cls, path: str, secret: bytes | None) -> StoreServer:
@@ -46,8 +47,8 @@ class StoreServer:
         if os.getpid() == self._owner:
             self._core.close()
 
-    def _admit(self, connection: socket.socket, _hello: Hello) -> None:
+    def _admit(self, connection: Connection, _hello: Hello) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._core.adopt(connection.detach())
+        self._core.adopt(for_core(connection))

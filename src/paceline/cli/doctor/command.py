@@ -15,6 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "script", nargs="?", metavar="SCRIPT", help="a script to search for known mistakes; it is not run"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--security",
+        action="store_true",
+        help="say how jobs are protected, where they listen, and who reaches them",
+    )
     pair = parser.add_mutually_exclusive_group()
     pair.add_argument(
         "--listen",
@@ -32,6 +37,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs the checks that the options name and prints the findings; returns 1 if any is bad, otherwise 0."""
     if options.script is not None:
         return _script(options.script, options.json)
+    if options.security:
+        from paceline.cli.doctor.security import check_security
+
+        return show(check_security(), options.json)
     from paceline.cli.doctor.machine import check_machine
     from paceline.errors import PacelineError
 

@@ -19,6 +19,7 @@ from paceline.engine.introduction import host_id, introduce, read
 from paceline.engine.native.dialing import Arrivals, dial
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.encryption import Connection, plain
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
 from paceline.security.secret import derive_key, job_secret
 
@@ -108,8 +109,8 @@ def _connect(
     key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
     arrivals = Arrivals()
 
-    def admit(connection: socket.socket, hello: Hello) -> None:
-        if _same_user(connection):
+    def admit(connection: Connection, hello: Hello) -> None:
+        if _same_user(plain(connection)):
             arrivals.admit(connection, hello)
         else:
             connection.close()
@@ -129,7 +130,7 @@ def _connect(
                 f"{topology.members[rank]}: {topology.members[peer]} does not answer at its Unix socket ({error}); "
                 "look at its output"
             ) from error
-        connections[peer] = cleanup.enter_context(connection)
+        connections[peer] = cleanup.enter_context(plain(connection))
     while len(connections) < len(local) - 1:
         left_s = max(0.1, deadline - time.monotonic())
         arrived = arrivals.take(min(left_s, _LOOK_S))
@@ -146,7 +147,7 @@ def _connect(
         hello, connection = arrived
         cleanup.enter_context(connection)
         if rank < hello.rank and hello.rank in local:
-            connections[hello.rank] = connection  # the latest one counts: the peer has given up those before
+            connections[hello.rank] = plain(connection)  # the latest one counts: the peer has given up those before
     return connections
 
 

@@ -11,6 +11,8 @@ import os
 import socket
 import struct
 
+from paceline.security.encryption import Connection
+
 VARIABLE = "PACELINE_CONGESTION"
 
 _PACED = "bbr"
@@ -21,7 +23,7 @@ _INFO_BYTES = 152
 _NAME_BYTES = 16
 
 
-def set_congestion_control(connection: socket.socket) -> None:
+def set_congestion_control(connection: Connection) -> None:
     """Sets the TCP congestion control of `connection`, whose handshake must be over so that its round trip is known.
 
     The control is the one that PACELINE_CONGESTION names (as in net.ipv4.tcp_available_congestion_control). Without
@@ -47,15 +49,15 @@ def set_congestion_control(connection: socket.socket) -> None:
                 return
 
 
-def _get(connection: socket.socket) -> str:
+def _get(connection: Connection) -> str:
     name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES)
     return name.split(b"\0")[0].decode()
 
 
-def _set(connection: socket.socket, name: str) -> None:
+def _set(connection: Connection, name: str) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
 
 
-def _round_trip_us(connection: socket.socket) -> int:
+def _round_trip_us(connection: Connection) -> int:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     return int(struct.unpack_from("=I", info, _MIN_RTT_AT)[0]) if len(info) >= _INFO_BYTES else _NEAR_US

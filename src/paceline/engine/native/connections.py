@@ -11,12 +11,14 @@ import socket
 import time
 from collections.abc import Sequence
 
+from paceline import _core
 from paceline.engine.formation import Formation
 from paceline.engine.native.bootstrap import Topology
 from paceline.engine.native.congestion import set_congestion_control
 from paceline.engine.native.dialing import Arrivals, dial
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.encryption import Connection, for_core
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.tcp import listen
@@ -24,7 +26,7 @@ from paceline.store.tcp import listen
 _CHANNEL = "links"
 _LOOK_S = 0.5
 
-Sockets = list[list[int]]
+Connections = list[list[int | _core.TlsConnection]]
 
 
 def connect(
@@ -35,8 +37,8 @@ def connect(
     address: str,
     streams: int,
     timeout_s: float,
-) -> Sockets:
-    """Returns this rank's sockets to each of the group's `ranks`, by group rank; the lists of its own host's are empty.
+) -> Connections:
+    """Returns this rank's connections to each of the group's `ranks`, by group rank; none to those of its own host.
 
     Args:
         number: the group's number, which is the same on all its members and new for each group.
@@ -53,9 +55,10 @@ def connect(
     deadline = time.monotonic() + timeout_s
     me = topology.members[topology.rank]
     remote = [peer for peer in ranks if peer not in topology.local_ranks]
-    key = derive_key(job_secret(), f"{_CHANNEL} {topology.nonce}")
+    secret = job_secret()
+    key = derive_key(secret, f"{_CHANNEL} {topology.nonce}")
     arrivals = Arrivals()
-    doorkeeper = Doorkeeper(listen(address, 0, job_secret()), key, _CHANNEL, arrivals.admit, number)
+    doorkeeper = Doorkeeper(listen(address, 0, secret), key, _CHANNEL, arrivals.admit, number, secret)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(arrivals.close)
         cleanup.callback(doorkeeper.close)
@@ -68,23 +71,23 @@ def connect(
                 f"{timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the same "
                 "arguments and in the same order"
             )
-        found: dict[tuple[int, int], socket.socket] = {}
+        found: dict[tuple[int, int], Connection] = {}
         for peer in remote:
             if peer > topology.rank:
                 continue
             host, port = store.get(_key(number, peer)).decode().split()
             for lane in range(1 + streams):
                 try:
-                    connection = _dial(
-                        host, int(port), address, key, Hello(_CHANNEL, topology.rank, number, lane), deadline
-                    )
+                    hello = Hello(_CHANNEL, topology.rank, number, lane)
+                    connection = _dial(host, int(port), address, key, hello, deadline, secret)
                 except (OSError, HandshakeUnfinishedError) as error:
                     formation.await_news()
                     raise RendezvousError(
                         f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "
                         "check the route and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
                     ) from error
-                found[peer, lane] = cleanup.enter_context(connection)
+                cleanup.enter_context(connection)
+                found[peer, lane] = connection
         expected = {(peer, lane) for peer in remote for lane in range(1 + streams)}
         while missing := expected - found.keys():
             left_s = max(0.05, deadline - time.monotonic())
@@ -99,20 +102,23 @@ def connect(
                     f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not connect to {address} "
                     f"within {timeout_s:.0f} s; look at their output"
                 )
-            hello, connection = arrived
+            who, connection = arrived
             cleanup.enter_context(connection)
-            if hello.rank > topology.rank and (hello.rank, hello.lane) in expected:
-                found[hello.rank, hello.lane] = connection  # the latest one counts: the peer has given up those before
+            if who.rank > topology.rank and (who.rank, who.lane) in expected:
+                found[who.rank, who.lane] = connection  # the latest one counts: the peer has given up the others
         for connection in found.values():
             set_congestion_control(connection)
-        return [[found[peer, lane].detach() for lane in range(1 + streams)] if peer in remote else [] for peer in ranks]
+        lanes = range(1 + streams)
+        return [[for_core(found[peer, lane]) for lane in lanes] if peer in remote else [] for peer in ranks]
 
 
-def _dial(host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float) -> socket.socket:
+def _dial(
+    host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float, secret: bytes | None
+) -> Connection:
     def connected(left_s: float) -> socket.socket:
         return socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
 
-    return dial(connected, key, hello, deadline)
+    return dial(connected, key, hello, deadline, secret)
 
 
 def _key(number: int, rank: int) -> str:

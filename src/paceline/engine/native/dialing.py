@@ -9,12 +9,19 @@ import time
 from collections.abc import Callable
 
 from paceline.durations import for_socket
+from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import HandshakeUnfinishedError, Hello, prove
 
 _WELCOME = b"\x01"
 
 
-def dial(open_connection: Callable[[float], socket.socket], key: bytes, hello: Hello, deadline: float) -> socket.socket:
+def dial(
+    open_connection: Callable[[float], socket.socket],
+    key: bytes,
+    hello: Hello,
+    deadline: float,
+    secret: bytes | None = None,
+) -> Connection:
     """Connects and proves this rank's identity; retries while the other end drops connections unread.
 
     Args:
@@ -22,6 +29,7 @@ def dial(open_connection: Callable[[float], socket.socket], key: bytes, hello: H
         key: the secret that both ends hold.
         hello: what this rank says about itself in its proof.
         deadline: the time of the monotonic clock, in seconds, at which to stop retrying.
+        secret: the job's secret, which determines the certificate of encrypted connections.
 
     Raises:
         OSError: nobody listens at that address.
@@ -30,22 +38,23 @@ def dial(open_connection: Callable[[float], socket.socket], key: bytes, hello: H
     """
     while True:
         left_s = for_socket(deadline - time.monotonic())
-        connection = open_connection(left_s)
+        plain = open_connection(left_s)
         try:
+            connection = begin(plain, secret, left_s)
             prove(connection, key, hello, left_s)
             _await_welcome(connection, left_s)
             connection.settimeout(None)
             return connection
         except HandshakeUnfinishedError:
-            connection.close()
+            plain.close()
             if time.monotonic() >= deadline:
                 raise
         except BaseException:
-            connection.close()
+            plain.close()
             raise
 
 
-def _await_welcome(connection: socket.socket, timeout_s: float) -> None:
+def _await_welcome(connection: Connection, timeout_s: float) -> None:
     """Waits for the acknowledgement: a crowded listener may drop a connection whose proof it has not read yet."""
     connection.settimeout(timeout_s)
     try:
@@ -60,14 +69,14 @@ class Arrivals:
     """Holds the connections that a doorkeeper has admitted, for the thread that waits for them."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Hello, socket.socket]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Hello, Connection]] = queue.SimpleQueue()
 
-    def admit(self, connection: socket.socket, hello: Hello) -> None:
+    def admit(self, connection: Connection, hello: Hello) -> None:
         """Acknowledges the other end's proof and queues the connection."""
         connection.sendall(_WELCOME)
         self._queue.put((hello, connection))
 
-    def take(self, timeout_s: float) -> tuple[Hello, socket.socket] | None:
+    def take(self, timeout_s: float) -> tuple[Hello, Connection] | None:
         """Returns the next connection, or None if none came within `timeout_s` seconds."""
         try:
             return self._queue.get(timeout=timeout_s)

@@ -19,7 +19,7 @@ from paceline.engine.channel import Channel
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
 from paceline.engine.native.bootstrap import join
-from paceline.engine.native.connections import connect
+from paceline.engine.native.connections import Connections, connect
 from paceline.engine.native.costs import agree_on_costs
 from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
@@ -141,16 +141,16 @@ class NativeEngine:
         hosts = [host for host in hosts if host]
         local = topology.local_ranks
         mesh_ranks = [local.index(r) if r in local else -1 for r in ranks]
-        sockets: list[list[int]] = [[] for _ in ranks]
+        connections: Connections = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            sockets = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
+            connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
         remaining_s = max(0.1, deadline - time.monotonic())
         # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
         # Between hosts the calls themselves reveal the difference.
         local_id = identity ^ zlib.crc32(algorithm.encode()) if algorithm is not None else identity
         links = _core.ScheduleGroup.create(
-            self._mesh, local_id | _LINKS, group_rank, mesh_ranks, sockets, remaining_s, ranks
+            self._mesh, local_id | _LINKS, group_rank, mesh_ranks, connections, remaining_s, ranks
         )
         if links is None:
             raise self._not_opened(formation, ranks, timeout_s)

@@ -41,6 +41,7 @@ from paceline.launch.nodes.messages import (
 from paceline.launch.nodes.remote_client import OrderQueue, lost_at
 from paceline.launch.nodes.wire import Lost, Wire, connect
 from paceline.observe.clocks import Offset
+from paceline.security.encryption import Connection
 from paceline.security.handshake import HandshakeUnfinishedError
 
 _DIAL_S = 0.5
@@ -61,7 +62,7 @@ class Follower:
 
     deadline_s: float | None = None
 
-    def __init__(self, connection: socket.socket, secret: bytes | None, job: Job, deputy: Deputy) -> None:
+    def __init__(self, connection: Connection, secret: bytes | None, job: Job, deputy: Deputy) -> None:
         self._secret, self._deputy = secret, deputy
         self._silence_s, self._seeks_s = job.rendezvous.silence_s, job.rendezvous.return_timeout_s
         self._queue = OrderQueue()
@@ -115,7 +116,7 @@ class Follower:
             wire.close()
         self._queue.close()
 
-    def _listen_to(self, connection: socket.socket) -> Wire:
+    def _listen_to(self, connection: Connection) -> Wire:
         wire = Wire(
             connection,
             self._silence_s,

@@ -18,7 +18,7 @@ from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
 from paceline.routes import ELSEWHERE, source_address
-from paceline.security.secret import is_loopback
+from paceline.security.levels import is_loopback
 from paceline.store.tcp import PortInUseError, listen
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from paceline.errors import RendezvousTimeoutError
 from paceline.launch.nodes.messages import End, Order, Report
 from paceline.launch.nodes.wire import Lost, Wire, connect
 from paceline.observe.clocks import Offset
+from paceline.security.encryption import Connection
 from paceline.security.handshake import HandshakeUnfinishedError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
@@ -62,7 +62,7 @@ class RemoteClient:
     deadline_s: float | None = None
 
     def __init__(
-        self, connection: socket.socket, silence_s: float, clock_ns: Callable[[], int] = time.monotonic_ns
+        self, connection: Connection, silence_s: float, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._queue = OrderQueue()
         self._wire = Wire(connection, silence_s, self._queue.put, self._lost, clock_ns)
@@ -108,7 +108,7 @@ def dial(
 
 def connect_in_time(
     address: tuple[str, int], secret: bytes | None, timeout_s: float, say: Callable[[str], None]
-) -> socket.socket:
+) -> Connection:
     """Connects as soon as the meeting is served; if that takes long, `say` tells the user what the launcher waits for.
 
     Raises:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Inbox, MessageError, Report, TellTime, encode
 from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.encryption import Connection, receive_now
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
 
@@ -26,7 +27,7 @@ _LARGEST_READ = 1 << 16
 @dataclass
 class _Node:
     name: str
-    connection: socket.socket
+    connection: Connection
     heard_s: float
     inbox: Inbox = field(default_factory=Inbox)
 
@@ -38,14 +39,15 @@ class MeetingServer:
         self._steering = steering
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
-        self._came: list[socket.socket] = []
+        self._came: list[Connection] = []
         self._count = 0
         self._closing_by_s: float | None = None
         self._selector = selectors.DefaultSelector()
         self._waiting, self._waking = os.pipe()
         self._selector.register(self._waiting, selectors.EVENT_READ)
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        self._doorkeeper = Doorkeeper(listener, derive_key(secret, CHANNEL), CHANNEL, self._admit)
+        key = derive_key(secret, CHANNEL)
+        self._doorkeeper = Doorkeeper(listener, key, CHANNEL, self._admit, secret=secret)
         self._thread = threading.Thread(target=self._serve, name="paceline-meeting", daemon=True)
         self._thread.start()
 
@@ -65,7 +67,7 @@ class MeetingServer:
         with contextlib.suppress(OSError):  # closed meanwhile
             os.write(self._waking, b".")
 
-    def _admit(self, connection: socket.socket, _: Hello) -> None:
+    def _admit(self, connection: Connection, _: Hello) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(_SEND_S)
         self._came.append(connection)
@@ -105,8 +107,10 @@ class MeetingServer:
         if node.name not in self._nodes:
             return
         try:
-            data = node.connection.recv(_LARGEST_READ)
+            data = receive_now(node.connection, _LARGEST_READ)
             messages = node.inbox.feed(data)
+        except BlockingIOError:  # only a part of a record has come
+            return
         except (OSError, MessageError) as error:
             self._drop(node, str(error))
             return

@@ -25,7 +25,8 @@ from paceline.launch.nodes.messages import (
 )
 from paceline.launch.nodes.server import CHANNEL, HEARTBEAT_S
 from paceline.observe.clocks import Offset, OffsetEstimate
-from paceline.security.handshake import Hello, prove
+from paceline.security.encryption import Connection, begin
+from paceline.security.handshake import TIMEOUT_S, Hello, prove
 from paceline.security.secret import derive_key, require_secret
 
 _WELCOMES = (Start, Begin, Know)  # what a meeting says to a node that it has taken in
@@ -53,7 +54,7 @@ class Wire:
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: Connection,
         silence_s: float,
         on_order: Callable[[Order], None],
         on_lost: Callable[[Lost, str], None],
@@ -146,7 +147,7 @@ class Wire:
             self._on_lost(how, why)
 
 
-def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) -> socket.socket:
+def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) -> Connection:
     """Returns a connection to a server of the meeting, after both sides have proved the secret.
 
     Raises:
@@ -154,14 +155,15 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
         AuthenticationError: the server does not hold the job's secret.
         ValueError: the address is not loopback and there is no secret.
     """
-    connection = socket.create_connection(address, timeout_s)
+    plain = socket.create_connection(address, timeout_s)
     try:
-        require_secret(connection.getpeername()[0], secret)
-        if connection.getpeername() == connection.getsockname():
+        require_secret(plain.getpeername()[0], secret)
+        if plain.getpeername() == plain.getsockname():
             raise ConnectionRefusedError("nobody listens there")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = begin(plain, secret, TIMEOUT_S)
         prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
     except BaseException:
-        connection.close()
+        plain.close()
         raise
     return connection

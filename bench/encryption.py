@@ -1,0 +1,111 @@
+"""What does encryption cost an all-reduce of float32 between two hosts?
+
+    python bench/encryption.py [--rates none 1gbit 10gbit] [--streams 1] [--sizes BYTES ...] [--json FILE]
+
+Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds. A group with encrypted
+connections and one with plain ones take turns in the same processes, one thread a rank. Medians. The times of the core
+are those that the calling thread has run, which other work on the machine does not lengthen much. Each of two ranks
+sends and receives every byte of the tensor once, so "ns a byte" is what sealing a byte and opening another takes, with
+the copies and system calls that come with it; compare it with what `openssl speed` says of AES-128-GCM alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from hosts.fixture import Hosts
+from report import human, interleaved, parser, show
+
+SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20]
+ROUNDS = 7
+SLOWEST_BYTES_PER_S = {"none": 5e8, "1gbit": 1.2e8, "10gbit": 5e8}
+CIPHER = "aes-128-gcm"
+
+
+def rank_main(sizes: list[int], rate: str) -> dict[int, tuple[dict[str, float], dict[str, float]]]:
+    import torch
+
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    groups = {}
+    for level in ("auth", "encrypt"):  # connections are made when a group forms
+        os.environ["PACELINE_SECURITY"] = level
+        groups[level] = dist.new_group()
+    results = {}
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4)
+        contestants = {
+            level: lambda tensor=tensor, group=group: dist.all_reduce(tensor, group=group)
+            for level, group in groups.items()
+        }
+        for call in contestants.values():
+            call()
+            call()
+        one_s = max(1e-4, nbytes / SLOWEST_BYTES_PER_S[rate])
+        calls = dict.fromkeys(contestants, max(1, min(500, int(0.1 / one_s))))
+        results[nbytes] = interleaved(contestants, calls, ROUNDS), core_seconds(contestants, calls)
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def core_seconds(contestants: dict[str, Callable[[], object]], calls: dict[str, int]) -> dict[str, float]:
+    """Returns the median seconds for which a call of each runs, measured in turns."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(ROUNDS):
+        for name, call in contestants.items():
+            started = time.thread_time()
+            for _ in range(calls[name]):
+                call()
+            times[name].append((time.thread_time() - started) / calls[name])
+    return {name: statistics.median(measured) for name, measured in times.items()}
+
+
+def sealed_bytes_per_s() -> float | None:
+    """Returns what one core seals in a second; None without the `openssl` command."""
+    if shutil.which("openssl") is None:
+        return None
+    command = ["openssl", "speed", "-elapsed", "-seconds", "1", "-bytes", "16384", "-evp", CIPHER]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(rf"^{CIPHER}\s+([\d.]+)k", told, re.IGNORECASE | re.MULTILINE)
+    return float(found[1]) * 1000 if found else None
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--rates", nargs="+", default=["none", "10gbit", "1gbit"])
+    arguments.add_argument("--streams", type=int, default=1, help="connections for data between two ranks")
+    arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    options = arguments.parse_args()
+    os.environ["PACELINE_STREAMS"] = str(options.streams)
+    sealed = sealed_bytes_per_s()
+    rows: list[dict[str, object]] = []
+    for rate in options.rates:
+        network = Hosts(2, 1, rate=None if rate == "none" else rate)
+        for nbytes, (times, cores) in network(rank_main, options.sizes, rate, timeout_s=600)[0].items():
+            row: dict[str, object] = {"rate": rate, "size": human(nbytes)}
+            row |= {"plain µs": 1e6 * times["auth"], "encrypted µs": 1e6 * times["encrypt"]}
+            row["encrypted / plain"] = times["encrypt"] / times["auth"]
+            row |= {"core, plain µs": 1e6 * cores["auth"], "core, encrypted µs": 1e6 * cores["encrypt"]}
+            row["ns a byte"] = 1e9 * (cores["encrypt"] - cores["auth"]) / nbytes
+            rows.append(row)
+    title = "all_reduce of float32 between two hosts, one thread a rank"
+    if sealed is not None:
+        title += f"; one core seals {sealed / 1e9:.2f} GB/s with {CIPHER.upper()} ({1e9 / sealed:.2f} ns a byte)"
+    show(title, rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

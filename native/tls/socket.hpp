@@ -1,0 +1,29 @@
+// A connected stream socket with the session that encrypts it, if one does. Whoever holds it closes the descriptor.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <memory>
+#include <utility>
+
+#include "tls/session.hpp"
+
+namespace paceline::tls {
+
+struct Socket {
+    Socket(int fd = -1) : descriptor(fd) {}  // NOLINT: a plain socket is its descriptor
+    Socket(int fd, std::unique_ptr<Session> over) : descriptor(fd), session(std::move(over)) {}
+
+    // As send(2) without SIGPIPE, and recv(2); the descriptor is non-blocking.
+    ssize_t send(const void* data, std::size_t nbytes) const {
+        return session ? session->send(data, nbytes) : ::send(descriptor, data, nbytes, MSG_NOSIGNAL);
+    }
+    ssize_t recv(void* data, std::size_t nbytes) const {
+        return session ? session->recv(data, nbytes) : ::recv(descriptor, data, nbytes, 0);
+    }
+
+    int descriptor;
+    std::unique_ptr<Session> session;
+};
+
+}  // namespace paceline::tls

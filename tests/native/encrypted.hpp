@@ -1,0 +1,49 @@
+// Encrypted connections for tests: pairs of sockets whose handshakes are over.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <array>
+#include <cstdio>
+#include <memory>
+#include <utility>
+#include <variant>
+
+#include "check.hpp"
+#include "tls/socket.hpp"
+
+namespace encrypted {
+
+using namespace paceline;
+
+// Whether this machine has no OpenSSL; says so.
+inline bool unavailable() {
+    const auto* const why = std::get_if<std::string>(&tls::library());
+    if (why != nullptr) std::fprintf(stderr, "not tested over encrypted connections: %s\n", why->c_str());
+    return why != nullptr;
+}
+
+inline std::shared_ptr<const tls::Identity> identity_of(std::uint8_t job,
+                                                        std::uint64_t records_of_a_key = tls::kRecordsOfAKey) {
+    std::array<std::uint8_t, tls::kSeedBytes> seed{};
+    seed[0] = job;
+    return std::make_shared<const tls::Identity>(seed, records_of_a_key);
+}
+
+// Returns the two ends of an encrypted connection, whose keys change often.
+inline std::pair<tls::Socket, tls::Socket> joined() {
+    static const std::shared_ptr<const tls::Identity> identity = identity_of(1, 100);
+    int ends[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
+    auto a = std::make_unique<tls::Session>(identity, ends[0], tls::Side::connecting);
+    auto b = std::make_unique<tls::Session>(identity, ends[1], tls::Side::accepting);
+    bool of_a = false, of_b = false;
+    for (int turn = 0; turn < 10 && !(of_a && of_b); ++turn) {
+        of_a = of_a || a->shake_hands() == tls::Session::Progress::done;
+        of_b = of_b || b->shake_hands() == tls::Session::Progress::done;
+    }
+    CHECK(of_a && of_b);
+    return {tls::Socket(ends[0], std::move(a)), tls::Socket(ends[1], std::move(b))};
+}
+
+}  // namespace encrypted

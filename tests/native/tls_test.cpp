@@ -1,0 +1,202 @@
+// Tests encrypted connections: who is let in, that bytes arrive, and what happens to a stream that somebody changes.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <functional>
+#include <vector>
+
+#include "check.hpp"
+#include "encrypted.hpp"
+#include "tls/session.hpp"
+
+namespace {
+
+using namespace paceline::tls;
+using encrypted::identity_of;
+
+using Bytes = std::vector<std::uint8_t>;
+using Progress = Session::Progress;
+
+struct Both {
+    Both(std::shared_ptr<const Identity> mine, std::shared_ptr<const Identity> theirs) {
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
+        a = std::make_unique<Session>(std::move(mine), ends[0], Side::connecting);
+        b = std::make_unique<Session>(std::move(theirs), ends[1], Side::accepting);
+    }
+    ~Both() {
+        a.reset();
+        b.reset();
+        close(ends[0]);
+        close(ends[1]);
+    }
+    // Returns how the two sides' handshakes ended.
+    std::pair<Progress, Progress> meet() {
+        Progress of_a = Progress::wants_to_read, of_b = Progress::wants_to_read;
+        for (int turn = 0; turn < 10; ++turn) {
+            if (of_a != Progress::failed && of_a != Progress::done) of_a = a->shake_hands();
+            if (of_b != Progress::failed && of_b != Progress::done) of_b = b->shake_hands();
+        }
+        return {of_a, of_b};
+    }
+    int ends[2];
+    std::unique_ptr<Session> a, b;
+};
+
+Bytes pattern(std::size_t nbytes) {
+    Bytes bytes(nbytes);
+    for (std::size_t i = 0; i < nbytes; ++i) bytes[i] = static_cast<std::uint8_t>(i * 31 + i / 251);
+    return bytes;
+}
+
+// Sends everything from one session to the other; returns what arrived.
+Bytes passed(Session& from, Session& to, const Bytes& sent) {
+    Bytes received(sent.size());
+    std::size_t written = 0, read = 0;
+    while (read < sent.size()) {
+        if (written < sent.size()) {
+            const ssize_t n = from.send(sent.data() + written, sent.size() - written);
+            CHECK(n > 0 || errno == EAGAIN);
+            written += static_cast<std::size_t>(std::max<ssize_t>(n, 0));
+        }
+        const ssize_t n = to.recv(received.data() + read, received.size() - read);
+        CHECK(n > 0 || (n < 0 && errno == EAGAIN));
+        read += static_cast<std::size_t>(std::max<ssize_t>(n, 0));
+    }
+    return received;
+}
+
+void both_sides_make_the_same_certificate() {
+    CHECK(identity_of(1)->certificate() == identity_of(1)->certificate());
+    CHECK(identity_of(1)->certificate() != identity_of(2)->certificate());
+}
+
+void members_of_a_job_meet_and_bytes_arrive() {
+    Both pair(identity_of(1), identity_of(1));
+    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    const Bytes sent = pattern(3'000'001);
+    CHECK(passed(*pair.a, *pair.b, sent) == sent);
+    CHECK(passed(*pair.b, *pair.a, sent) == sent);
+}
+
+void another_jobs_certificate_is_refused_by_both_sides() {
+    Both pair(identity_of(1), identity_of(2));
+    const auto [of_a, of_b] = pair.meet();
+    CHECK(of_a == Progress::failed && of_b == Progress::failed);
+    CHECK(pair.a->reason().find("certificate verify failed") != std::string::npos);
+}
+
+// The keys change every three records, in both directions at once.
+void bytes_arrive_while_the_keys_change() {
+    Both pair(identity_of(1, 3), identity_of(1, 3));
+    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    const Bytes sent = pattern(1'500'000);
+    for (int turn = 0; turn < 2; ++turn) {
+        CHECK(passed(*pair.a, *pair.b, sent) == sent);
+        CHECK(passed(*pair.b, *pair.a, sent) == sent);
+    }
+}
+
+void a_peer_without_tls_is_refused() {
+    Both pair(identity_of(1), identity_of(1));
+    const char plain[] = "paceln/1 and what else a peer without encryption would say";
+    CHECK(send(pair.ends[0], plain, sizeof plain, MSG_NOSIGNAL) > 0);
+    CHECK(pair.b->shake_hands() == Progress::failed);
+    CHECK(!pair.b->reason().empty());
+}
+
+void the_end_is_told_from_a_break() {
+    Both pair(identity_of(1), identity_of(1));
+    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    std::uint8_t byte = 7;
+    CHECK(pair.a->send(&byte, 1) == 1);
+    shutdown(pair.ends[0], SHUT_WR);
+    CHECK(pair.b->recv(&byte, 1) == 1 && pair.b->recv(&byte, 1) == 0);
+}
+
+// Passes on what `from` wrote, after `change`; returns what the other side reads of it.
+ssize_t read_after(const std::function<void(Bytes&)>& change) {
+    Both pair(identity_of(1), identity_of(1));
+    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    const Bytes sent = pattern(100);
+    CHECK(pair.a->send(sent.data(), sent.size()) == 100);
+    Bytes wire(4096);
+    const ssize_t n = recv(pair.ends[1], wire.data(), wire.size(), MSG_DONTWAIT);
+    CHECK(n > 100);
+    wire.resize(static_cast<std::size_t>(n));
+    CHECK(std::search(wire.begin(), wire.end(), sent.begin(), sent.begin() + 8) == wire.end());
+    change(wire);
+    CHECK(send(pair.ends[0], wire.data(), wire.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(wire.size()));
+    Bytes received(100);
+    return pair.b->recv(received.data(), received.size());
+}
+
+void a_changed_byte_is_never_taken_for_data() {
+    CHECK(read_after([](Bytes&) {}) == 100);
+    for (std::size_t at = 0; at < 120; ++at)
+        CHECK(read_after([at](Bytes& wire) { wire[at] = static_cast<std::uint8_t>(wire[at] ^ (1U << (at % 8))); }) <=
+              0);
+}
+
+void a_repeated_record_is_refused() {
+    const auto twice = [](Bytes& wire) {
+        const Bytes once = wire;
+        wire.insert(wire.end(), once.begin(), once.end());
+    };
+    CHECK(read_after(twice) == 100);
+    Both pair(identity_of(1), identity_of(1));
+    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    std::uint8_t byte = 7;
+    Bytes wire(4096);
+    CHECK(pair.a->send(&byte, 1) == 1);
+    const ssize_t n = recv(pair.ends[1], wire.data(), wire.size(), MSG_DONTWAIT);
+    for (int turn = 0; turn < 2; ++turn) CHECK(send(pair.ends[0], wire.data(), static_cast<std::size_t>(n), 0) == n);
+    CHECK(pair.b->recv(&byte, 1) == 1 && pair.b->recv(&byte, 1) == -1 && errno == ECONNRESET);
+}
+
+void a_gone_peer_raises_no_signal() {
+    Both pair(identity_of(1), identity_of(1));
+    CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+    close(pair.ends[1]);
+    pair.ends[1] = -1;
+    const Bytes bytes = pattern(100);
+    CHECK(pair.a->send(bytes.data(), bytes.size()) == -1 && errno == ECONNRESET);
+}
+
+void the_library_is_looked_for_where_the_process_has_it() {
+    const std::string maps =
+        "7f00-7f01 r-xp 00000000 08:01 11 /opt/python/lib/libcrypto.so.3\n"
+        "7f02-7f03 r-xp 00000000 08:01 12 /opt/conda/lib/libssl.so.3\n"
+        "7f04-7f05 r-xp 00000000 08:01 13 /x/psycopg.libs/libssl-81ffa89e.so.1.1\n"
+        "7f06-7f07 rw-p 00000000 00:00 0\n";
+    const auto places = places_of_libssl(maps);
+    CHECK(places.size() == 5);
+    CHECK(places[0] == "/opt/conda/lib/libssl.so.3" && places[1] == "/opt/python/lib/libssl.so.3");
+    CHECK(places[2] == "libssl.so.3");
+}
+
+void a_machine_without_openssl_is_told_so() {
+    const auto found = load({"/nowhere/libssl.so.3", "libc.so.6"});
+    const auto* const said = std::get_if<std::string>(&found);
+    CHECK(said != nullptr);
+    CHECK(said->find("need OpenSSL") != std::string::npos);
+    CHECK(said->find("tried /nowhere/libssl.so.3, libc.so.6 (which lacks functions)") != std::string::npos);
+}
+
+}  // namespace
+
+int main() {
+    the_library_is_looked_for_where_the_process_has_it();
+    a_machine_without_openssl_is_told_so();
+    if (encrypted::unavailable()) return 0;
+    both_sides_make_the_same_certificate();
+    members_of_a_job_meet_and_bytes_arrive();
+    another_jobs_certificate_is_refused_by_both_sides();
+    bytes_arrive_while_the_keys_change();
+    a_peer_without_tls_is_refused();
+    the_end_is_told_from_a_break();
+    a_changed_byte_is_never_taken_for_data();
+    a_repeated_record_is_refused();
+    a_gone_peer_raises_no_signal();
+}
