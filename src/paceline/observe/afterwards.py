@@ -1,0 +1,108 @@
+"""Puts together what a job left behind: recordings, pictures of stalls, and how workers failed. Any may be missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.observe.alignment import aligned
+from paceline.observe.evidence import Ending, Manner, Rank, Scene
+from paceline.observe.picture import Picture, decode, scene_of
+from paceline.observe.reading import read_directory
+from paceline.observe.recording import Recording
+from paceline.observe.witnesses import witness
+
+PICTURES = "stall-*.json"  # what the launchers saw of the latest stall
+_FAILURES = "error.json"
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What was found in a directory.
+
+    Attributes:
+        scene: how the job was last seen, as far as it was recorded.
+        ranks: every rank that recorded something, with all of its calls.
+        world_size: how many ranks there were; 0 if nothing says.
+        files: how many files were read.
+    """
+
+    scene: Scene
+    ranks: tuple[Rank, ...]
+    world_size: int
+    files: int
+
+
+def remains(directory: str | os.PathLike[str]) -> Remains:
+    """Returns what a job left in `directory`."""
+    recordings = _latest(read_directory(directory))
+    pictures = [picture for path in sorted(Path(directory).rglob(PICTURES)) if (picture := _picture(path)) is not None]
+    endings = {rank: ending for path in Path(directory).rglob(_FAILURES) for rank, ending in _failures(path)}
+    ranks = aligned([witness(each) for each in recordings], [each.clock.identity for each in recordings])
+    ended = [
+        replace(rank, ending=endings.get(rank.rank) or _ending(rank, ranks, recording))
+        for rank, recording in zip(ranks, recordings, strict=True)
+    ]
+    size = max((each.world_size or 0 for each in recordings), default=0)
+    stall = scene_of(pictures)
+    is_a_stall = bool(stall.ranks) and not any(rank.ending is not None for rank in ended)
+    scene = _with_the_unseen(stall, ended) if is_a_stall else Scene(0.0, tuple(replace(r, since_s=None) for r in ended))
+    return Remains(scene, tuple(ranks), size, len(recordings) + len(pictures) + len(endings))
+
+
+def _latest(recordings: Sequence[Recording]) -> list[Recording]:
+    """Returns the latest recording of each rank: those of the last attempt."""
+    by_rank = {
+        each.rank: each for each in sorted(recordings, key=lambda each: each.started_ns) if each.rank is not None
+    }
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _with_the_unseen(stall: Scene, ranks: Sequence[Rank]) -> Scene:
+    """Adds the ranks that a stall's pictures do not show."""
+    seen = {rank.rank for rank in stall.ranks}
+    more = tuple(replace(rank, since_s=None) for rank in ranks if rank.rank not in seen)
+    return replace(stall, ranks=tuple(sorted((*stall.ranks, *more), key=lambda rank: rank.rank)))
+
+
+def _ending(rank: Rank, ranks: Sequence[Rank], recording: Recording) -> Ending | None:
+    """Returns how a rank ended that left no failure, by what the others saw of it; None if that says nothing.
+
+    The time is that of the day, as in the files of the launcher.
+    """
+    failed = [call for call in rank.calls if call.is_open and call.ended_s is not None]
+    at_s = recording.clock.realtime_ns(recording.written_ns or recording.started_ns) * 1e-9
+    if failed:
+        mismatch = failed[-1].outcome == "mismatch"
+        return Ending(Manner.MISMATCH if mismatch else Manner.CONSEQUENCE, at_s, failed[-1].outcome)
+    is_missed = any(
+        call.outcome == "peer_lost" and call.group in rank.seats and rank.seats[call.group].number in call.missing
+        for other in ranks
+        for call in other.calls
+    )
+    if not is_missed:
+        return None
+    if recording.is_ended:
+        return Ending(Manner.FINISHED, at_s)
+    return Ending(Manner.KILLED, at_s, "it was killed or crashed, and left no traceback")
+
+
+def _picture(path: Path) -> Picture | None:
+    with contextlib.suppress(OSError, ValueError):
+        return decode(path.read_text())
+    return None
+
+
+def _failures(path: Path) -> list[tuple[int, Ending]]:
+    """Returns the failure in a file that the launcher wrote, with its rank."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())
+        record = found["record"]
+        how = record["text"].rstrip().rpartition("\n")[2] if record else found["how"]
+        manner = Manner[found["manner"]] if "manner" in found else Manner.EXITED
+        return [(int(found["rank"]), Ending(manner, float(found["seen_s"]), how, found.get("line", "")))]
+    return []

@@ -1,0 +1,42 @@
+"""Words how one rank's calls differ from those of the others."""
+
+from __future__ import annotations
+
+from paceline.observe.evidence import Scene
+from paceline.observe.histories import Difference, Slip
+from paceline.observe.sentences import beginning, line_of, named
+from paceline.observe.verdict import Cause, Verdict
+
+_CAUSES = {
+    Slip.SKIPPED: Cause.SKIPPED,
+    Slip.ORDER: Cause.ORDER,
+    Slip.TWICE: Cause.TWICE,
+    Slip.SKIPPED_OR_TWICE: Cause.SKIPPED_OR_TWICE,
+    Slip.OTHER_SHAPE: Cause.OTHER_SHAPE,
+    Slip.OTHER_CALL: Cause.OTHER_CALL,
+}
+
+
+def of_difference(scene: Scene, found: Difference) -> Verdict:
+    """Returns the verdict on ranks whose calls differ from the others'."""
+    strays = named(found.strays, scene.word)
+    lines = {line_of(rank) for rank in scene.ranks if rank.rank in found.strays} - {""}
+    where = f" ({sorted(lines)[0]})" if len(lines) == 1 else ""
+    start = beginning(scene, found.strays) if found.step is None else f"step {found.step}: "
+    if found.is_guess:
+        sentence = (
+            f"{start}call {found.sequence} differs: {named(found.strays[:1], scene.word)} and the others called "
+            f"{found.expected} and {found.theirs}, and nothing says which is right"
+        )
+        return Verdict(_CAUSES[found.slip], found.strays, sentence)
+    due = f"where {named(found.regular, scene.word)} called {found.expected}"
+    does = {
+        Slip.SKIPPED: f"it skipped {found.expected}, or makes it later",
+        Slip.ORDER: "it makes its calls in another order",
+        Slip.TWICE: f"it made {found.theirs} twice",
+        Slip.SKIPPED_OR_TWICE: f"it skipped {found.expected}, or made {found.theirs} twice",
+        Slip.OTHER_SHAPE: "the number or type of its elements differs",
+        Slip.OTHER_CALL: "it went another way through the program",
+    }[found.slip]
+    sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
+    return Verdict(_CAUSES[found.slip], found.strays, sentence)

@@ -1,0 +1,104 @@
+"""Plays programs of several ranks with one fault, in virtual time, and returns the scene that a launcher would see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, Scene, Seat, State
+
+WORLD = "default#1"
+LATE_S = 20.0  # how long after the last event the scene is looked at
+CALLING = Place("distributed.all_reduce", "train.py:88", is_call=True)
+IDLE = Process(State.SLEEPS)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A call that a rank will make."""
+
+    header: Header
+    group: str = WORLD
+    step: int | None = None
+
+
+@dataclass
+class _Player:
+    plan: list[Planned]
+    stops_at: int | None = None  # it never makes the call with this index
+    calls: list[Call] = field(default_factory=list)
+    done: int = 0
+    is_in: bool = False
+    failed: bool = False
+
+    @property
+    def next(self) -> Planned | None:
+        is_over = self.done >= len(self.plan) or self.done == self.stops_at or self.failed
+        return None if is_over else self.plan[self.done]
+
+
+def play(
+    plans: Sequence[Sequence[Planned]],
+    groups: Mapping[str, Sequence[int]] | None = None,
+    stopped: tuple[int, int] | None = None,
+    like: Rank | None = None,
+) -> Scene:
+    """Returns what is seen after all ranks have gone as far as they can.
+
+    Args:
+        plans: the calls of each rank, in order.
+        groups: the members of the groups beside that of all ranks.
+        stopped: a rank, and the index of the call that it never makes.
+        like: what is seen of that rank besides its calls.
+    """
+    members = {WORLD: list(range(len(plans))), **(groups or {})}
+    players = [_Player(list(plan)) for plan in plans]
+    if stopped is not None:
+        players[stopped[0]].stops_at = stopped[1]
+    now_s = 0.0
+    while _advance(players, members, now_s):
+        now_s += 0.01
+    ranks = []
+    for number, player in enumerate(players):
+        seats = {name: Seat(own.index(number), len(own)) for name, own in members.items() if number in own}
+        last_s = max((call.ended_s for call in player.calls if call.ended_s is not None), default=0.0)
+        rank = Rank(number, "host", 100 + number, seats, tuple(player.calls), _step(player), last_s, CALLING, IDLE)
+        if player.failed:
+            rank = replace(rank, ending=Ending(Manner.MISMATCH, now_s, "CollectiveMismatchError", "train.py:88"))
+        elif stopped is not None and number == stopped[0] and like is not None:
+            rank = replace(rank, place=like.place, process=like.process, ending=like.ending)
+        elif player.done == len(player.plan):
+            rank = replace(rank, place=None, process=None, ending=Ending(Manner.FINISHED, now_s))
+        ranks.append(rank)
+    return Scene(now_s + LATE_S, tuple(ranks))
+
+
+def _step(player: _Player) -> int | None:
+    return player.calls[-1].step if player.calls else None
+
+
+def _advance(players: Sequence[_Player], members: Mapping[str, Sequence[int]], now_s: float) -> bool:
+    """Lets every rank make its next call, and ends the calls that can end; returns whether anything happened."""
+    has_moved = False
+    for player in players:
+        if (planned := player.next) is not None and not player.is_in:
+            sequence = 1 + sum(1 for call in player.calls if call.group == planned.group)
+            player.calls.append(Call(planned.group, sequence, planned.header, now_s, step=planned.step))
+            player.is_in = has_moved = True
+    for group, ranks in members.items():
+        own = [players[rank] for rank in ranks]
+        if not all(player.is_in and player.next is not None and player.next.group == group for player in own):
+            continue
+        fits = len({player.calls[-1].header for player in own}) == 1
+        for player in own:
+            outcome = "ok" if fits else "mismatch"
+            player.calls[-1] = replace(player.calls[-1], ended_s=now_s, outcome=outcome)
+            player.is_in, player.failed = False, not fits
+            player.done += fits
+        has_moved = True
+    return has_moved
+
+
+def loop(step: Sequence[Header], steps: int, marks: bool = True) -> list[Planned]:
+    """Returns the calls of a training loop; `marks` says whether it records its steps."""
+    return [Planned(header, step=number + 1 if marks else None) for number in range(steps) for header in step]

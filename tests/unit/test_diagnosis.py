@@ -1,0 +1,191 @@
+"""Faults of all classes, in loops of many forms and at many places: the right rank and cause are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from observed_world import CALLING, IDLE, Planned, loop, play
+from sampling import examples
+
+from paceline.observe.diagnosis import diagnose
+from paceline.observe.evidence import Ending, Header, Manner, Place, Process, Rank, Scene, State
+from paceline.observe.verdict import Cause
+
+_HEADERS = [
+    Header("all_reduce", "float32", 4096, "SUM"),
+    Header("all_reduce", "float32", 128, "SUM"),
+    Header("all_reduce", "int64", 1, "MAX"),
+    Header("broadcast", "float32", 128, root=0),
+    Header("all_gather", "float32", 4096),
+    Header("barrier"),
+]
+_STRAY = Header("all_reduce", "float32", 77, "SUM")
+_STEPS = 8
+
+
+@st.composite
+def _faults(draw, least=1):
+    """Returns the number of ranks, the calls of a step, which rank is at fault, and at which call."""
+    size = draw(st.integers(2, 5))
+    step = draw(st.lists(st.sampled_from(_HEADERS), min_size=least, max_size=5))
+    at = draw(st.integers(3, _STEPS - 3)) * len(step) + draw(st.integers(0, len(step) - 1))
+    return size, step, draw(st.integers(0, size - 1)), at
+
+
+def _plans(size, step, marks=True):
+    return [loop(step, _STEPS, marks) for _ in range(size)]
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(_faults(), st.booleans())
+def test_healthy_loops_get_no_verdict(fault, marks):
+    size, step, _, _ = fault
+    assert diagnose(play(_plans(size, step, marks))) is None
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(_faults())
+def test_a_skipped_call_is_found_in_loops_with_steps(fault):
+    size, step, stray, at = fault
+    plans = _plans(size, step)
+    del plans[stray][at]
+    verdict = diagnose(play(plans))
+    assert verdict.blamed == (stray,)
+    assert verdict.cause in (Cause.SKIPPED, Cause.SKIPPED_OR_TWICE)
+    assert f"rank {stray}" in verdict.sentence
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(_faults())
+def test_an_extra_call_is_found_in_loops_with_steps(fault):
+    size, step, stray, at = fault
+    plans = _plans(size, step)
+    plans[stray].insert(at, plans[stray][at])
+    verdict = diagnose(play(plans))
+    assert verdict.blamed == (stray,)
+    assert verdict.cause in (Cause.TWICE, Cause.SKIPPED_OR_TWICE)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(_faults(), st.booleans())
+def test_another_shape_is_found(fault, marks):
+    size, step, stray, at = fault
+    plans = _plans(size, step, marks)
+    plans[stray][at] = replace(plans[stray][at], header=_STRAY)
+    verdict = diagnose(play(plans))
+    assert verdict.blamed == (stray,)
+    assert verdict.cause in (Cause.OTHER_SHAPE, Cause.OTHER_CALL)
+    assert "77" in verdict.sentence
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(_faults(least=2), st.booleans())
+def test_another_order_is_found(fault, marks):
+    size, step, stray, at = fault
+    plans = _plans(size, step, marks)
+    here, after = plans[stray][at : at + 2]
+    if here.header == after.header:
+        return
+    plans[stray][at], plans[stray][at + 1] = replace(after, step=here.step), replace(here, step=after.step)
+    verdict = diagnose(play(plans))
+    assert verdict.blamed == (stray,)
+    assert verdict.cause in (Cause.SKIPPED, Cause.ORDER, Cause.TWICE, Cause.SKIPPED_OR_TWICE)
+
+
+_ABSENCES = {
+    Cause.STOPPED: Rank(0, process=Process(State.STOPPED)),
+    Cause.SWAPPING: Rank(0, process=Process(State.SWAPS)),
+    Cause.LOADER: Rank(0, place=Place("DataLoader.__next__", "train.py:71", is_loader=True), process=IDLE),
+    Cause.USER_CODE: Rank(0, place=Place("evaluate", "train.py:90"), process=IDLE),
+    Cause.BUSY: Rank(0, place=Place("evaluate", "train.py:90"), process=Process(State.RUNS, cores=1.0)),
+    Cause.EXCEPTION: Rank(0, ending=Ending(Manner.EXCEPTION, 0.0, "ValueError: bad", "train.py:5")),
+    Cause.KILLED: Rank(0, ending=Ending(Manner.KILLED, 0.0, "killed by SIGKILL")),
+    Cause.OUT_OF_MEMORY: Rank(0, ending=Ending(Manner.OUT_OF_MEMORY, 0.0, "killed by the kernel, out of memory")),
+}
+
+
+@pytest.mark.parametrize("cause", _ABSENCES)
+@settings(max_examples=examples(10), deadline=None)
+@given(_faults(), st.booleans())
+def test_a_rank_that_does_not_come_is_explained(cause, fault, marks):
+    size, step, stray, at = fault
+    verdict = diagnose(play(_plans(size, step, marks), stopped=(stray, at), like=_ABSENCES[cause]))
+    assert (verdict.cause, verdict.blamed) == (cause, (stray,))
+    assert verdict.is_fault == (cause is not Cause.BUSY)
+
+
+def test_the_sentence_has_who_waits_where_and_since_when():
+    like = _ABSENCES[Cause.LOADER]
+    scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(4)], stopped=(3, 5), like=like)
+    scene = replace(scene, now_s=scene.ranks[3].since_s + 14)
+    assert diagnose(scene).sentence == (
+        "step 6: ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 is not there: it is in "
+        "DataLoader.__next__ (train.py:71), for 14 s"
+    )
+
+
+def test_two_groups_that_wait_for_each_other_are_both_named():
+    groups = {"left#2": [0, 1], "right#3": [0, 1]}
+    a, b = Planned(_HEADERS[0], "left#2"), Planned(_HEADERS[1], "right#3")
+    verdict = diagnose(play([[a, b], [b, a], [], []], groups))
+    assert (verdict.cause, verdict.blamed) == (Cause.DEADLOCK, (0, 1))
+    assert "of the left#2" in verdict.sentence and "of the right#3" in verdict.sentence
+
+
+def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
+    groups = {"left#2": [0, 1], "right#3": [0, 1]}
+    a, b = Planned(_HEADERS[0], "left#2"), Planned(_HEADERS[1], "right#3")
+    scene = play([[a, b], [b, a]], groups)
+    computing = replace(scene.ranks[1], place=Place("evaluate", "train.py:9"), process=Process(State.RUNS, cores=1.0))
+    verdict = diagnose(replace(scene, ranks=(scene.ranks[0], computing)))
+    assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.BUSY, (1,), False)
+
+
+def test_messages_that_wait_for_each_other_are_a_deadlock():
+    sends = [Planned(Header("recv", "float32", 4, peer=1 - rank)) for rank in range(2)]
+    verdict = diagnose(_receiving(sends))
+    assert (verdict.cause, verdict.blamed) == (Cause.DEADLOCK, (0, 1))
+
+
+def _receiving(planned):
+    scene = play([loop(_HEADERS[:1], 1) for _ in range(2)])
+    ranks = []
+    for rank, own in zip(scene.ranks, planned, strict=True):
+        call = replace(rank.calls[0], header=own.header, sequence=0, ended_s=None, outcome="")
+        ranks.append(replace(rank, calls=(call,), ending=None, place=CALLING))
+    return Scene(scene.now_s, tuple(ranks))
+
+
+def test_a_rank_stopped_inside_a_call_is_blamed():
+    scene = play([loop(_HEADERS[:1], 2) for _ in range(3)])
+    ranks = tuple(
+        replace(rank, calls=(replace(rank.calls[0], ended_s=None, outcome=""),), ending=None, process=IDLE)
+        for rank in scene.ranks
+    )
+    ranks = (*ranks[:2], replace(ranks[2], process=Process(State.STOPPED)))
+    assert diagnose(replace(scene, ranks=ranks)).blamed == (2,)
+
+
+def test_a_rank_without_a_recording_is_named():
+    scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(1, 4), like=_ABSENCES[Cause.LOADER])
+    verdict = diagnose(replace(scene, ranks=(scene.ranks[0], scene.ranks[2])))
+    assert (verdict.cause, verdict.blamed) == (Cause.UNKNOWN, (1,))
+
+
+def test_a_loop_that_ran_fewer_times_is_found():
+    plans = [loop(_HEADERS[:1], _STEPS - (rank == 2), marks=False) for rank in range(3)]
+    verdict = diagnose(play(plans))
+    assert (verdict.cause, verdict.blamed) == (Cause.SKIPPED, (2,))
+    assert "end of its script" in verdict.sentence
+
+
+def test_the_first_of_several_failures_is_blamed():
+    like = replace(_ABSENCES[Cause.EXCEPTION], ending=Ending(Manner.EXCEPTION, 1.0, "ValueError: bad", "train.py:5"))
+    scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(1, 4), like=like)
+    later = replace(scene.ranks[2], ending=Ending(Manner.KILLED, 2.0, "killed by SIGTERM"))
+    verdict = diagnose(replace(scene, ranks=(*scene.ranks[:2], later)))
+    assert verdict.blamed == (1,)
+    assert "rank 1 failed: ValueError: bad (train.py:5)" in verdict.sentence
