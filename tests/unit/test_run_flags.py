@@ -20,6 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "launcher.md"
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 VALUES = {  # by flag: what is written, what it means
+    "stall-after": ("4", 4.0),
     "nnodes": ("2:4", (2, 4)),
     "nproc-per-node": ("3", 3),
     "node-rank": ("1", 1),

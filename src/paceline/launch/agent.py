@@ -6,6 +6,7 @@ import hmac
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 from paceline.launch.cleanup import Cleanup
@@ -15,11 +16,13 @@ from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.loop import Crew, Loop
 from paceline.launch.nodes.meeting import NodeConnection, open_meeting
-from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Sighting, Start, Stop, Stopped, Wait
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.start_workers import Surroundings, start_workers
+from paceline.launch.watching import ending_of, last_picture
 from paceline.launch.worker import Worker
+from paceline.observe.watching import Watched
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
@@ -75,9 +78,24 @@ class _Agent(Loop):
         self._secret_fd = -1
         self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
+        self._started_s = 0.0  # when (monotonic) the generation was started
 
     def _crew(self) -> Crew | None:
         return self._generation
+
+    def _watched(self) -> list[Watched]:
+        if self._generation is None:
+            return []
+        failures = {failure.rank: failure for failure in self._generation.failures}
+        return [
+            Watched(
+                worker.rank,
+                worker.pid,
+                self._generation.recordings.get(worker.rank),
+                None if worker.exit_code is None else ending_of(worker.exit_code, failures.get(worker.rank)),
+            )
+            for worker in self._generation.workers
+        ]
 
     def _is_over(self) -> bool:
         return self._end is not None and self._generation is None
@@ -110,6 +128,7 @@ class _Agent(Loop):
 
     def _start(self, start: Start) -> None:
         self._was_told_to_stop = False
+        self._started_s = time.monotonic()
         if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
         self._world = range(start.world_size)
@@ -167,6 +186,11 @@ class _Agent(Loop):
 
     def _on_generation_over(self, generation: Generation) -> None:
         number, failures = generation.number, tuple(generation.failures)
+        has_failed, lasted_s = bool(failures) or self._was_told_to_stop, time.monotonic() - self._started_s
+        if self._watcher.wants_the_end(has_failed, lasted_s, len(generation.workers)):
+            picture = last_picture(self._watched())
+            if picture is not None and self._stopped_by is None:
+                self._connection.client.send(Sighting(picture, is_last=True))
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))

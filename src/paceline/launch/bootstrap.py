@@ -15,6 +15,7 @@ _OWN_NAMES = (
     "die_with_parent",
     "annotations",
     "_join_cgroup",
+    "_offer_stack",
     "_prepare_stdin",
     "_record_exit",
     "_record_uncaught",
@@ -42,6 +43,7 @@ def run(arguments: list[str]) -> None:
 
     _prepare_stdin()
     faulthandler.enable()  # the Python stack of a worker that crashes in native code
+    _offer_stack()
     if rest[0] == "-m":
         import runpy
 
@@ -101,6 +103,23 @@ def _prepare_stdin() -> None:
         )
 
     sys.breakpointhook = skip
+
+
+def _offer_stack() -> None:
+    """Lets the launcher take this process's Python stack with a signal; `observe/taking.py` does it.
+
+    The file is closed in programs that this process starts, which have no handler for the signal either.
+    """
+    import faulthandler
+    import signal
+
+    try:
+        file = os.memfd_create("paceline-stack")
+        appending = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.close(file)
+    except OSError:  # there are no memory files here, or no descriptors
+        return
+    faulthandler.register(signal.SIGRTMAX - 7, appending, all_threads=False, chain=False)
 
 
 def _join_cgroup(directory: str | None) -> None:

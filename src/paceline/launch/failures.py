@@ -26,6 +26,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LONGEST_TEXT = 1 << 16
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _MOST_TOLD, _LAST_WORDS = 256, 1000
+_LONGEST_SUMMARY = 200
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 _OWN_FILES = ("paceline/launch/bootstrap.py", "paceline/launch/template.py", "<frozen runpy>", "runpy.py")
 
 
@@ -69,6 +71,29 @@ class Failure:
         if self.memory is not None:
             return "killed by the kernel, out of memory"
         return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {signal_name(-self.exit_code)}"
+
+    @property
+    def manner(self) -> str:
+        """What kind of failure it is, as a name of `observe.evidence.Manner`."""
+        if self.memory is not None:
+            return "OUT_OF_MEMORY"
+        if self.record is None:
+            return "KILLED" if self.exit_code < 0 else "EXITED"
+        if self.record.kind == "CollectiveMismatchError":
+            return "MISMATCH"
+        return "CONSEQUENCE" if self.is_consequence else "EXCEPTION"
+
+    @property
+    def summary(self) -> str:
+        """The exception's line, shortened, or how the worker ended."""
+        return self.how if self.record is None else last_line(self.record.text)[:_LONGEST_SUMMARY]
+
+    @property
+    def line(self) -> str:
+        """The user's own line that led to the exception, such as `train.py:71`; empty if there is none."""
+        frames = [] if self.record is None else _FRAME.findall(self.record.text)
+        own = [(file, number) for file, number in frames if not _is_installed(file)]
+        return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
 
 
 def _is_consequence(kind: str, text: str) -> bool:
@@ -154,7 +179,8 @@ def keep(failure: Failure) -> None:
     if failure.log is not None:
         with contextlib.suppress(OSError):  # for example, the disk is full; the console shows the failure as well
             Path(failure.log).mkdir(parents=True, exist_ok=True)
-            Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), "how": failure.how}, indent=1))
+            more = {"how": failure.how, "manner": failure.manner, "line": failure.line}
+            Path(failure.log, "error.json").write_text(json.dumps({**asdict(failure), **more}, indent=1))
 
 
 def write_record(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

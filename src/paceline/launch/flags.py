@@ -98,6 +98,8 @@ FLAGS = (
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
     # others
+    Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", values.seconds, "15",
+         "SECONDS", variable=False, ours=True),
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",
          values.rank_or_none, "0", "RANK|none", ours=True),
     Flag("dry-run", "print what would start where with which variables, and exit", variable=False, ours=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -40,6 +41,9 @@ class Generation:
         self.number = number
         self.failures: list[Failure] = []
         self.workers: list[Worker] = []
+        self.recordings: dict[
+            int, int
+        ] = {}  # by rank, descriptors of what the workers record, also of those that ended
         self._selector = selector
         self._on_failure = on_failure
         self._keyboard = keyboard
@@ -52,6 +56,9 @@ class Generation:
     def follow(self, worker: Worker, outputs: list[Output]) -> None:
         """Watches a worker that has just been started: passes on its output, and notices its end."""
         self.workers.append(worker)
+        if worker.memory is not None:
+            with contextlib.suppress(OSError):  # there are no more descriptors
+                self.recordings[worker.rank] = os.dup(worker.memory.fd)
         self._followings.append(Following(worker, outputs, self._selector))
 
         def ended() -> None:
@@ -123,6 +130,9 @@ class Generation:
                 worker.collect()
         for following in self._followings:
             following.close()
+        for recording in self.recordings.values():
+            os.close(recording)
+        self.recordings.clear()
         self._keyboard.restore()
 
     def _ended(self, worker: Worker, code: int) -> None:

@@ -96,6 +96,7 @@ class Job:
     binding_is_asked_for: bool = False
     stdin_rank: int | None = 0  # the rank that reads the launcher's stdin, if it runs on this machine
     events: bool = False
+    stall_after_s: float = 15.0  # how long a call may last before it is explained; 0: for ever
     forks: bool = False  # workers are forks of a template process, which has finished its imports
     slot: tuple[int, int] = (
         0,
@@ -139,6 +140,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         binding_is_asked_for=options.numa_binding is not None,
         stdin_rank=options.stdin,
         events=options.event_log_handler == "console",
+        stall_after_s=options.stall_after,
         forks=_forks(options.start_method, workers, options.elastic),
         slot=scheduler.slot if scheduler is not None else (0, 1),
         scheduler=scheduler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -22,11 +23,13 @@ from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
-from paceline.launch.nodes.messages import End, Join, Order
+from paceline.launch.nodes.messages import End, Join, Look, Order, Sighting, Told
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
+from paceline.launch.watching import Watcher
 from paceline.launch.worker import Worker
+from paceline.observe.watching import Watched
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD
 
@@ -90,13 +93,17 @@ class Loop(ABC):
         self._end: End | None = None
         self._world = range(0)  # the ranks of the latest generation
         self._selector = selectors.DefaultSelector()
+        self._watcher = Watcher(job.stall_after_s, self._watched, self._on_picture)
+        self._last_words: list[str] = []
 
     def __enter__(self) -> Loop:
         self._selector.register(self._signals.fileno(), selectors.EVENT_READ, self._on_signal)
         self._selector.register(self._connection.client.fileno(), selectors.EVENT_READ, self._on_orders)
+        self._selector.register(self._watcher.fileno(), selectors.EVENT_READ, self._watcher.arrived)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._watcher.close()
         self._close_workers()
         self._keeper.close()
         self._selector.close()
@@ -120,6 +127,10 @@ class Loop(ABC):
     @abstractmethod
     def _crew(self) -> Crew | None:
         """Returns the workers; None while there are none."""
+
+    @abstractmethod
+    def _watched(self) -> list[Watched]:
+        """Returns what is to be watched of the workers."""
 
     @abstractmethod
     def _is_over(self) -> bool:
@@ -175,7 +186,8 @@ class Loop(ABC):
         return environment
 
     def _wait_s(self) -> float | None:
-        known = [each for each in (self._connection.client.deadline_s, *self._deadlines()) if each is not None]
+        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, *self._deadlines())
+        known = [each for each in deadlines if each is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
     def _on_time(self) -> None:
@@ -183,11 +195,27 @@ class Loop(ABC):
         deadline_s = self._connection.client.deadline_s
         if deadline_s is not None and now_s >= deadline_s:
             self._on_orders()
+        self._watcher.tick(now_s)
         self._tick(now_s)
 
     def _on_orders(self) -> None:
         for order in self._connection.client.receive():
-            self._follow(order)
+            match order:
+                case Look():
+                    self._watcher.look(is_asked=True)
+                case Told(text, is_last=True):
+                    self._last_words.append(text)
+                case Told(text):
+                    self._say(text)
+                case _:
+                    self._follow(order)
+
+    def _on_picture(self, picture: str) -> None:
+        """Reports what was seen of the workers; nothing if they go on."""
+        self._connection.client.send(Sighting(picture))
+        if picture and self._directory.path is not None:
+            with contextlib.suppress(OSError):  # for example, the disk is full
+                (self._directory.path / f"stall-{socket.gethostname()}-{os.getpid()}.json").write_text(picture)
 
     def _on_signal(self) -> None:
         numbers, others = self._signals.read()
@@ -227,6 +255,8 @@ class Loop(ABC):
         self._events.tell("end", code=end.code)
         for part in report_parts(end.failures, self._world, self.word) if end.failures else ():
             self._say(part)
+        for text in self._last_words:
+            self._say(text)
         if end.reason:
             self._say(end.reason)
         return end.code

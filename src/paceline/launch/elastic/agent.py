@@ -39,6 +39,7 @@ from paceline.launch.nodes.messages import (
     WorkerStarted,
 )
 from paceline.launch.shared_secret import SharedSecret
+from paceline.observe.watching import Watched
 
 
 class ElasticAgent(Loop):
@@ -73,6 +74,14 @@ class ElasticAgent(Loop):
 
     def _crew(self) -> Crew | None:
         return self._members
+
+    def _watched(self) -> list[Watched]:
+        members = self._members.members.values() if self._members is not None else []
+        return [
+            Watched(member.number, member.worker.pid, member.worker.memory.fd if member.worker.memory else None)
+            for member in members
+            if member.worker is not None and member.runs
+        ]
 
     def _port(self) -> int:
         return self._premises.port or super()._port()

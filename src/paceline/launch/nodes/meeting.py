@@ -14,6 +14,7 @@ from paceline.launch.nodes.client import LocalClient, MeetingClient
 from paceline.launch.nodes.membership import Membership, Policy
 from paceline.launch.nodes.remote_client import dial
 from paceline.launch.nodes.server import MeetingServer
+from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
 from paceline.routes import ELSEWHERE, source_address
 from paceline.security.secret import is_loopback
@@ -83,10 +84,10 @@ def _steering(job: Job) -> Steering:
         port=job.port,
     )
     if job.elastic is None:
-        return Membership(policy, now_s)
+        return Sightings(Membership(policy, now_s))
     from paceline.launch.elastic.steering import ElasticSteering
 
-    return ElasticSteering(policy, job.elastic, now_s)
+    return Sightings(ElasticSteering(policy, job.elastic, now_s), "slot")
 
 
 def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:

@@ -103,6 +103,18 @@ class Slots:
 
 
 @dataclass(frozen=True)
+class Sighting:
+    """What is seen of the node's workers, as JSON of `observe/picture.py`.
+
+    The node sends it when a call lasts too long, when it is ordered to look, when its calls go on (then `body` is
+    empty), and when its workers have ended.
+    """
+
+    body: str
+    is_last: bool = False  # the workers have ended
+
+
+@dataclass(frozen=True)
 class Alive:
     """A sign of life in either direction, with no news."""
 
@@ -188,6 +200,19 @@ class StopReplacing:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Report a `Sighting`, since another node's workers make no progress."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is wrong with the job, for the user; `is_last` has it shown after the report of the failures."""
+
+    text: str
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
 class End:
     """The job is over; `code` is for the shell."""
 
@@ -209,8 +234,9 @@ Report = (
     | WorkerEnded
     | WorkerSaid
     | Slots
+    | Sighting
 )
-Order = Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing
+Order = Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing | Look | Told
 Message = Report | Order
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}

@@ -1,0 +1,160 @@
+"""Watches this machine's workers while they run, and has somebody look when they make no progress.
+
+A wake-up a second that reads a few bytes of each worker's recording tells that all is well. The look itself, which
+takes longer, happens in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.launch.failures import Failure
+from paceline.observe.watching import LOOK_S, Patience, Pulse, Watched
+from paceline.record import layout
+
+if TYPE_CHECKING:
+    from paceline.observe.evidence import Ending
+    from paceline.observe.picture import Picture
+
+_FEW_WORKERS = 8
+_LONGEST_PAUSE_S = 30.0  # between two looks that found nothing
+
+
+class Watcher:
+    """Watches workers until `close`.
+
+    Args:
+        stall_after_s: how long a call may last before it is explained; 0 watches nothing.
+        workers: returns the workers that run.
+        report: is called by `tick` or `arrived`, in the launcher's thread, with each picture as JSON; with nothing
+            when the workers whose stall was reported go on.
+    """
+
+    def __init__(
+        self, stall_after_s: float, workers: Callable[[], Sequence[Watched]], report: Callable[[str], None]
+    ) -> None:
+        self.patience = Patience.of(stall_after_s)
+        self._is_on = stall_after_s > 0
+        self._workers = workers
+        self._report = report
+        self._look_s = min(LOOK_S, self.patience.floor_s / 4)
+        self._every_s = min(1.0, self.patience.floor_s / 4)
+        self._pulse = Pulse()
+        self._next_s = time.monotonic() + self._every_s
+        self._next_look_s = 0.0
+        self._pause_s = 0.0
+        self._has_reported = False
+        self._looking: threading.Thread | None = None
+        self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()
+        self._waiting, self._waking = os.pipe()
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `arrived` should be called."""
+        return self._waiting
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When (monotonic) `tick` must be called; None for never."""
+        return self._next_s if self._is_on else None
+
+    def tick(self, now_s: float) -> None:
+        """Feels the pulse of the workers, and begins a look if it is still for too long."""
+        if not self._is_on or now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        workers = self._workers()
+        for worker in workers:
+            if worker.recording is not None and worker.ending is None:
+                self._pulse.felt(worker.number, latest_tick(worker.recording), now_s)
+        self._pulse.keep({worker.number for worker in workers})
+        if not self._pulse.quiet(now_s, self.patience.floor_s - self._look_s):
+            self._next_look_s = self._pause_s = 0.0
+            if self._has_reported:
+                self._has_reported = False
+                self._report("")
+        elif now_s >= self._next_look_s:
+            self.look(is_asked=False)
+
+    def look(self, is_asked: bool) -> None:
+        """Begins a look, unless one goes on; `is_asked` if another machine needs the picture in any case."""
+        if self._looking is not None:
+            return
+        workers = list(self._workers())
+
+        def run() -> None:
+            picture = None
+            try:
+                from paceline.observe.looking import look
+
+                picture = look(workers, self.patience, is_asked, self._look_s)
+            finally:
+                self._pictures.put(picture)
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    os.write(self._waking, b".")
+
+        self._looking = threading.Thread(target=run, name="paceline-look", daemon=True)
+        self._looking.start()
+
+    def arrived(self) -> None:
+        """Reports the picture of a look that has ended."""
+        os.read(self._waiting, 64)
+        picture = self._pictures.get()
+        self._looking = None
+        self._pause_s = min(_LONGEST_PAUSE_S, max(2 * self._pause_s, self.patience.floor_s / 2))
+        self._next_look_s = time.monotonic() + self._pause_s
+        if picture is not None:
+            self._has_reported = self._has_reported or picture.stalled_since_s is not None
+            from paceline.observe.picture import encode
+
+            self._report(encode(picture))
+
+    def wants_the_end(self, has_failed: bool, lasted_s: float, workers: int) -> bool:
+        """Returns whether the recordings of workers that have ended are worth the time that reading them takes."""
+        if not self._is_on:
+            return False
+        return has_failed or (lasted_s >= 2 * self.patience.ceiling_s and workers <= _FEW_WORKERS)
+
+    def close(self) -> None:
+        """Waits for a look that goes on; idempotent."""
+        if self._waiting >= 0:
+            if self._looking is not None:
+                self._looking.join()
+            os.close(self._waiting)
+            os.close(self._waking)
+            self._waiting = -1
+
+
+def latest_tick(recording: int) -> int:
+    """Returns the tick of the latest record in this memory; 0 if there is none. This is cheap."""
+    with contextlib.suppress(OSError):
+        data = os.pread(recording, layout.PROGRESS.size, layout.PROGRESS_AT)
+        if len(data) == layout.PROGRESS.size:
+            return int(layout.PROGRESS.unpack(data)[0])
+    return 0
+
+
+def last_picture(workers: Sequence[Watched]) -> str | None:
+    """Returns, as JSON, what is left of workers that have ended; None if they recorded nothing."""
+    from paceline.observe.looking import last_look
+    from paceline.observe.picture import encode
+
+    picture = last_look(workers)
+    return encode(picture) if any(rank.calls for rank in picture.ranks) else None
+
+
+def ending_of(exit_code: int, failure: Failure | None) -> Ending | None:
+    """Returns how a worker has ended; None if the launcher ended it."""
+    from paceline.observe.evidence import Ending, Manner
+
+    now_s, behind_s = time.monotonic(), time.time() - time.monotonic()
+    if failure is None:
+        return Ending(Manner.FINISHED, now_s) if exit_code == 0 else None
+    record = failure.record
+    at_s = (record.time_s if record is not None else failure.seen_s) - behind_s
+    return Ending(Manner[failure.manner], at_s, failure.summary, failure.line)

@@ -1,0 +1,156 @@
+"""Where a program is, by the text that faulthandler writes; and what /proc says of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import bootstrap
+from paceline.observe import processes, stacks, taking
+from paceline.observe.evidence import State
+
+_SITE = "/usr/lib/python3/dist-packages"
+_LOADER = f"""Stack (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/usr/lib/python3.11/queue.py", line 180 in get
+  File "{_SITE}/torch/utils/data/dataloader.py", line 1295 in _try_get_data
+  File "{_SITE}/torch/utils/data/dataloader.py", line 733 in __next__
+  File "/home/me/train.py", line 71 in main
+  File "/home/me/train.py", line 90 in <module>
+  File "{_SITE}/paceline/launch/bootstrap.py", line 71 in run
+  File "{_SITE}/paceline/launch/bootstrap.py", line 171 in <module>
+"""
+_CALL = f"""Stack (most recent call first):
+  File "{_SITE}/paceline/group/process_group.py", line 48 in all_reduce
+  File "/home/me/train.py", line 88 in step
+  File "/home/me/train.py", line 90 in <module>
+"""
+_DATASET = f"""Stack (most recent call first):
+  File "/home/me/data.py", line 12 in __getitem__
+  File "{_SITE}/torch/utils/data/_utils/fetch.py", line 54 in fetch
+  File "{_SITE}/torch/utils/data/dataloader.py", line 733 in __next__
+  File "/home/me/train.py", line 71 in <module>
+"""
+_SAVE = """Stack (most recent call first):
+  File "/opt/venv/lib/python3.12/site-packages/torch/serialization.py", line 900 in save
+  File "/home/me/train.py", line 5 in <module>
+"""
+_USER = """Stack (most recent call first):
+  File "/home/me/train.py", line 5 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "is_loader", "is_call"),
+    [
+        (_LOADER, "in DataLoader.__next__ (train.py:71)", True, False),
+        (_CALL, "in process_group.all_reduce (train.py:88)", False, True),
+        (_DATASET, "in __getitem__ (data.py:12)", True, False),
+        (_SAVE, "in serialization.save (train.py:5)", False, False),
+        (_USER, "at train.py:5", False, False),
+    ],
+)
+def test_the_users_line_is_named(text, told, is_loader, is_call):
+    place = stacks.place_of(stacks.parse(text))
+    assert (str(place), place.is_loader, place.is_call) == (told, is_loader, is_call)
+    assert stacks.is_whole(text)
+    assert not stacks.is_whole(text[:-20])
+
+
+def test_an_empty_stack_says_nothing():
+    assert stacks.place_of(stacks.parse("")) is None
+    assert not stacks.is_whole("")
+
+
+def test_the_bootstrap_answers_the_signal_that_is_sent():
+    source = Path(bootstrap.__file__).read_text()
+    assert f'memfd_create("{taking.FILE}")' in source
+    assert "faulthandler.register(signal.SIGRTMAX - 7" in source
+    assert taking.SIGNAL == signal.SIGRTMAX - 7
+
+
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from bootstrap import _offer_stack
+_offer_stack()
+import ctypes, threading, time
+def in_native_code():
+    ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock
+def in_a_thread():
+    time.sleep(60)
+if sys.argv[2] == "native":
+    print(flush=True)
+    in_native_code()
+thread = threading.Thread(target=in_a_thread, daemon=True)
+thread.start()
+print(flush=True)
+thread.join()
+"""
+
+
+@pytest.fixture
+def program():
+    """Starts a program that offers its stack, and is then where its argument says."""
+    started = []
+
+    def start(where):
+        directory = os.path.dirname(bootstrap.__file__)
+        process = subprocess.Popen([sys.executable, "-c", _PROGRAM, directory, where], stdout=subprocess.PIPE)
+        started.append(process)
+        process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(("where", "function"), [("native", "in_native_code"), ("thread", "in_a_thread")])
+def test_a_stack_is_taken_without_the_programs_help(program, where, function):
+    process = program(where)
+    deadline_s = time.monotonic() + 10
+    while function not in [frame.function for frame in taking.take(process.pid)]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert process.poll() is None
+
+
+def test_a_process_without_the_handler_gets_no_signal():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert taking.take(process.pid) == ()
+        time.sleep(0.05)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_a_stopped_process_is_seen_and_one_that_has_ended_too():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        first = processes.sample(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert processes.between(first, processes.sample(process.pid)).state is State.STOPPED
+        process.kill()
+    assert processes.between(first, processes.sample(process.pid)).state is State.ENDED
+
+
+def test_the_work_of_children_counts():
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        deadline_s = time.monotonic() + 20
+        while True:
+            first = processes.sample(process.pid)
+            time.sleep(0.3)
+            seen = processes.between(first, processes.sample(process.pid))
+            if seen.is_busy and processes._descendants(Path("/proc"), process.pid):
+                break
+            assert time.monotonic() < deadline_s
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,141 @@
+"""When a call lasts too long, what is said of it, and how the nodes' pictures become one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from observed_world import loop, play
+
+from paceline.launch.failures import Failure, Record
+from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told, decode, encode
+from paceline.launch.nodes.sightings import PATIENCE_S, Sightings
+from paceline.observe import picture
+from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, State
+from paceline.observe.picture import Picture
+from paceline.observe.verdict import Cause, Verdict
+from paceline.observe.watching import Patience, Pulse, Said, overdue
+
+SUM = Header("all_reduce", "float32", 4096, "SUM")
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "limit_s"), [(0.001, 10.0), (1.9, 10.0), (2.5, 12.5), (3.0, 15.0), (60.0, 15.0), (None, 10.0)]
+)
+def test_the_limit_follows_what_such_calls_usually_take(usual_s, limit_s):
+    assert Patience().limit_s([] if usual_s is None else [usual_s] * 100) == limit_s
+
+
+def rank_with(*durations_s, waiting_since_s):
+    done = [Call("g", at, SUM, 0.0, duration_s, "ok") for at, duration_s in enumerate(durations_s)]
+    return Rank(0, calls=(*done, Call("g", len(done), SUM, waiting_since_s)))
+
+
+def test_a_call_is_overdue_only_by_the_measure_of_its_kind():
+    assert overdue(rank_with(*[2.6] * 50, waiting_since_s=100.0), 112.9, Patience()) is None
+    assert overdue(rank_with(*[2.6] * 50, waiting_since_s=100.0), 113.1, Patience()) is not None
+    other = replace(SUM, count=1 << 20)
+    mixed = Rank(0, calls=(*(Call("g", n, other, 0.0, 2.6, "ok") for n in range(50)), Call("g", 50, SUM, 100.0)))
+    assert overdue(mixed, 110.1, Patience()) is not None
+
+
+def test_a_recording_that_changes_is_not_quiet():
+    pulse = Pulse()
+    for second in range(20):
+        pulse.felt(0, 7, float(second))
+        pulse.felt(1, second, float(second))
+    assert pulse.quiet(19.0, 10.0) == [0]
+    pulse.keep({1})
+    assert pulse.quiet(40.0, 10.0) == [1]
+
+
+def test_a_verdict_is_said_once_and_its_end_too():
+    said, first = Said(), Verdict(Cause.BUSY, (1,), "busy", is_fault=False)
+    assert said.resumed(0.0) is None
+    assert [said.tell(first, 0.0), said.tell(replace(first, sentence="later"), 0.0)] == ["busy", None]
+    assert said.tell(Verdict(Cause.STOPPED, (1,), "stopped"), 0.0) == "stopped"
+    assert said.resumed(42.0) == "the job goes on after 42 s"
+    assert said.resumed(43.0) is None
+
+
+class Inner:
+    """A steering that does nothing but end the job when a node leaves."""
+
+    deadline_s = None
+    failures: tuple[Failure, ...] = ()
+
+    def reported(self, node, report, now_s):
+        return []
+
+    def tick(self, now_s):
+        return []
+
+    def ended(self, node, why, now_s):
+        return [("a", End(1, failures=self.failures))]
+
+    lost = ended
+
+
+def nodes(count=2):
+    sightings = Sightings(Inner())
+    for name in "abc"[:count]:
+        sightings.reported(name, Join(name, 1, name, 1, 2, serves=name == "a"), 0.0)
+    return sightings
+
+
+def scene(size=4, stray=3):
+    like = Rank(0, place=Place("DataLoader.__next__", "train.py:71", is_loader=True), process=Process(State.SLEEPS))
+    return play([loop([SUM], 8) for _ in range(size)], stopped=(stray, 5), like=like)
+
+
+def of_node(seen, ranks, clock_s=0.0, is_stalled=True):
+    """The picture of the node that runs these ranks, whose clock shows `clock_s` more."""
+    shown = tuple(picture.shifted(seen.ranks[rank], clock_s) for rank in ranks)
+    return Sighting(picture.encode(Picture(seen.now_s + clock_s, shown, seen.now_s - 12 if is_stalled else None)))
+
+
+def test_the_other_nodes_look_and_the_one_that_serves_tells():
+    sightings, seen = nodes(), scene()
+    assert sightings.reported("b", of_node(seen, [2, 3]), 1.0) == [("a", Look())]
+    [(node, told)] = sightings.reported("a", of_node(seen, [0, 1], clock_s=5000.0, is_stalled=False), 2.0)
+    assert node == "a"
+    assert "ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 is not there" in told.text
+    assert "DataLoader.__next__ (train.py:71), for 20 s" in told.text
+
+
+def test_a_node_that_does_not_look_is_not_waited_for():
+    sightings, seen = nodes(), scene()
+    sightings.reported("a", of_node(seen, [0, 1]), 1.0)
+    assert sightings.tick(1.0 + PATIENCE_S / 2) == []
+    [(_, told)] = sightings.tick(1.0 + PATIENCE_S)
+    assert "ranks 2, 3 did not come and left nothing to read" in told.text
+
+
+def test_the_end_of_a_stall_is_told_once():
+    sightings, seen = nodes(1), scene()
+    [(_, first)] = sightings.reported("a", of_node(seen, range(4)), 1.0)
+    assert sightings.reported("a", of_node(seen, range(4)), 9.0) == []
+    assert sightings.reported("a", Sighting(""), 21.0) == [("a", Told("the job goes on after 32 s"))]
+    assert sightings.reported("a", Sighting(""), 22.0) == []
+    assert first.text.startswith("step 6: ranks 0-2 wait")
+
+
+def test_the_cause_of_a_failure_is_told_with_its_end():
+    sightings, seen = nodes(1), scene()
+    sightings.inner.failures = (Failure(3, 1, 1, 0.0, Record(0.0, "ValueError", "ValueError: bad")),)
+    ending = Ending(Manner.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
+    ranks = (*seen.ranks[:3], replace(seen.ranks[3], ending=ending))
+    last = Sighting(picture.encode(Picture(seen.now_s, ranks)), is_last=True)
+    assert sightings.reported("a", last, 1.0) == []
+    told, end = sightings.ended("a", "", 2.0)
+    assert told[1].is_last and "rank 3 failed: ValueError: bad (train.py:5)" in told[1].text
+    assert isinstance(end[1], End)
+
+
+def test_a_picture_that_is_none_is_ignored():
+    assert nodes(1).reported("a", Sighting('{"taken_s": "x"}'), 1.0) == []
+
+
+@pytest.mark.parametrize("message", [Sighting("{}", is_last=True), Look(), Told("text")])
+def test_messages_survive_the_wire(message):
+    assert decode(encode(message)[4:]) == message
