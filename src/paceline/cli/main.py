@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
-from paceline.cli import launch_script, runs, trace
+from paceline.cli import analyze, launch_script, runs, trace
 from paceline.cli.doctor import command as doctor
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "runs", "trace")
+COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -51,6 +51,13 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "SCRIPT, known mistakes in it, each with its line, reason and fix.",
     )
     doctor.add_arguments(examining)
+    analyzing = commands.add_parser(
+        "analyze",
+        help="say from a job's files what went wrong, and for whom the others waited",
+        description="Reads the recordings that a job left in RUN_DIR, and says which rank failed, did not come or was "
+        "late as a rule, and why. Some of the files may be missing.",
+    )
+    analyze.add_arguments(analyzing)
     listing = commands.add_parser(
         "runs",
         help="list the latest jobs of this user on this machine",
@@ -92,5 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
-    others = {"launch-script": launch_script.run, "doctor": doctor.run, "runs": runs.run, "trace": trace.run}
+    others = {
+        "launch-script": launch_script.run,
+        "doctor": doctor.run,
+        "analyze": analyze.run,
+        "runs": runs.run,
+        "trace": trace.run,
+    }
     return others.get(options.command, run)(options)

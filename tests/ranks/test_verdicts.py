@@ -1,0 +1,157 @@
+"""What `paceline run` says of jobs that hang or fail, and `paceline analyze` afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from launching import ENVIRONMENT, command, run, wait_until
+
+JOB = """
+import os, signal, sys, time
+import torch
+import paceline as dist
+from torch.utils.data import DataLoader, Dataset
+
+class Stuck(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 4:
+            time.sleep(60)
+        return index
+
+def stuck():
+    time.sleep(60)
+
+def evaluate(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+dist.init_process_group()
+fault, rank = sys.argv[1], dist.get_rank()
+a, b = torch.ones(4096), torch.ones(128)
+if fault == "deadlock":
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in groups if rank else reversed(groups):
+        dist.all_reduce(a, group=group)
+for step in range(20):
+    if step == 10 and rank == 1:
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "loader":
+            for _ in DataLoader(Stuck(), batch_size=2, num_workers=1):
+                pass
+        if fault == "stuck":
+            stuck()
+        if fault == "busy":
+            evaluate(4)
+        if fault == "raise":
+            raise ValueError("bad sample")
+        if fault == "shape":
+            a = torch.ones(77)
+        if fault == "leave":
+            sys.exit(0)
+    dist.all_reduce(a)
+    dist.broadcast(b, 0)
+    dist.barrier()
+"""
+FLAGS = ("--nproc-per-node=2", "--no-pin", "--stall-after=1.5", "--shutdown-timeout=1")
+WAITS = "rank 0 waits in all_reduce(float32, 4096) call 32 (script.py:"
+
+
+@pytest.fixture
+def said(script, tmp_path):
+    """Runs the job with a fault; returns what the launcher has said when `word` is in it, or when the job has ended."""
+
+    def start(fault: str, word: str | None = None) -> str:
+        arguments = command(*FLAGS, "--log-dir", str(tmp_path / "runs"), "--rdzv-id=job", script(JOB), fault)
+        with (
+            open(tmp_path / "said", "w+") as output,
+            subprocess.Popen(arguments, stderr=output, stdout=output, env=ENVIRONMENT) as launcher,
+        ):
+            try:
+                wait_until(lambda: launcher.poll() is not None or (word or "\0") in text(output), 60)
+            finally:
+                launcher.terminate()
+                launcher.wait(20)
+            return text(output)
+
+    return start
+
+
+def text(output) -> str:
+    return os.pread(output.fileno(), 1 << 20, 0).decode()
+
+
+def analyze(directory, *flags) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "paceline", "analyze", *flags, str(directory)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("stop", "rank 1 is not there: it is stopped by a signal"),
+        ("loader", "rank 1 is not there: it is in DataLoader.__next__ (script.py:"),
+        ("stuck", "rank 1 is not there: it is in stuck (script.py:16), for "),
+    ],
+)
+def test_a_hang_is_explained_live_and_afterwards(said, tmp_path, fault, sentence):
+    told = said(fault, "is not there")
+    assert WAITS in told
+    assert sentence in told
+    done = analyze(tmp_path / "runs" / "job")
+    assert done.returncode == 1
+    assert sentence in done.stdout
+
+
+def test_two_groups_that_wait_for_each_other_are_named(said):
+    told = said("deadlock", "deadlock")
+    assert "deadlock: rank 0 waits in all_reduce(float32, 4096) call 2 of the group" in told
+    assert "(no. 2 of 2)" in told and "(no. 1 of 2)" in told
+
+
+def test_a_rank_that_works_is_no_error_and_its_return_is_told(said):
+    told = said("busy", "the job goes on")
+    assert "rank 1 is not there: it is in evaluate (script.py:" in told
+    assert "That is no error if it evaluates, saves or compiles" in told
+    assert "the job goes on after " in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "sentence"),
+    [
+        ("raise", "EXCEPTION", "rank 1 failed: ValueError: bad sample (script.py:"),
+        ("shape", "OTHER_SHAPE", "rank 1 called all_reduce(float32, 77) as call 32"),
+        ("leave", "SKIPPED", "rank 1 is not there: it has come to the end of its script after call 31"),
+    ],
+)
+def test_the_cause_of_a_failure_is_told_last(said, tmp_path, fault, cause, sentence):
+    last = said(fault).splitlines()[-1]
+    assert sentence in last
+    for missing in (None, "0"):
+        if missing is not None:
+            (tmp_path / "runs/job/attempt_0" / missing / "recording.record").unlink()
+        found = json.loads(analyze(tmp_path / "runs" / "job", "--json").stdout)
+        assert missing or [each["cause"] for each in found["verdicts"]] == [cause]
+        assert (found["ranks"], found["world_size"]) == (1 if missing else 2, 2)
+
+
+def test_a_good_job_ends_without_a_word(script, tmp_path):
+    done = run(*FLAGS, "--log-dir", str(tmp_path), "--rdzv-id=job", script(JOB), "none")
+    assert done.returncode == 0
+    assert "rank" not in done.stderr
+    found = analyze(tmp_path / "job")
+    assert found.returncode == 0
+    assert "nothing is wrong" in found.stdout
+
+
+def test_a_directory_without_recordings_is_refused(tmp_path):
+    done = analyze(tmp_path)
+    assert done.returncode == 2
+    assert "has no recording" in done.stderr
