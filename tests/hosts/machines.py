@@ -37,8 +37,8 @@ while not os.path.exists(os.path.join(directory, "end")):
 class Machines:
     """Hosts with launchers; closed, none of them runs."""
 
-    def __init__(self, hosts: int, bridged: bool = False) -> None:
-        self.network = Network(hosts, 1, 1500, None, Conditions(0.0, 0.0, 0) if bridged else None)
+    def __init__(self, hosts: int, bridged: bool = False, rate: str | None = None) -> None:
+        self.network = Network(hosts, 1, 1500, rate, Conditions(0.0, 0.0, 0) if bridged else None)
         self.directory = Path(tempfile.mkdtemp(prefix="paceline-machines-"))
         self.script = self.directory / "worker.py"
         self.script.write_text(WORKER)

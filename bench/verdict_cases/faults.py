@@ -1,0 +1,55 @@
+"""The classes of faults, and what a sentence must contain that names the right rank and cause."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A class of faults.
+
+    Attributes:
+        name: that of the program's argument.
+        right: a pattern of the right sentence; BAD stands for the rank.
+        torchs: the same for torch's analyzer, in its words: of the rank only, since it names no causes.
+        hosts: on how many hosts it is tried; all if empty.
+        at_the_end: whether it is told when the job ends, and not while it runs.
+    """
+
+    name: str
+    right: str
+    torchs: str = r"missing ranks: \{BAD\}|[Cc]ulprit rank\(?s?\)?:? *\{?\[?BAD\b"
+    hosts: tuple[int, ...] = ()
+    at_the_end: bool = False
+
+    def is_right(self, text: str, bad: int) -> bool:
+        """Returns whether one of the lines names the right rank and cause."""
+        return re.search(self.right.replace("BAD", str(bad)), text) is not None
+
+
+_THERE = r"rank BAD is not there: it is "
+FAULTS = (
+    Fault("skip", r"rank BAD called broadcast.*it skipped all_reduce"),
+    Fault("extra", r"rank BAD called all_reduce.*twice"),
+    Fault("shape", r"rank BAD called all_reduce\(float32, 77\).*differs"),
+    Fault("order", r"rank BAD called broadcast.*(another order|or makes it later)"),
+    Fault("stop", _THERE + "stopped by a signal"),
+    Fault("kill", r"rank BAD failed: killed by SIGKILL"),
+    Fault("loader", _THERE + r"in DataLoader\.__next__"),
+    Fault("stuck", _THERE + r"in happen \(program\.py"),
+    Fault("deadlock", r"deadlock: .*no\. \d of 2.*no\. \d of 2"),
+    Fault("raise", r"rank BAD failed: ValueError: bad sample"),
+    Fault("memory", r"rank BAD failed: killed by the kernel, out of memory", hosts=(1,)),
+    Fault("slow_core", r"rank BAD came last .*computes more slowly", at_the_end=True),
+    Fault("slow_link", r"the network between h0, h1 took", hosts=(2,), at_the_end=True),
+)
+HEALTHY = ("evaluate", "save", "compile")
+ACCUSATION = re.compile(r"is not there|deadlock|as call \d|failed|it has not ended|came last|the network between")
+NO_ERROR = "That is no error"
+
+
+def is_accused(text: str) -> bool:
+    """Returns whether a line says that something is wrong."""
+    return any(ACCUSATION.search(line) and NO_ERROR not in line for line in text.splitlines())

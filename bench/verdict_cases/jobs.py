@@ -1,0 +1,136 @@
+"""Runs the faulty program under `paceline run`, on one host or two, and under torchrun with torch's flight recorder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hosts.machines import Machines
+from hosts.network import ipv4
+from launching import ENVIRONMENT, command
+
+from verdict_cases import program
+
+PROGRAM = str(Path(program.__file__).resolve())
+LIMIT_S = 120.0
+_MEMORY = Path("/sys/fs/cgroup/memory")
+_SLOW_RATE = "100mbit"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What was said of a job, and how long after the fault; None if nothing that was waited for."""
+
+    text: str
+    after_s: float | None
+
+
+def paceline(fault: str, ranks: int, hosts: int, stall_after_s: float, is_enough: Callable[[str], bool]) -> Said:
+    """Runs the program until it ends, or until what was said is enough."""
+    flags = ["--no-pin", f"--stall-after={stall_after_s}", "--shutdown-timeout=1", f"--nproc-per-node={ranks // hosts}"]
+    with tempfile.TemporaryDirectory(prefix="paceline-verdict-") as name:
+        words = [*flags, "--log-dir", name, "--rdzv-id=job", PROGRAM, "paceline", fault, name]
+        if hosts > 1:
+            with Machines(hosts, rate=_SLOW_RATE if fault == "slow_link" else None) as machines:
+                address = ("--nnodes", str(hosts), "--master-addr", ipv4(0), "--master-port", "29400")
+                launchers = [machines.start(host, *address, "--node-rank", str(host), *words) for host in range(hosts)]
+                return _wait(launchers, lambda: machines.said(launchers[0]), Path(name), is_enough)
+        with _room(fault) as enter, open(Path(name, "said"), "w") as output:
+            shell = ["sh", "-c", f'{enter} exec "$@"', "sh", *command(*words)]
+            launcher = subprocess.Popen(shell, stdout=output, stderr=output, text=True, env=ENVIRONMENT)
+            return _wait([launcher], lambda: Path(name, "said").read_text(), Path(name), is_enough)
+
+
+def _wait(
+    launchers: list[subprocess.Popen[str]], said: Callable[[], str], directory: Path, is_enough: Callable[[str], bool]
+) -> Said:
+    """Waits for a sentence that is enough, or for the end; then ends the launchers."""
+    deadline_s, after_s = time.monotonic() + LIMIT_S, None
+    while after_s is None and time.monotonic() < deadline_s:
+        has_ended = all(launcher.poll() is not None for launcher in launchers)
+        if is_enough(said()):
+            with contextlib.suppress(OSError, ValueError):
+                after_s = time.monotonic() - float((directory / "fault").read_text())
+            break
+        if has_ended:
+            break
+        time.sleep(0.02)
+    for launcher in launchers:
+        if after_s is not None:  # the rest is the consequences
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(1)
+        launcher.terminate()
+    for launcher in launchers:
+        launcher.wait()
+    return Said(said(), after_s)
+
+
+@contextlib.contextmanager
+def _room(fault: str) -> Iterator[str]:
+    """Yields the shell's words that enter a cgroup with little memory, if the fault is to use it up."""
+    directory = _MEMORY / f"paceline-verdict-{os.getpid()}-{secrets.token_hex(4)}"
+    if fault != "memory":
+        yield ""
+        return
+    directory.mkdir()
+    (directory / "memory.limit_in_bytes").write_text(str(1200 << 20))
+    try:
+        yield f"echo $$ > {directory}/cgroup.procs;"
+    finally:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+                break
+            time.sleep(0.05)
+
+
+def torchs(fault: str, ranks: int) -> Said:
+    """Runs the program under torchrun with gloo; returns what torch's analyzer says of the flight recorders."""
+    with tempfile.TemporaryDirectory(prefix="torch-verdict-") as name:
+        variables = {**ENVIRONMENT, "TORCH_FR_BUFFER_SIZE": "2000", "OMP_NUM_THREADS": "1"}
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        with open(Path(name, "said"), "w") as output:
+            launcher = subprocess.Popen(
+                [sys.executable, *words, PROGRAM, "torch", fault, name], stdout=output, stderr=output, env=variables
+            )
+            deadline_s = time.monotonic() + LIMIT_S
+            while launcher.poll() is None and time.monotonic() < deadline_s:
+                fault_file, traces = Path(name, "fault"), list(Path(name).glob("trace_*"))
+                patience_s = program.DUMP_AFTER_S + (
+                    1 if len(traces) == ranks else 15
+                )  # to write the recorders takes long
+                if fault_file.exists() and time.time() - fault_file.stat().st_mtime > patience_s:
+                    break
+                time.sleep(0.05)
+            _end(launcher)
+        traces = Path(name, "traces")
+        traces.mkdir()
+        for path in Path(name).glob("trace_*"):
+            path.rename(traces / path.name)
+        analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(traces), "-p", "trace_"]
+        done = subprocess.run(analyzer, capture_output=True, text=True, timeout=60, env=variables)
+        return Said(done.stdout + done.stderr, None)
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends torchrun and its workers, of which one may be stopped."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    pids = [int(pid) for pid in re.findall(r"\d+", children.read_text())] if children.exists() else []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    launcher.terminate()
+    try:
+        launcher.wait(10)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()

@@ -1,0 +1,156 @@
+"""A training loop with one fault: `program.py LIBRARY FAULT DIRECTORY`, where LIBRARY is `paceline` or `torch`.
+
+The last rank is at fault, in step 30. It leaves the time in DIRECTORY/fault just before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+AT, STEPS = 30, 60
+DUMP_AFTER_S = 3.0  # after the fault, ranks of torch write their flight recorders
+
+
+class Stuck(Dataset[int]):
+    """Samples of which one never comes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            time.sleep(1000)
+        return index
+
+
+def work(seconds: float) -> None:
+    """Computes."""
+    matrix, end_s = torch.ones(128, 128), time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        matrix @ matrix
+
+
+def save(directory: Path, seconds: float) -> None:
+    """Writes checkpoints."""
+    tensor, end_s = torch.ones(1 << 22), time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        with open(directory / "checkpoint", "wb") as file:
+            torch.save(tensor, file)
+            os.fsync(file.fileno())
+
+
+def compile_something(seconds: float) -> None:
+    """Waits for programs that compute, as for a compiler."""
+    import subprocess
+
+    code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def fill_memory() -> None:
+    """Takes memory until the kernel ends this process."""
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20) * 8))
+
+
+def dump(directory: Path, rank: int) -> None:
+    """Writes torch's flight recorder, as its analyzer reads it."""
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    (directory / f"trace_{rank}").write_bytes(_dump_fr_trace(True, True))
+
+
+def dump_later(directory: Path, rank: int) -> None:
+    """Writes the flight recorder a while after the fault, whatever the main thread does."""
+    while not (directory / "fault").exists():
+        time.sleep(0.05)
+    time.sleep(DUMP_AFTER_S)
+    dump(directory, rank)
+
+
+def main() -> None:
+    """Trains."""
+    library, fault, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    dist: Any
+    if library == "torch":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        threading.Thread(target=dump_later, args=(directory, dist.get_rank()), daemon=True).start()
+    else:
+        import paceline as dist
+
+        dist.init_process_group()
+    try:
+        train(dist, fault, directory)
+    except Exception:
+        if library == "torch":
+            dump(directory, dist.get_rank())
+        raise
+
+
+def train(dist: Any, fault: str, directory: Path) -> None:
+    """Runs the loop."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_stray = rank == size - 1
+    large, small = torch.ones(1 << 18 if fault == "slow_link" else 4096), torch.ones(128)
+    parts = [torch.ones(128) for _ in range(size)]
+    groups = [dist.new_group(list(range(size))) for _ in range(2)] if fault == "deadlock" else []
+    for step in range(STEPS):
+        if fault == "slow_core":
+            work(0.06 if is_stray else 0.02)
+        is_now = step == AT and is_stray
+        if is_now:
+            (directory / "fault").write_text(str(time.monotonic()))
+            happen(fault)
+        if step == AT and rank == 0 and fault.startswith("healthy"):
+            seconds = float(fault.rpartition("-")[2])
+            {"evaluate": work, "compile": compile_something}.get(fault.split("-")[1], lambda s: save(directory, s))(
+                seconds
+            )
+        if step == AT:
+            for group in groups if is_stray else reversed(groups):
+                dist.all_reduce(small, group=group)
+        if is_now and fault == "order":
+            dist.broadcast(small, 0)
+            dist.all_reduce(large)
+        else:
+            if not (is_now and fault == "skip"):
+                dist.all_reduce(torch.ones(77) if is_now and fault == "shape" else large)
+            if is_now and fault == "extra":
+                dist.all_reduce(large)
+            dist.broadcast(small, 0)
+        dist.all_gather(parts, small)
+
+
+def happen(fault: str) -> None:
+    """Does what the rank at fault does instead of going on."""
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "loader":
+        for _ in DataLoader(Stuck(), batch_size=2, num_workers=1):
+            pass
+    elif fault == "stuck":
+        reading, _ = os.pipe()  # waits in native code, with the interpreter's lock
+        ctypes.PyDLL(None).read(reading, ctypes.create_string_buffer(1), 1)
+    elif fault == "raise":
+        raise ValueError("bad sample")
+    elif fault == "memory":
+        fill_memory()
+
+
+if __name__ == "__main__":
+    main()
