@@ -20,7 +20,7 @@ class Fault:
 
     name: str
     right: str
-    torchs: str = r"missing ranks: \{BAD\}|[Cc]ulprit rank\(?s?\)?:? *\{?\[?BAD\b"
+    torchs: str = r"missing ranks: \{BAD\}|Missing dump files from ranks \{BAD\}|[Cc]ulprit rank\(?s?\)?:? *\{?\[?BAD\b"
     hosts: tuple[int, ...] = ()
     at_the_end: bool = False
 

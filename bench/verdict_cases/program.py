@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -65,10 +66,22 @@ def fill_memory() -> None:
 
 
 def dump(directory: Path, rank: int) -> None:
-    """Writes torch's flight recorder, as its analyzer reads it."""
-    from torch._C._distributed_c10d import _dump_fr_trace
+    """Writes torch's flight recorder, as its analyzer reads it.
 
-    (directory / f"trace_{rank}").write_bytes(_dump_fr_trace(True, True))
+    On gloo, torch 2.13 leaves out the groups' names, without which its analyzer fails; so they are filled in.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace
+    from torch.distributed.distributed_c10d import _world
+
+    written = pickle.loads(_dump_fr_trace(True, True))
+    described = dict(each["process_group"] for each in written.get("entries", []))
+    written["pg_config"] = {
+        name: {"name": name, "desc": described.get(name, ""), "ranks": str(sorted(_world.pg_group_ranks[group]))}
+        for group, name in _world.pg_names.items()
+    }
+    draft = directory / f"draft_{rank}"
+    draft.write_bytes(pickle.dumps(written))
+    draft.rename(directory / f"trace_{rank}")
 
 
 def dump_later(directory: Path, rank: int) -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from paceline.observe import processes, stacks
 from paceline.observe.evidence import STILL, Frame, Process, Rank
+from paceline.observe.glimpse import glimpse, has_open_calls
 from paceline.observe.picture import Picture
-from paceline.observe.reading import NoRecordingError, read_live
+from paceline.observe.reading import NoRecordingError
 from paceline.observe.taking import take
 from paceline.observe.watching import LOOK_S, Patience, Watched, overdue
 from paceline.observe.witnesses import witness
@@ -27,7 +28,7 @@ def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s:
         look_s: for how long.
     """
     soon = Patience(patience.floor_s - look_s, patience.ceiling_s - look_s)
-    if not is_asked and _stalled_since_s([_recorded(worker) for worker in workers], soon) is None:
+    if not is_asked and not any(_waits_too_long(worker, soon) for worker in workers):
         return None
     began_s = time.monotonic()
     first = {worker.pid: processes.sample(worker.pid) for worker in workers}
@@ -40,6 +41,13 @@ def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s:
         process = replace(process, moves=frames != before[worker.pid])
         ranks.append(_seen(worker, process, frames))
     return Picture(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
+
+
+def _waits_too_long(worker: Watched, patience: Patience) -> bool:
+    """Returns whether a worker is in a call that lasts too long; quickly, if it is in none."""
+    if worker.recording is None or not has_open_calls(worker.recording):
+        return False
+    return overdue(_recorded(worker), time.monotonic(), patience) is not None
 
 
 def last_look(workers: Sequence[Watched]) -> Picture:
@@ -60,7 +68,7 @@ def _seen(worker: Watched, process: Process, frames: Sequence[Frame]) -> Rank:
 def _recorded(worker: Watched) -> Rank:
     with contextlib.suppress(NoRecordingError, OSError):
         if worker.recording is not None:
-            return replace(witness(read_live(worker.recording), worker.number), pid=worker.pid)
+            return replace(witness(glimpse(worker.recording), worker.number), pid=worker.pid)
     return Rank(worker.number, os.uname().nodename, worker.pid)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from paceline.observe.alignment import shifted
-from paceline.observe.evidence import Rank, Scene
+from paceline.observe.evidence import Call, Rank, Scene
 
 _MOST_CALLS = 8192  # of all ranks of a machine together that are sent to another one
 
@@ -30,8 +30,13 @@ class Picture:
 def encode(picture: Picture) -> str:
     """Returns the picture as JSON, with as many calls as another machine needs."""
     most = _MOST_CALLS // max(8, len(picture.ranks))
-    short = tuple(replace(rank, calls=rank.calls[-most:]) for rank in picture.ranks)
+    short = tuple(replace(rank, calls=_latest(rank.calls, most)) for rank in picture.ranks)
     return msgspec.json.encode(replace(picture, ranks=short)).decode()
+
+
+def _latest(calls: tuple[Call, ...], most: int) -> tuple[Call, ...]:
+    """Returns the latest calls, and earlier ones that are not over."""
+    return (*(call for call in calls[:-most] if call.ended_s is None), *calls[-most:])
 
 
 def decode(body: str) -> Picture:

@@ -21,7 +21,9 @@ def witness(recording: Recording, number: int | None = None) -> Rank:
         number: the rank's number in the job; by default the one that the recording has.
     """
     groups = {serial: f"{group.identity:x}" for serial, group in recording.groups.items()}
-    calls = tuple(_call(each, groups) for each in recording.calls[-MOST_CALLS:] if each.group in groups)
+    early, late = recording.calls[:-MOST_CALLS], recording.calls[-MOST_CALLS:]
+    kept = [*(call for call in early if not call.is_over), *late]
+    calls = tuple(_call(each, groups) for each in kept if each.group in groups)
     return Rank(
         rank=number if number is not None else recording.rank if recording.rank is not None else -1,
         host=recording.host,
