@@ -115,6 +115,7 @@ class _Agent(Loop):
                 self._start(order)
             case Stop(number, reason, is_failure) if self._generation is not None and self._generation.number == number:
                 self._was_told_to_stop = True
+                self._watcher.pause()
                 if not self._generation.failures:
                     self._say(f"{reason}; ending the workers of this machine")
                 self._generation.end(after_s=CONSEQUENCES_S if is_failure else 0.0)
@@ -129,6 +130,7 @@ class _Agent(Loop):
     def _start(self, start: Start) -> None:
         self._was_told_to_stop = False
         self._started_s = time.monotonic()
+        self._watcher.resume()
         if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
         self._world = range(start.world_size)
@@ -178,6 +180,7 @@ class _Agent(Loop):
         return environment
 
     def _on_failure(self, start: Start, failure: Failure) -> None:
+        self._watcher.pause()
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
@@ -216,6 +219,7 @@ class _Agent(Loop):
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = number
+        self._watcher.pause()
         if self._generation is None:
             self._connection.client.send(Leave(number.name))
             return

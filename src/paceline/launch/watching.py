@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.launch.failures import Failure
@@ -51,6 +52,7 @@ class Watcher:
         self._pause_s = 0.0
         self._has_reported = False
         self._looking: threading.Thread | None = None
+        self._is_paused = False
         self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()
         self._waiting, self._waking = os.pipe()
 
@@ -68,6 +70,8 @@ class Watcher:
         if not self._is_on or now_s < self._next_s:
             return
         self._next_s = now_s + self._every_s
+        if self._is_paused:
+            return
         workers = self._workers()
         for worker in workers:
             if worker.recording is not None and worker.ending is None:
@@ -83,9 +87,9 @@ class Watcher:
 
     def look(self, is_asked: bool) -> None:
         """Begins a look, unless one goes on; `is_asked` if another machine needs the picture in any case."""
-        if self._looking is not None:
+        if self._looking is not None or self._is_paused:
             return
-        workers = list(self._workers())
+        workers = [_with_a_descriptor_of_its_own(worker) for worker in self._workers()]
 
         def run() -> None:
             picture = None
@@ -94,6 +98,9 @@ class Watcher:
 
                 picture = look(workers, self.patience, is_asked, self._look_s)
             finally:
+                for worker in workers:
+                    if worker.recording is not None:
+                        os.close(worker.recording)
                 self._pictures.put(picture)
                 with contextlib.suppress(OSError):  # closed meanwhile
                     os.write(self._waking, b".")
@@ -108,11 +115,19 @@ class Watcher:
         self._looking = None
         self._pause_s = min(_LONGEST_PAUSE_S, max(2 * self._pause_s, self.patience.floor_s / 2))
         self._next_look_s = time.monotonic() + self._pause_s
-        if picture is not None:
+        if picture is not None and not self._is_paused:
             self._has_reported = self._has_reported or picture.stalled_since_s is not None
             from paceline.observe.picture import encode
 
             self._report(encode(picture))
+
+    def pause(self) -> None:
+        """Looks at nothing, and drops what is being looked at, since the workers are ending."""
+        self._is_paused, self._has_reported = True, False
+
+    def resume(self) -> None:
+        """Looks again, at new workers."""
+        self._is_paused = False
 
     def wants_the_end(self, has_failed: bool, lasted_s: float, workers: int) -> bool:
         """Returns whether the recordings of workers that have ended are worth the time that reading them takes."""
@@ -128,6 +143,14 @@ class Watcher:
             os.close(self._waiting)
             os.close(self._waking)
             self._waiting = -1
+
+
+def _with_a_descriptor_of_its_own(worker: Watched) -> Watched:
+    """Returns the worker with a descriptor that stays open when the worker has ended."""
+    try:
+        return replace(worker, recording=None if worker.recording is None else os.dup(worker.recording))
+    except OSError:  # there are no more descriptors
+        return replace(worker, recording=None)
 
 
 def latest_tick(recording: int) -> int:

@@ -292,6 +292,7 @@ class ElasticAgent(Loop):
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_by = number
+        self._watcher.pause()
         self._close_places()
         if self._members is None:
             self._leave()
