@@ -107,10 +107,9 @@ def main() -> None:
         dist.init_process_group()
     try:
         train(dist, fault, directory)
-    except Exception:
+    finally:
         if library == "torch":
             dump(directory, dist.get_rank())
-        raise
 
 
 def train(dist: Any, fault: str, directory: Path) -> None:

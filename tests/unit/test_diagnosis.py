@@ -144,6 +144,23 @@ def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
     assert (verdict.cause, verdict.blamed, verdict.is_fault) == (Cause.BUSY, (1,), False)
 
 
+@pytest.mark.parametrize(
+    ("process", "why"),
+    [
+        (Process(State.RUNS, cores=0.1), "it uses 0.1 cores"),
+        (Process(State.SLEEPS, cores=0.05, waited_share=0.9), "it waits for a core 90% of the time"),
+        (Process(State.SLEEPS, disk_bytes_s=1e6), "it reads or writes files"),
+        (Process(State.WAITS_FOR_DISK), "it reads or writes files"),
+        (Process(State.SLEEPS, moves=True), "it goes from line to line"),
+    ],
+)
+def test_a_rank_that_works_is_not_accused(process, why):
+    like = Rank(0, place=Place("evaluate", "train.py:90"), process=process)
+    verdict = diagnose(play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(0, 4), like=like))
+    assert (verdict.cause, verdict.is_fault) == (Cause.BUSY, False)
+    assert f"works there ({why})" in verdict.sentence
+
+
 def test_messages_that_wait_for_each_other_are_a_deadlock():
     sends = [Planned(Header("recv", "float32", 4, peer=1 - rank)) for rank in range(2)]
     verdict = diagnose(_receiving(sends))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.observe.evidence import STILL, Manner, Place, Rank, State
+from paceline.observe.evidence import STILL, Manner, Place, Process, Rank, State
 from paceline.observe.verdict import Cause
 
 
@@ -34,7 +34,7 @@ def explain(rank: Rank) -> Absence:
         return Absence(Cause.UNKNOWN, "left nothing that could be read")
     where = f"is {place}" if place is not None else "is in a place that is not known"
     if process is not None and process.is_busy:
-        return Absence(Cause.BUSY, f"{where} and works there ({_work(rank)})", is_fault=False)
+        return Absence(Cause.BUSY, f"{where} and works there ({_work(process)})", is_fault=False)
     if place is not None and place.is_loader:
         return Absence(Cause.LOADER, where)
     return Absence(Cause.USER_CODE, where)
@@ -64,8 +64,9 @@ def _remedy(state: State) -> str:
     return " (`kill -CONT` lets it go on)" if state is State.STOPPED else ""
 
 
-def _work(rank: Rank) -> str:
-    assert rank.process is not None
-    if rank.process.cores >= 0.2:
-        return f"it uses {rank.process.cores:.1f} cores"
-    return "it goes from line to line" if rank.process.moves else "it reads or writes files"
+def _work(process: Process) -> str:
+    if process.waited_share > max(0.2, process.cores):
+        return f"it waits for a core {min(1.0, process.waited_share):.0%} of the time"
+    if process.cores >= 0.2 or process.state is State.RUNS:
+        return f"it uses {process.cores:.1f} cores"
+    return "it goes from line to line" if process.moves else "it reads or writes files"

@@ -133,9 +133,9 @@ class Process:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it does something that takes its time: computes, reads or writes."""
+        """Whether it does something that takes its time: computes, or would if it had a core, reads or writes."""
         is_at_disk = self.disk_bytes_s >= 1 << 17 or self.state is State.WAITS_FOR_DISK
-        return self.cores >= 0.2 or is_at_disk or self.moves
+        return self.cores + self.waited_share >= 0.2 or self.state is State.RUNS or is_at_disk or self.moves
 
 
 class Manner(Enum):

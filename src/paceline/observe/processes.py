@@ -27,7 +27,7 @@ class Sample:
     disk_bytes: int
     major_faults: int
     swapped_kib: int
-    ready_s: float  # how long its main thread has waited for a core
+    ready_s: float  # how long main threads were ready to run and had no core
     is_frozen: bool
 
 
@@ -36,11 +36,12 @@ def sample(pid: int, root: Path = Path("/proc")) -> Sample | None:
     fields = _stat(root, pid)
     if not fields:
         return None
-    cpu_ticks, disk_bytes = 0, 0
+    cpu_ticks, disk_bytes, ready_s = 0, 0, 0.0
     for member in [pid, *_descendants(root, pid)]:
         own = _stat(root, member)
         cpu_ticks += sum(map(int, own[11:15])) if own else 0
         disk_bytes += _disk_bytes(root, member)
+        ready_s += _ready_s(root, member)
     return Sample(
         time.monotonic(),
         fields[0],
@@ -48,7 +49,7 @@ def sample(pid: int, root: Path = Path("/proc")) -> Sample | None:
         disk_bytes,
         int(fields[9]),
         _number(_read(root / str(pid) / "status"), "VmSwap:"),
-        _ready_s(root, pid),
+        ready_s,
         _is_frozen(root, pid),
     )
 

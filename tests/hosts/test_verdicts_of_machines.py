@@ -1,0 +1,41 @@
+"""A rank that does not come is named by the launcher that serves the meeting, whichever machine the rank is on."""
+
+from __future__ import annotations
+
+import pytest
+
+from hosts.fixture import skip_where_not_permitted
+from hosts.machines import Machines
+from hosts.network import ipv4
+
+JOB = """
+import os, signal
+import torch, paceline as dist
+dist.init_process_group()
+t = torch.ones(4)
+for step in range(20):
+    if step == 10 and dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(t)
+"""
+
+
+@pytest.fixture
+def machines():
+    skip_where_not_permitted()
+    with Machines(2) as made:
+        yield made
+
+
+def test_the_serving_launcher_names_a_rank_elsewhere(machines):
+    machines.script.write_text(JOB)
+    place = ("--nnodes=2", "--master-addr", ipv4(0), "--master-port=29400", "--nproc-per-node=2", "--no-pin")
+    flags = ("--stall-after=2", "--shutdown-timeout=1")
+    first, second = (
+        machines.start(host, *place, *flags, "--node-rank", str(host), str(machines.script)) for host in range(2)
+    )
+    machines.wait(lambda: "is not there" in machines.said(first), 60)
+    said = machines.said(first)
+    assert "ranks 0-2 wait in all_reduce(float32, 4) call 12 (worker.py:9)" in said
+    assert "rank 3 is not there: it is stopped by a signal" in said
+    assert "is not there" not in machines.said(second)
