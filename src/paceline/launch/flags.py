@@ -97,6 +97,14 @@ FLAGS = (
          "take others' places start sooner", values.modules, "", "MODULE,...", ours=True),
     Flag("chaos", "with --elastic: kill or stop a random worker, after random times with these means; for tests",
          Chaos.parse, metavar="kill:2s,stop:5s,seed=7", ours=True),
+    # the live page
+    Flag("dash", "serve a live page of the job on this machine, for your eyes only (needs paceline[dash])", ours=True),
+    Flag("dash-port", "with --dash: its port on loopback (if not given, a free one)", values.port,
+         metavar="PORT", ours=True),
+    Flag("dash-socket", "with --dash: a Unix socket in place of a port", str, metavar="PATH", ours=True),
+    Flag("dash-prefix", "with --dash: the path under which a proxy serves it", str, "", "PATH", ours=True),
+    Flag("dash-host", "with --dash: the names under which a proxy serves it", str, "", "NAMES", ours=True),
+    Flag("dash-actions", "with --dash: the page may act, too: take the stacks of all ranks", ours=True),
     # others
     Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", values.seconds, "15",
          "SECONDS", variable=False, ours=True),

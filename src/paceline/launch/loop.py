@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline import __version__
 from paceline.launch.cleanup import Cleanup
@@ -32,6 +32,9 @@ from paceline.launch.worker import Worker
 from paceline.observe.watching import Watched
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD
+
+if TYPE_CHECKING:
+    from paceline.launch.page import Page
 
 # Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
 _NOT_PASSED_ON = (
@@ -87,8 +90,10 @@ class Loop(ABC):
         self._say = self._console.say
         self._directory = JobDirectory(job)
         self._keeper = Keeper(self._directory.path)
-        self._logs = Logs(job.output, self._directory.path, self._console, self.word)
-        self._events = Events(job.events, job.run_id, self._console, self._directory.path)
+        page = self._page = self._open_page()
+        sink, listener = (page.sink, page.happened) if page is not None else (None, None)
+        self._logs = Logs(job.output, self._directory.path, self._console, self.word, sink)
+        self._events = Events(job.events, job.run_id, self._console, self._directory.path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
         self._world = range(0)  # the ranks of the latest generation
@@ -108,6 +113,8 @@ class Loop(ABC):
         self._keeper.close()
         self._selector.close()
         self._signals.close()
+        if self._page is not None:
+            self._page.close()
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
@@ -121,8 +128,18 @@ class Loop(ABC):
             self._on_time()
         assert self._end is not None
         code = self._conclude(self._end)
+        if self._page is not None:
+            self._page.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
         self._directory.conclude(code, self._stopped_by is not None, self._connection.client.clock_offset())
         return code
+
+    def _open_page(self) -> Page | None:
+        """Opens the live page, in the launcher that serves the meeting."""
+        if self._job.page is None or not (self._connection.server is not None or self._job.rendezvous.address is None):
+            return None
+        from paceline.launch.page import Page
+
+        return Page(self._job, "auth" if self._secret is not None else "", self._directory.path, self._say)
 
     @abstractmethod
     def _crew(self) -> Crew | None:
@@ -186,7 +203,8 @@ class Loop(ABC):
         return environment
 
     def _wait_s(self) -> float | None:
-        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, *self._deadlines())
+        page_s = self._page.deadline_s if self._page is not None else None
+        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, page_s, *self._deadlines())
         known = [each for each in deadlines if each is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -196,6 +214,8 @@ class Loop(ABC):
         if deadline_s is not None and now_s >= deadline_s:
             self._on_orders()
         self._watcher.tick(now_s)
+        if self._page is not None:
+            self._page.watch(now_s, self._watched)
         self._tick(now_s)
 
     def _on_orders(self) -> None:
@@ -207,6 +227,8 @@ class Loop(ABC):
                     self._last_words.append(text)
                 case Told(text):
                     self._say(text)
+                    if self._page is not None:
+                        self._page.stalled(order)
                 case _:
                     self._follow(order)
 

@@ -206,10 +206,18 @@ class Look:
 
 @dataclass(frozen=True)
 class Told:
-    """What is wrong with the job, for the user; `is_last` has it shown after the report of the failures."""
+    """What is wrong with the job, for the user.
+
+    Attributes:
+        text: a sentence.
+        is_last: whether it is shown after the report of the failures.
+        is_stall: whether it says why the job makes no progress, and blames the ranks in `blamed`.
+    """
 
     text: str
     is_last: bool = False
+    is_stall: bool = False
+    blamed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
