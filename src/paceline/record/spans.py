@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, SupportsFloat, TypeVar, cast
 
@@ -18,6 +18,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _SPAN = int(EventKind.SPAN)
 
 _numbers: dict[str, int] = {}
+listeners: list[Callable[[Mapping[str, float]], None]] = []
+"""Called with the numbers of each `log`; `sinks.py` adds to them."""
 
 
 def number_of(name: str) -> int:
@@ -89,6 +91,7 @@ def log(**values: SupportsFloat) -> None:
     Raises:
         TypeError: a value is no number and no tensor of one element.
     """
+    passed_on: dict[str, float] = {}
     for name, value in values.items():
         detach = getattr(value, "detach", None)
         try:
@@ -99,6 +102,9 @@ def log(**values: SupportsFloat) -> None:
                 "or a tensor of one element"
             ) from None
         _core.record_value(number_of(name), number)
+        passed_on[name] = number
+    for listener in listeners:
+        listener(passed_on)
 
 
 class Recorded:
