@@ -45,6 +45,16 @@ class OpenCall:
     is_async: bool
 
 
+@dataclass(frozen=True)
+class Mark:
+    """An event that belongs to no step, such as a checkpoint."""
+
+    kind: EventKind
+    name: str
+    start_s: float
+    end_s: float
+
+
 @dataclass
 class News:
     """What is new in a recording; times are seconds of CLOCK_MONOTONIC on its host.
@@ -54,7 +64,7 @@ class News:
         heard_s: when it recorded something last.
         steps: the steps that have ended, in order.
         values: what was logged, as (step, name, value).
-        marks: other events that have ended, as (kind, name, start, end, first, second).
+        marks: other events that have ended.
         open_calls: the calls that are not over, the oldest first.
         open_kinds: the kinds of the events that last.
         shm_nbytes: what calls that have ended sent through shared memory; `tcp_nbytes`: over the network.
@@ -65,7 +75,7 @@ class News:
     is_ended: bool = False
     steps: list[RankStep] = field(default_factory=list)
     values: list[tuple[int, str, float]] = field(default_factory=list)
-    marks: list[tuple[EventKind, str, float, float, int, int]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     open_calls: list[OpenCall] = field(default_factory=list)
     open_kinds: set[EventKind] = field(default_factory=set)
     shm_nbytes: int = 0
@@ -184,17 +194,14 @@ class Follower:
                 bucket = Bucket(began_s, sent_s, self._time(end), second)
                 self._pieces.setdefault(step, Pieces()).buckets.append(bucket)
             elif kind in _MARKS:
-                self._mark(news, kind, name, start, end, first, second)
+                mark = Mark(EventKind(kind), self._name(name), self._time(start), self._time(end))
+                news.marks.append(mark)
             else:
                 self._pieces.setdefault(step, Pieces()).add(kind, self._time(start), self._time(end))
         for number, begin_s, end_s in sorted(ended):
             pieces = self._pieces.pop(number, Pieces())
             if number % stride == 0:
                 news.steps.append(pieces.step(number, begin_s, end_s))
-
-    def _mark(self, news: News, kind: int, name: int, start: int, end: int, first: int, second: int) -> None:
-        mark = (EventKind(kind), self._name(name), self._time(start), self._time(end), first, second)
-        news.marks.append(mark)
 
     def _name(self, number: int) -> str:
         if not number:

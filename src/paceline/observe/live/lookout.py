@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from paceline.observe.live.follower import Follower, News, OpenCall
+from paceline.observe.live.follower import Follower, Mark, News, OpenCall
 from paceline.observe.live.notes import Elsewhere, Note, Notes, WorkerBegan, WorkerEnded
 from paceline.observe.live.sample import Event, Facts, Line, Link, RankSample, Sample, Stack, State, Verdict
 from paceline.record.names import EventKind
@@ -106,7 +106,7 @@ class Lookout:
             worker.news = None
         else:
             worker.news = news
-            events += [_event_of(worker.rank, mark) for mark in news.marks]
+            events += [event for mark in news.marks if (event := _event_of(worker.rank, mark)) is not None]
             totals = [value for _, name, value in news.values if name == TOTAL_STEPS]
             worker.total_steps = int(totals[-1]) if totals else worker.total_steps
         state, doing = _state_of(worker, now_s)
@@ -183,12 +183,13 @@ def _words_of(call: OpenCall) -> str:
     return f"{call.operation}({call.dtype}, {call.count:,}){number}"
 
 
-def _event_of(rank: int, mark: tuple[EventKind, str, float, float, int, int]) -> Event:
-    kind, name, start_s, end_s, first, second = mark
-    if kind is EventKind.CHECKPOINT:
-        return Event(end_s, "checkpoint", f"rank {rank}: {name or 'checkpoint'}", round(end_s - start_s, 3))
-    members = "worker" if second == 1 else "workers"
-    return Event(end_s, "view", f"view {first} of {second} {members}: {name}", round(end_s - start_s, 3))
+def _event_of(rank: int, mark: Mark) -> Event | None:
+    """Returns what to show of an event that a rank recorded; the launcher tells of views, once for all ranks."""
+    if mark.kind is not EventKind.CHECKPOINT:
+        return None
+    return Event(
+        mark.end_s, "checkpoint", f"rank {rank}: {mark.name or 'checkpoint'}", round(mark.end_s - mark.start_s, 3)
+    )
 
 
 def _memory_of(pid: int) -> int:

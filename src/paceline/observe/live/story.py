@@ -6,6 +6,8 @@ from paceline.observe.live.sample import Event
 
 Fact = str | int | list[int]
 
+_NUMBER = (1 << 32) - 1  # of a view within the term of its coordinator, which is in the bits above
+
 
 class Story:
     """Turns events into what a person wants to read; without a clock."""
@@ -52,4 +54,4 @@ class Story:
         self._view = view
         cost_s = None if self._broken_s is None else round(now_s - self._broken_s, 3)
         self._broken_s = None
-        return [Event(now_s, "view", f"view {view}: the workers train together", cost_s)]
+        return [Event(now_s, "view", f"view {view & _NUMBER}: the workers train together", cost_s)]
