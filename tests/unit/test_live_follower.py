@@ -178,6 +178,27 @@ def test_a_lookout_sees_workers_and_what_is_noted(writer):
     os.fstat(writer.fd)
 
 
+def test_a_worker_that_joins_late_counts_as_the_others(writer):
+    late = Writer()
+    notes = Notes()
+    lookout = Lookout(notes, Facts("job", world_size=2))
+    try:
+        notes.leave_worker(0, writer.process.pid, "node0", writer.fd)
+        writer.do("[step(n) for n in range(1, 12)]")
+        lookout.look()
+        notes.leave_worker(1, late.process.pid, "node0", late.fd)
+        late.do("step(1)")
+        lookout.look()
+        late.do("step(2)")
+        sample = lookout.look()
+        assert [each.step for each in sample.ranks] == [11, 12]
+        assert [step.step for step in sample.ranks[1].steps] == [12]
+        assert [step for step, _, _ in sample.ranks[1].values] == [12]
+    finally:
+        lookout.close()
+        late.close()
+
+
 def test_intervals_are_joined_cut_and_taken_out():
     assert joined([(3, 4), (0, 1), (0.5, 2), (4, 5)]) == [(0, 2), (3, 5)]
     assert within([(0, 2), (3, 5)], 1, 4) == [(1, 2), (3, 4)]

@@ -218,3 +218,21 @@ def test_lengths_of_time_are_in_two_units_at_most():
     assert [about(seconds) for seconds in (0.2, 45, 3599, 3600, 7260, 100 * 3600)] == [
         "less than 1 s", "45 s", "1 h", "1 h", "2 h 1 min", "4 d 4 h",
     ]  # fmt: skip
+
+
+def test_after_a_restart_steps_and_curves_go_on():
+    board = Board()
+    facts = Facts("job", world_size=1)
+
+    def take(first: int, last: int) -> None:
+        steps = tuple(map(step_of, range(first, last)))
+        values = tuple((step, "loss", float(step)) for step in range(first, last))
+        board.take(Sample(1.0, facts, (RankSample(0, step=last, steps=steps, values=values),)))
+
+    take(1, 60)
+    take(1, 30)
+    take(30, 40)
+    steps = [column.step for column in board.picture().steps.items]
+    assert steps == [*range(1, 60), *range(1, 40)]
+    points = [point.step for point in board.picture().curves.items]
+    assert points == sorted(set(points)) and 30 <= points[-1] < 40

@@ -45,10 +45,10 @@ class Board:
         for each in sample.ranks:
             self._ranks[each.rank] = replace(each, steps=(), values=())
             recent = self._recent.setdefault(each.rank, deque(maxlen=_RECENT))
+            recent.extend(each.steps)
             for step in each.steps:
-                recent.append(step)
-                if step.step > self._shown_up_to:
-                    self._open.setdefault(step.step, {})[each.rank] = step
+                self._open.setdefault(step.step, {})[each.rank] = step
+        self._begin_again(sample)
         for rank in set(self._ranks) - {each.rank for each in sample.ranks}:
             del self._ranks[rank]
         self._curves.take(sample.ranks)
@@ -82,6 +82,14 @@ class Board:
             verdict=sample.verdict,
             stacks=tuple(self._stacks[rank] for rank in sorted(self._stacks)),
         )
+
+    def _begin_again(self, sample: Sample) -> None:
+        """Forgets what was shown before a restart, after which the steps are counted from the beginning."""
+        now = [each.step for each in sample.ranks if each.step is not None]
+        if now and max(now) < self._shown_up_to:
+            self._shown_up_to = -1
+        for step in [step for step in self._open if step <= self._shown_up_to]:
+            del self._open[step]
 
     def _close_steps(self) -> None:
         """Makes columns of the steps that every rank has finished, and of those that some rank will never finish."""

@@ -52,6 +52,8 @@ class Curves:
     def _add(self, point: Point) -> None:
         curve = self._thinned[point.name]
         epoch = curve.epoch
+        if curve.points and point.step <= curve.points[-1].step:  # after a restart, from an earlier step
+            curve = self._thinned[point.name] = curve.until(point.step)
         done = curve.add(point)
         if curve.epoch == epoch:
             self._points += done

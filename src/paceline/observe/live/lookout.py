@@ -18,6 +18,7 @@ TOTAL_STEPS = "total_steps"
 _SILENT_S = 10.0
 _WAITING_S = 1.0  # a call that is open for so long is what the rank is doing, not a moment of its step
 _STEPS_A_SECOND = 128  # that are worked out over all ranks; beyond that, every second or fourth one and so on is
+_IN_STEP = 2  # ranks that began together are no more steps apart
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -31,6 +32,8 @@ class _Worker:
     news: News | None = None
     ended: str | None = None  # how; "" if all went well
     total_steps: int | None = None
+    ahead: int | None = None  # how many steps the others had made before it began to count its own
+    step: int | None = None  # on the others' count
 
 
 class Lookout:
@@ -107,9 +110,11 @@ class Lookout:
         else:
             worker.news = news
             events += [event for mark in news.marks if (event := _event_of(worker.rank, mark)) is not None]
+            self._count(worker, news)
             totals = [value for _, name, value in news.values if name == TOTAL_STEPS]
             worker.total_steps = int(totals[-1]) if totals else worker.total_steps
         state, doing = _state_of(worker, now_s)
+        ahead = worker.ahead or 0
         return RankSample(
             rank=worker.rank,
             host=worker.host,
@@ -118,10 +123,20 @@ class Lookout:
             doing=doing,
             heard_s=news.heard_s,
             memory_nbytes=_memory_of(worker.pid),
-            step=news.step,
-            steps=tuple(news.steps),
-            values=tuple(value for value in news.values if value[1] != TOTAL_STEPS),
+            step=worker.step,
+            steps=tuple(replace(step, step=step.step + ahead) for step in news.steps) if ahead else tuple(news.steps),
+            values=tuple((step + ahead, name, value) for step, name, value in news.values if name != TOTAL_STEPS),
         )
+
+    def _count(self, worker: _Worker, news: News) -> None:
+        """Puts the steps of a worker that has joined late on the others' count: each process counts from 1."""
+        if news.step is None:
+            return
+        if worker.ahead is None:
+            others = [each.step for each in self._workers.values() if each.step is not None and each.ended is None]
+            behind = max(others, default=0) - news.step
+            worker.ahead = behind if behind > _IN_STEP else 0
+        worker.step = news.step + worker.ahead
 
     def _current_facts(self) -> Facts:
         totals = [worker.total_steps for worker in self._workers.values() if worker.total_steps is not None]

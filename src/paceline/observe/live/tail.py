@@ -49,6 +49,14 @@ class Thinned:
         self.points: list[Point] = []
         self.epoch = 0
 
+    def until(self, step: int) -> Thinned:
+        """Returns a curve without the points from that step on."""
+        rest = Thinned(self._most)
+        rest.points = [each for each in self.points if each.step < step]
+        rest._stride = self._stride
+        rest.epoch = self.epoch + 1
+        return rest
+
     def add(self, point: Point) -> list[Point]:
         """Takes the next value; returns the points that this completes, unless `epoch` changed, and all are new."""
         self._open.append(point)
