@@ -23,7 +23,7 @@ from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
-from paceline.launch.nodes.messages import End, Join, Look, Order, Sighting, Told
+from paceline.launch.nodes.messages import End, Join, Look, Order, Seen, Sighting, Told, Watching
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
@@ -34,6 +34,7 @@ from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD
 
 if TYPE_CHECKING:
+    from paceline.launch.outlook import Outlook
     from paceline.launch.page import Page
 
 # Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
@@ -96,6 +97,7 @@ class Loop(ABC):
         self._events = Events(job.events, job.run_id, self._console, self._directory.path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
+        self._outlook: Outlook | None = None
         self._world = range(0)  # the ranks of the latest generation
         self._selector = selectors.DefaultSelector()
         self._watcher = Watcher(job.stall_after_s, self._watched, self._on_picture)
@@ -115,6 +117,8 @@ class Loop(ABC):
         self._signals.close()
         if self._page is not None:
             self._page.close()
+        if self._outlook is not None:
+            self._outlook.close()
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
@@ -139,7 +143,13 @@ class Loop(ABC):
             return None
         from paceline.launch.page import Page
 
-        return Page(self._job, "auth" if self._secret is not None else "", self._directory.path, self._say)
+        return Page(
+            self._job,
+            "auth" if self._secret is not None else "",
+            self._directory.path,
+            self._say,
+            self._connection.client.send,
+        )
 
     @abstractmethod
     def _crew(self) -> Crew | None:
@@ -203,7 +213,7 @@ class Loop(ABC):
         return environment
 
     def _wait_s(self) -> float | None:
-        page_s = self._page.deadline_s if self._page is not None else None
+        page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)
         deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, page_s, *self._deadlines())
         known = [each for each in deadlines if each is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
@@ -216,6 +226,8 @@ class Loop(ABC):
         self._watcher.tick(now_s)
         if self._page is not None:
             self._page.watch(now_s, self._watched)
+        elif self._outlook is not None:
+            self._outlook.tick(now_s)
         self._tick(now_s)
 
     def _on_orders(self) -> None:
@@ -225,12 +237,31 @@ class Loop(ABC):
                     self._watcher.look(is_asked=True)
                 case Told(text, is_last=True):
                     self._last_words.append(text)
+                case Watching(is_on):
+                    self._look_for_others(is_on)
+                case Seen(body):
+                    if self._page is not None:
+                        self._page.seen(body)
                 case Told(text):
                     self._say(text)
                     if self._page is not None:
                         self._page.stalled(order)
                 case _:
                     self._follow(order)
+
+    def _look_for_others(self, is_on: bool) -> None:
+        """Begins or ends to tell the launcher that has the live page what this machine's workers do."""
+        if self._outlook is not None:
+            self._outlook.close()
+            self._outlook = None
+        if is_on:
+            from paceline.launch.outlook import Outlook
+
+            self._outlook = Outlook(self._watched, self._offset_s, self._connection.client.send)
+
+    def _offset_s(self) -> float:
+        offset = self._connection.client.clock_offset()
+        return offset.offset_ns / 1e9 if offset is not None else 0.0
 
     def _on_picture(self, picture: str) -> None:
         """Reports what was seen of the workers; nothing if they go on."""

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.launch.job import Job
-from paceline.launch.nodes.messages import Told
+from paceline.launch.nodes.messages import Told, Watching
+from paceline.launch.outlook import decode
 from paceline.launch.output import LinePrefixer
 from paceline.observe.evidence import Manner
 from paceline.observe.live.access import Access, name_of, new_token
 from paceline.observe.live.addresses import ADDRESS_FILE, Place, lines, write_address
 from paceline.observe.live.lookout import Lookout
-from paceline.observe.live.notes import Note, Notes, WorkerEnded
+from paceline.observe.live.notes import Elsewhere, Note, Notes, WorkerEnded
 from paceline.observe.live.sample import Facts, Line, Stack, Verdict
 from paceline.observe.live.serving import Serving
 from paceline.observe.live.story import Fact, Story
@@ -37,19 +38,30 @@ class Page:
         security: how the job's connections are protected.
         directory: the job's, where `paceline top` finds the page's address; None if there is none.
         say: tells the user a line.
+        send: tells the launchers of other machines whether somebody looks.
 
     Raises:
         AddressError: it cannot listen where it was told to.
         MissingDashError: the packages that it needs are not installed.
     """
 
-    def __init__(self, job: Job, security: str, directory: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        security: str,
+        directory: Path | None,
+        say: Callable[[str], None],
+        send: Callable[[Watching], None],
+    ) -> None:
         options = job.page
         assert options is not None
         self.notes = Notes()
         self._story = Story()
         self._known: dict[int, Watched] = {}
         self._next_s = 0.0
+        self._send = send
+        self._has_others = job.rendezvous.address is not None
+        self._was_watched = False
         self._host = socket.gethostname()
         self._facts = Facts(
             run_id=job.run_id,
@@ -79,6 +91,13 @@ class Page:
         """Leaves a note, such as a verdict."""
         self.notes.leave(note)
 
+    def seen(self, body: str) -> None:
+        """Notes what another machine sees of its ranks."""
+        try:
+            self.note(Elsewhere(decode(body)))
+        except ValueError:  # of another version
+            return
+
     def stalled(self, told: Told) -> None:
         """Notes why the job does not get on, or that it does so again."""
         self.note(Verdict(told.text, told.blamed, (), time.monotonic()) if told.is_stall else None)
@@ -103,6 +122,9 @@ class Page:
         if now_s < self._next_s:
             return
         self._next_s = now_s + _EVERY_S
+        if self._has_others and self._serving.is_watched != self._was_watched:
+            self._was_watched = self._serving.is_watched
+            self._send(Watching(self._was_watched))
         running = {}
         for worker in workers():
             if worker.ending is not None:

@@ -16,6 +16,7 @@ from paceline.launch.nodes.remote_client import dial
 from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
+from paceline.launch.nodes.viewing import Viewing
 from paceline.routes import ELSEWHERE, source_address
 from paceline.security.secret import is_loopback
 from paceline.store.tcp import PortInUseError, listen
@@ -84,10 +85,10 @@ def _steering(job: Job) -> Steering:
         port=job.port,
     )
     if job.elastic is None:
-        return Sightings(Membership(policy, now_s))
+        return Viewing(Sightings(Membership(policy, now_s)))
     from paceline.launch.elastic.steering import ElasticSteering
 
-    return Sightings(ElasticSteering(policy, job.elastic, now_s), "slot")
+    return Viewing(Sightings(ElasticSteering(policy, job.elastic, now_s), "slot"))
 
 
 def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:

@@ -115,6 +115,20 @@ class Sighting:
 
 
 @dataclass(frozen=True)
+class Watching:
+    """Whether somebody looks at the live page: from the node that has it, and to the others."""
+
+    is_on: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node sees of its ranks, as JSON of `launch/outlook.py`, for the node that has the live page."""
+
+    body: str
+
+
+@dataclass(frozen=True)
 class Alive:
     """A sign of life in either direction, with no news."""
 
@@ -243,8 +257,12 @@ Report = (
     | WorkerSaid
     | Slots
     | Sighting
+    | Watching
+    | Seen
 )
-Order = Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing | Look | Told
+Order = (
+    Start | Stop | Wait | End | Alive | TellTime | Begin | TellWorker | StopReplacing | Look | Told | Watching | Seen
+)
 Message = Report | Order
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (*get_args(Report), *get_args(Order))}

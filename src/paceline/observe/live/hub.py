@@ -18,6 +18,7 @@ Look = Callable[[], Sample]
 
 WATCHED_S = 1.0  # between two samples while somebody looks
 ALONE_S = 5.0  # and while nobody does, so that curves and the log have no holes
+_REMEMBERED_S = 10.0  # so long after a picture was asked for, as `paceline top` does, somebody is said to look
 _QUEUED = 30  # messages that a slow viewer may be behind before it gets a snapshot instead
 
 
@@ -53,12 +54,13 @@ class Hub:
         self._viewers: set[Viewer] = set()
         self._wake = asyncio.Event()
         self._taken_s = float("-inf")
+        self._asked_s = float("-inf")
         self.picture: Picture | None = None
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody looks."""
-        return bool(self._viewers)
+        """Whether a page is open, or somebody has asked for a picture lately."""
+        return bool(self._viewers) or time.monotonic() - self._asked_s < _REMEMBERED_S
 
     async def run(self) -> None:
         """Samples the job until it is cancelled."""
@@ -86,7 +88,8 @@ class Hub:
 
     async def fresh(self) -> bytes:
         """Returns a picture that is no older than a second, as JSON."""
-        if time.monotonic() - self._taken_s > WATCHED_S:
+        self._asked_s = time.monotonic()
+        if self._asked_s - self._taken_s > WATCHED_S:
             self.sample()
         return msgspec.json.encode(self.picture)
 

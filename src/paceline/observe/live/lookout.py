@@ -97,6 +97,7 @@ class Lookout:
             case Facts():
                 self._facts = note
                 stale = [rank for rank in self._workers if rank >= note.world_size > 0]
+                self._elsewhere = {r: each for r, each in self._elsewhere.items() if r < note.world_size}
                 for rank in stale:
                     self._release(self._workers.pop(rank))
             case Verdict() | None:

@@ -9,9 +9,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from paceline.observe.live.access import Access
 from paceline.observe.live.sample import Sample
+
+if TYPE_CHECKING:
+    from paceline.observe.live.hub import Hub
 
 _STOP_S = 2.0
 _START_S = 20.0
@@ -55,11 +59,17 @@ class Serving:
         self._prefix = prefix
         self._actions = actions or {}
         self._complain = complain
+        self._hub: Hub | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._began = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-page", daemon=True)
         self._thread.start()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody looks, with a page that is open or as `paceline top` does."""
+        return self._hub is not None and self._hub.is_watched
 
     def close(self) -> None:
         """Ends the page; waits for its thread for two seconds at most. Idempotent."""
@@ -88,7 +98,7 @@ class Serving:
         from paceline.observe.live.hub import Hub
         from paceline.observe.live.server import application
 
-        hub = Hub(self._look, life=secrets.token_hex(4))
+        hub = self._hub = Hub(self._look, life=secrets.token_hex(4))
         config = uvicorn.Config(
             application(hub, self._access, self._prefix, self._actions),
             loop="asyncio",
