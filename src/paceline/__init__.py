@@ -129,6 +129,7 @@ _PUBLIC = {
     "paceline.parallel.zero.grad_scaler": ("GradScaler",),
     "paceline.parallel.zero.optimizer": ("ZeroRedundancyOptimizer",),
     # what a job records
+    "paceline.record.sinks": ("MlflowLog", "TensorBoardLog", "WandbLog", "log_to"),
     "paceline.record.spans": ("span",),
     "paceline.record.values": ("log",),
     # launcher

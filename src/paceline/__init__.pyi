@@ -138,6 +138,10 @@ from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
 from paceline.parallel.zero.grad_scaler import GradScaler as GradScaler
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from paceline.record.sinks import MlflowLog as MlflowLog
+from paceline.record.sinks import TensorBoardLog as TensorBoardLog
+from paceline.record.sinks import WandbLog as WandbLog
+from paceline.record.sinks import log_to as log_to
 from paceline.record.spans import span as span
 from paceline.record.values import log as log
 from paceline.store.base import Store as Store

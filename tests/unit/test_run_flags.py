@@ -49,6 +49,10 @@ VALUES = {  # by flag: what is written, what it means
     "stdin": ("none", None),
     "min-workers": ("2", 2),
     "chaos": ("kill:2s,seed=7", Chaos((("kill", 2.0),), 7)),
+    "dash-port": ("8080", 8080),
+    "dash-socket": ("/tmp/page", "/tmp/page"),
+    "dash-prefix": ("/proxy/8080", "/proxy/8080"),
+    "dash-host": ("hub.example", "hub.example"),
     "preload": ("numpy,torch.nn", ("numpy", "torch.nn")),
 }
 REFUSED = {"logs-specs"}
@@ -83,7 +87,9 @@ def test_the_flag_has_two_spellings_and_a_variable(flag):
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_the_flag_has_a_row_in_the_docs(flag):
-    rows = [line for line in DOCS.read_text().splitlines() if line.startswith(f"| `--{flag.name}")]
+    rows = [
+        line for line in DOCS.read_text().splitlines() if line.startswith((f"| `--{flag.name}`", f"| `--{flag.name} "))
+    ]
     assert len(rows) == 1, f"docs/launcher.md has {len(rows)} rows for --{flag.name}"
 
 

@@ -8,19 +8,20 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
-from paceline.cli import analyze, launch_script, runs, trace
+from paceline.cli import analyze, launch_script, report, runs, trace
 from paceline.cli.doctor import command as doctor
+from paceline.cli.top import command as top
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace")
+COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace", "report", "top")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
-    top = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
-    top.add_argument("--version", action="version", version=f"paceline {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    whole = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
+    whole.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = commands.add_parser(
         "run",
         help="run a script on several processes of one machine or several",
@@ -72,7 +73,21 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "to receives, as a trace that ui.perfetto.dev and chrome://tracing show.",
     )
     trace.add_arguments(tracing)
-    return top
+    reporting = commands.add_parser(
+        "report",
+        help="write what a job recorded into one file of HTML, to look at or to attach to an issue",
+        description="Reads the recordings and logs that a job left in RUN_DIR, and writes one page of HTML that needs "
+        "nothing else to be looked at. It holds what the job printed and the names of its hosts.",
+    )
+    report.add_arguments(reporting)
+    watching = commands.add_parser(
+        "top",
+        help="show a running job in the terminal",
+        description="Shows a job that was started with `paceline run --dash`, by default the latest of this user's on "
+        "this machine. With paceline[top], its table can be scrolled and sorted.",
+    )
+    top.add_arguments(watching)
+    return whole
 
 
 def _mistaken_command(words: Sequence[str]) -> str | None:
@@ -105,5 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "analyze": analyze.run,
         "runs": runs.run,
         "trace": trace.run,
+        "report": report.run,
+        "top": top.run,
     }
     return others.get(options.command, run)(options)

@@ -134,6 +134,8 @@ class _Agent(Loop):
         if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
         self._world = range(start.world_size)
+        if self._page is not None:
+            self._page.generation(start.world_size, start.restart_count)
         first, count = start.first_rank, self._job.workers
         self._directory.note(job=start.run_id, first_rank=first, world_size=start.world_size)
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))

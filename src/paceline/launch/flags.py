@@ -104,6 +104,14 @@ FLAGS = (
          choices=LEVELS, variable=False, ours=True),
     Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
          ours=True),
+    # the live page
+    Flag("dash", "serve a live page of the job on this machine, for your eyes only (needs paceline[dash])", ours=True),
+    Flag("dash-port", "with --dash: its port on loopback (if not given, a free one)", values.port,
+         metavar="PORT", ours=True),
+    Flag("dash-socket", "with --dash: a Unix socket in place of a port", str, metavar="PATH", ours=True),
+    Flag("dash-prefix", "with --dash: the path under which a proxy serves it", str, "", "PATH", ours=True),
+    Flag("dash-host", "with --dash: the names under which a proxy serves it", str, "", "NAMES", ours=True),
+    Flag("dash-actions", "with --dash: the page may act, too: take the stacks of all ranks", ours=True),
     # others
     Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", values.seconds, "15",
          "SECONDS", variable=False, ours=True),

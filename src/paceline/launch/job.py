@@ -15,6 +15,7 @@ from paceline.launch import values
 from paceline.launch.elastic.options import ElasticOptions, elastic_of
 from paceline.launch.environment import allowed_cores
 from paceline.launch.lifeline import MARK
+from paceline.launch.page_options import PageOptions, page_of
 from paceline.launch.schedulers import Scheduler, detect
 from paceline.launch.values import OptionError, Streams, StreamsOfRanks
 
@@ -106,6 +107,7 @@ class Job:
     )  # this launcher's number and the count on its machine, where a scheduler started several
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
+    page: PageOptions | None = None
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
@@ -147,6 +149,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         slot=scheduler.slot if scheduler is not None else (0, 1),
         scheduler=scheduler,
         elastic=elastic_of(options, workers, rendezvous.address is not None),
+        page=page_of(options),
     )
 
 

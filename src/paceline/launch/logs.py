@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,22 @@ class Destination:
 class Logs:
     """The output of a job. Files are made when a worker needs them, in DIRECTORY/attempt_N/RANK/.
 
-    `directory` is the job's, None if it has none; `word` says what the numbers in front of the lines are.
+    `directory` is the job's, None if it has none; `word` says what the numbers in front of the lines are. `listener`
+    makes one more sink for a stream of a rank.
     """
 
-    def __init__(self, output: Output, directory: Path | None, console: Console, word: str = "rank") -> None:
+    def __init__(
+        self,
+        output: Output,
+        directory: Path | None,
+        console: Console,
+        word: str = "rank",
+        listener: Callable[[int, int], Sink] | None = None,
+    ) -> None:
         self._output = output
         self._console = console
         self._word = word
+        self._listener = listener
         self.directory: Path | None = None
         if output.needs_files:
             self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
@@ -57,9 +67,9 @@ class Logs:
         is_shown = is_shown and (not output.shown or local_rank in output.shown)
         words = output.stdout_words if which is Streams.OUT else output.stderr_words
         file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
-        if file is not None and not is_shown and not words:
+        if file is not None and not is_shown and not words and self._listener is None:
             return Destination(file)
-        sinks: list[Sink] = []
+        sinks: list[Sink] = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
         if is_shown:
             sinks.append(self._shown(which, prefix_of(rank, _is_coloured(which), self._word), screen, draws))

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline import __version__
 from paceline.launch.cleanup import Cleanup
@@ -23,7 +23,7 @@ from paceline.launch.keyboard import Keyboard
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
-from paceline.launch.nodes.messages import End, Join, Look, Order, Sighting, Told
+from paceline.launch.nodes.messages import End, Join, Look, Order, Seen, Sighting, Told, Watching
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
@@ -32,6 +32,10 @@ from paceline.launch.worker import Worker
 from paceline.observe.watching import Watched
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD
+
+if TYPE_CHECKING:
+    from paceline.launch.outlook import Outlook
+    from paceline.launch.page import Page
 
 # Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
 _NOT_PASSED_ON = (
@@ -87,10 +91,13 @@ class Loop(ABC):
         self._say = self._console.say
         self._directory = JobDirectory(job)
         self._keeper = Keeper(self._directory.path)
-        self._logs = Logs(job.output, self._directory.path, self._console, self.word)
-        self._events = Events(job.events, job.run_id, self._console, self._directory.path)
+        page = self._page = self._open_page()
+        sink, listener = (page.sink, page.happened) if page is not None else (None, None)
+        self._logs = Logs(job.output, self._directory.path, self._console, self.word, sink)
+        self._events = Events(job.events, job.run_id, self._console, self._directory.path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
+        self._outlook: Outlook | None = None
         self._world = range(0)  # the ranks of the latest generation
         self._selector = selectors.DefaultSelector()
         self._watcher = Watcher(job.stall_after_s, self._watched, self._on_picture)
@@ -108,6 +115,10 @@ class Loop(ABC):
         self._keeper.close()
         self._selector.close()
         self._signals.close()
+        if self._page is not None:
+            self._page.close()
+        if self._outlook is not None:
+            self._outlook.close()
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
@@ -121,8 +132,24 @@ class Loop(ABC):
             self._on_time()
         assert self._end is not None
         code = self._conclude(self._end)
+        if self._page is not None:
+            self._page.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
         self._directory.conclude(code, self._stopped_by is not None, self._connection.client.clock_offset())
         return code
+
+    def _open_page(self) -> Page | None:
+        """Opens the live page, in the launcher that serves the meeting."""
+        if self._job.page is None or not (self._connection.server is not None or self._job.rendezvous.address is None):
+            return None
+        from paceline.launch.page import Page
+
+        return Page(
+            self._job,
+            "auth" if self._secret is not None else "",
+            self._directory.path,
+            self._say,
+            self._connection.client.send,
+        )
 
     @abstractmethod
     def _crew(self) -> Crew | None:
@@ -187,7 +214,8 @@ class Loop(ABC):
         return environment
 
     def _wait_s(self) -> float | None:
-        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, *self._deadlines())
+        page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)
+        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, page_s, *self._deadlines())
         known = [each for each in deadlines if each is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -197,6 +225,10 @@ class Loop(ABC):
         if deadline_s is not None and now_s >= deadline_s:
             self._on_orders()
         self._watcher.tick(now_s)
+        if self._page is not None:
+            self._page.watch(now_s, self._watched)
+        elif self._outlook is not None:
+            self._outlook.tick(now_s)
         self._tick(now_s)
 
     def _on_orders(self) -> None:
@@ -206,10 +238,31 @@ class Loop(ABC):
                     self._watcher.look(is_asked=True)
                 case Told(text, is_last=True):
                     self._last_words.append(text)
+                case Watching(is_on):
+                    self._look_for_others(is_on)
+                case Seen(body):
+                    if self._page is not None:
+                        self._page.seen(body)
                 case Told(text):
                     self._say(text)
+                    if self._page is not None:
+                        self._page.stalled(order)
                 case _:
                     self._follow(order)
+
+    def _look_for_others(self, is_on: bool) -> None:
+        """Begins or ends to tell the launcher that has the live page what this machine's workers do."""
+        if self._outlook is not None:
+            self._outlook.close()
+            self._outlook = None
+        if is_on:
+            from paceline.launch.outlook import Outlook
+
+            self._outlook = Outlook(self._watched, self._offset_s, self._connection.client.send)
+
+    def _offset_s(self) -> float:
+        offset = self._connection.client.clock_offset()
+        return offset.offset_ns / 1e9 if offset is not None else 0.0
 
     def _on_picture(self, picture: str) -> None:
         """Reports what was seen of the workers; nothing if they go on."""

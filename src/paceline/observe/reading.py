@@ -35,11 +35,20 @@ def read(path: str | os.PathLike[str]) -> Recording:
         NoRecordingError: there is none in it.
         OSError: the file cannot be read.
     """
+    return parse(memory_of(path), str(path))
+
+
+def memory_of(path: str | os.PathLike[str]) -> bytes:
+    """Returns the memory that a file holds, for those who read a part of it only.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     data = Path(path).read_bytes()
     if not data.startswith(_MAGIC):  # the launcher compresses what it writes out
         with contextlib.suppress(zlib.error):
             data = zlib.decompress(data)
-    return parse(data, str(path))
+    return data
 
 
 def read_live(fd: int, source: str = "") -> Recording:

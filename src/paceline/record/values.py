@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Mapping
 from typing import SupportsFloat
 
 from paceline import _core
@@ -15,6 +16,8 @@ from paceline.record.steps import STEPS
 _FINITE, _TOLD = "finite", "told"
 
 _states: dict[str, str] = {}  # what is known of each name
+listeners: list[Callable[[Mapping[str, float]], None]] = []
+"""Called with the numbers of each `log`; `sinks.py` adds to them."""
 
 
 def log(**values: SupportsFloat) -> None:
@@ -29,6 +32,7 @@ def log(**values: SupportsFloat) -> None:
     Raises:
         TypeError: a value is no number and no tensor of one element.
     """
+    passed_on: dict[str, float] = {}
     for name, value in values.items():
         detach = getattr(value, "detach", None)
         try:
@@ -39,6 +43,7 @@ def log(**values: SupportsFloat) -> None:
                 "or a tensor of one element"
             ) from None
         _core.record_value(number_of(name), number)
+        passed_on[name] = number
         state = _states.get(name)
         if math.isfinite(number):
             if state is None:
@@ -46,6 +51,8 @@ def log(**values: SupportsFloat) -> None:
         elif state is _FINITE or (state is None and "loss" in name.lower()):
             _states[name] = _TOLD
             _tell_not_finite(name, number)
+    for listener in listeners:
+        listener(passed_on)
 
 
 def _tell_not_finite(name: str, number: float) -> None:

@@ -132,6 +132,8 @@ class ElasticAgent(Loop):
     def _begin(self, begin: Begin) -> None:
         first, count = begin.first_slot, self._job.workers
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
+        if self._page is not None:
+            self._page.generation(begin.slots, 0)
         if self._job.rendezvous.address is not None:
             self._say(of_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)

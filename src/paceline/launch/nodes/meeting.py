@@ -17,6 +17,7 @@ from paceline.launch.nodes.remote_client import dial
 from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
+from paceline.launch.nodes.viewing import Viewing
 from paceline.routes import ELSEWHERE, source_address
 from paceline.security.levels import is_loopback
 from paceline.store.tcp import PortInUseError, listen
@@ -76,7 +77,7 @@ def open_meeting(
     options = job.rendezvous
     if options.address is None:
         return NodeConnection(
-            LocalClient(Sightings(_steering(job), "rank" if job.elastic is None else "slot")), "127.0.0.1"
+            LocalClient(Viewing(Sightings(_steering(job), "rank" if job.elastic is None else "slot"))), "127.0.0.1"
         )
     address = options.address
     server = None
@@ -88,7 +89,7 @@ def open_meeting(
 
         return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), steering)
     if listener is not None and steering is not None:
-        server = MeetingServer(listener, secret, Sightings(steering), options.silence_s)
+        server = MeetingServer(listener, secret, Viewing(Sightings(steering)), options.silence_s)
         address = server.address
     try:
         client = dial(address, secret, options.join_timeout_s, options.silence_s, say)

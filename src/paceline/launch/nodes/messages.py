@@ -131,6 +131,20 @@ class Sighting:
 
 
 @dataclass(frozen=True)
+class Watching:
+    """Whether somebody looks at the live page: from the node that has it, and to the others."""
+
+    is_on: bool
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node sees of its ranks, as JSON of `launch/outlook.py`, for the node that has the live page."""
+
+    body: str
+
+
+@dataclass(frozen=True)
 class Alive:
     """A sign of life in either direction, with no news."""
 
@@ -243,10 +257,18 @@ class Look:
 
 @dataclass(frozen=True)
 class Told:
-    """What is wrong with the job, for the user; `is_last` has it shown after the report of the failures."""
+    """What is wrong with the job, for the user.
+
+    Attributes:
+        text: a sentence.
+        is_last: whether it is shown after the report of the failures.
+        is_stall: whether it says why the job makes no progress, and blames the ranks in `blamed`.
+    """
 
     text: str
     is_last: bool = False
+    is_stall: bool = False
+    blamed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -274,6 +296,8 @@ Report = (
     | Follow
     | Knows
     | Sighting
+    | Watching
+    | Seen
 )
 Order = (
     Start
@@ -290,6 +314,8 @@ Order = (
     | Dropped
     | Look
     | Told
+    | Watching
+    | Seen
 )
 Message = Report | Order
 

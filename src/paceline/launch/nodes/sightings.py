@@ -104,7 +104,7 @@ class Sightings:
         if verdict is None or not stalls:
             return []
         text = self._said.tell(verdict, now_s - max(stalls))
-        return self._tell(text) if text is not None else []
+        return self._tell(text, verdict.blamed) if text is not None else []
 
     def _verdict(self) -> Verdict | None:
         from paceline.observe.diagnosis import diagnose
@@ -112,8 +112,9 @@ class Sightings:
 
         return diagnose(scene_of(self._pictures.values(), self.word))
 
-    def _tell(self, text: str) -> Orders:
-        return [(node, Told(text)) for node, serves in self._serves.items() if serves]
+    def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
+        told = Told(text, is_stall=blamed is not None, blamed=blamed or ())
+        return [(node, told) for node, serves in self._serves.items() if serves]
 
     def _with_the_last_word(self, orders: Orders) -> Orders:
         """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""

@@ -1,0 +1,124 @@
+"""What the live page costs the launcher: how much of one core, with 64 ranks that make 10 steps a second.
+
+    python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json]
+
+One process records steps of data-parallel training, and the page looks at it as if it were so many ranks, each second
+as it does while somebody watches. The time is that of the page's thread: looking, making the picture and the message.
+A last column is for the case that nobody watches, when the page looks every five seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+from paceline.observe.live.board import Board
+from paceline.observe.live.feed import Feed
+from paceline.observe.live.hub import ALONE_S, WATCHED_S
+from paceline.observe.live.lookout import Lookout
+from paceline.observe.live.notes import Notes
+from paceline.observe.live.sample import Facts
+from paceline.record.layout import NBYTES
+from paceline.record.memory import HANDED_VARIABLE, HandedMemory
+
+BUCKETS = 4
+WRITER = """
+import sys, time
+import paceline._core as core
+from paceline.record.names import EventKind as K
+from paceline.record.recorder import begin, identify
+from paceline.record.spans import begin_event
+from paceline.record.values import log
+
+begin(); identify(0, 1)
+group = core.record_group("default", "native", 7, 0, [0, 1])
+buckets, every_s, until_s = int(sys.argv[1]), float(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+number = 0
+while time.monotonic() < until_s:
+    began_s = time.monotonic()
+    number += 1
+    core.record_step(number)
+    step = begin_event(K.STEP, "ddp", number)
+    for kind in (K.DATA_WAIT, K.FORWARD, K.BACKWARD, K.OPTIMIZER):
+        part = begin_event(kind)
+        if kind == K.BACKWARD:
+            for at in range(buckets):
+                bucket = begin_event(K.BUCKET, "ddp", at, 1 << 20)
+                core.record_sent(bucket)
+                call = core.RecordedCall(group, 1, 11, 0, number * buckets + at, 1 << 18, -1, True, -1)
+                call.start()
+                call.end(0)
+                core.record_end(bucket)
+        time.sleep(every_s / 10)
+        core.record_end(part)
+    log(loss=1.0 / number, samples=32)
+    time.sleep(max(0.0, began_s + every_s - time.monotonic()))
+    core.record_end(step)
+"""
+
+
+def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> tuple[float, float, float]:
+    """The share of a core, the longest look in ms, and the bytes of a message a second."""
+    fd = os.memfd_create("recording")
+    os.ftruncate(fd, NBYTES)
+    handed = HandedMemory(fd, os.fstat(fd).st_ino, os.getpid())
+    words = [sys.executable, "-c", WRITER, str(BUCKETS), str(1 / steps_per_s), str(seconds + 8)]
+    notes = Notes()
+    lookout = Lookout(notes, Facts("bench", world_size=ranks))
+    board, feed = Board(), Feed("bench")
+    writer = subprocess.Popen(words, env={**os.environ, HANDED_VARIABLE: str(handed)})
+    try:
+        for rank in range(ranks):
+            notes.leave_worker(rank, writer.pid, f"node{rank // 8}", fd)
+        time.sleep(3)
+        for _ in range(3):  # until the page has found its pace
+            board.take(lookout.look())
+            time.sleep(WATCHED_S)
+        feed.publish(board.picture())
+        looks, nbytes = [], 0
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            time.sleep(every_s)
+            began_s = time.thread_time()
+            board.take(lookout.look())
+            message = feed.publish(board.picture())
+            looks.append(time.thread_time() - began_s)
+            nbytes += len(message.data) if message is not None else 0
+        return sum(looks) / (len(looks) * every_s), max(looks) * 1e3, nbytes / (len(looks) * every_s)
+    finally:
+        writer.kill()
+        writer.wait()
+        lookout.close()
+        os.close(fd)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--steps-per-second", type=float, default=10)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for name, every_s in (("watched", WATCHED_S), ("alone", ALONE_S)):
+        core, longest_ms, nbytes = measure(
+            options.ranks, options.steps_per_second, max(options.seconds, every_s), every_s
+        )
+        rows.append({"page": name, "core": core, "longest_look_ms": longest_ms, "bytes_per_s": nbytes})
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"{options.ranks} ranks, {options.steps_per_second:g} steps a second")
+    for row in rows:
+        print(
+            f"{row['page']:>8}: {row['core']:.2%} of a core, longest look {row['longest_look_ms']:.1f} ms, "
+            f"{row['bytes_per_s'] / 1000:.1f} kB/s for each viewer"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Makes the pictures of docs/observe.md of a simulated job: the live page in Chromium, and `paceline top`.
+
+    python docs/pictures/page.py        needs Chromium; without it, only top.svg is made
+
+The job is tests/simulated_training.py, so that the pictures are the same each time, apart from the browser's fonts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from terminal import render
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from browser import Browser, installed
+from simulated_training import Training
+
+from paceline.cli.top.lines import lines_of
+from paceline.observe.live.assets import report
+from paceline.observe.live.board import Board
+from paceline.observe.live.picture import Picture
+
+HERE = Path(__file__).parent
+WIDTH, TALLEST = 1360, 1200
+SECONDS = 60
+
+
+def straggler() -> Picture:
+    """Four ranks, of which the last one is slow."""
+    return pictured(Training(4, slow={3: 1.22}, restarts=1), SECONDS)
+
+
+def stuck() -> Picture:
+    """64 ranks, of which one waits for its data."""
+    return pictured(Training(64, hangs=(37, 400), ranks_per_host=8), SECONDS)
+
+
+def pictured(training: Training, seconds: int) -> Picture:
+    board = Board()
+    for _ in range(seconds):
+        training.run(1.0)
+        board.take(training.look())
+    return board.picture()
+
+
+def photograph(picture: Picture, dark: bool) -> bytes:
+    """The page in a browser, as WebP."""
+    with tempfile.TemporaryDirectory() as directory, Browser(WIDTH, 900, dark=dark) as browser:
+        path = Path(directory, "page.html")
+        path.write_bytes(report(picture, ""))
+        browser.open(path.as_uri())
+        browser.wait_for("document.getElementById('sentence').textContent.includes('rank')")
+        height = browser.wait_for("document.querySelectorAll('canvas').length > 2 && document.body.scrollHeight")
+        shown = min(height, TALLEST)
+        browser.resize(WIDTH, shown)
+        browser.wait_for(f"new Promise(done => setTimeout(() => done(innerHeight === {shown}), 500))")
+        return browser.screenshot(kind="webp")
+
+
+def main() -> None:
+    told = json.loads(msgspec.json.encode(straggler()))
+    text = "$ paceline top\n" + "\n".join(lines_of(told, 110, 30, is_coloured=True))
+    (HERE / "top.svg").write_text(render(text, "paceline top"))
+    print("top.svg")
+    if installed() is None:
+        print("there is no Chromium, so page.webp and page-stuck.webp stay as they are")
+        return
+    for name, picture, dark in (("page.webp", straggler(), False), ("page-stuck.webp", stuck(), True)):
+        (HERE / name).write_bytes(photograph(picture, dark))
+        print(name)
+
+
+if __name__ == "__main__":
+    main()

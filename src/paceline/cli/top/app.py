@@ -1,0 +1,167 @@
+"""`paceline top` with Textual: the table can be scrolled and sorted, and the output filtered by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
+
+from paceline.cli.top.client import UnreachableError
+from paceline.observe.live.picture import PARTS
+from paceline.observe.live.spans import milliseconds
+
+_COLUMNS = ("rank", "host", "state", "step", "samples/s", "own time", "waits", "memory", "last record", "doing")
+_KEYS = ("rank", "host", "state", "step", "samples_per_s", "compute", "wait", "memory_nbytes", "heard_s", "doing")
+_MOODS = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
+_PART_COLOURS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
+_BAR = 60
+_SLOW = 1.1
+
+
+class Top(App[None]):
+    """Shows what `look` returns, a picture as JSON, every so many seconds."""
+
+    CSS = """
+    #head { height: auto; padding: 0 1; }
+    #verdict { height: auto; padding: 0 1; color: $error; }
+    #ranks { height: 1fr; }
+    #below { height: 12; }
+    #curve { width: 40; padding: 0 1; }
+    #log { width: 1fr; border-left: solid $panel; padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit (the job goes on)"),
+        Binding("s", "sort", "sort by the next column"),
+        Binding("f", "filter", "output of this rank only"),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, look: Callable[[], Mapping[str, Any]], every_s: float) -> None:
+        super().__init__()
+        self._look = look
+        self._every_s = every_s
+        self._order = 0
+        self._only: int | None = None
+        self._seen = 0
+        self._picture: Mapping[str, Any] = {}
+
+    def compose(self) -> ComposeResult:
+        """Makes the parts of the screen."""
+        yield Static(id="head")
+        yield Static(id="verdict")
+        yield DataTable(id="ranks", cursor_type="row", zebra_stripes=True)
+        with Horizontal(id="below"):
+            with Vertical(id="curve"):
+                yield Static("", id="loss")
+                yield Sparkline([], id="spark")
+            yield RichLog(id="log", max_lines=500, wrap=True)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begins to look."""
+        self.query_one("#ranks", DataTable).add_columns(*_COLUMNS)
+        self.set_interval(self._every_s, self._refresh)
+        self._refresh()
+
+    def action_sort(self) -> None:
+        """Sorts by the next column."""
+        self._order = (self._order + 1) % len(_KEYS)
+        self._show_ranks()
+
+    def action_filter(self) -> None:
+        """Shows the output of the rank under the cursor alone, or that of all ranks again."""
+        row = self.query_one("#ranks", DataTable).cursor_row
+        rows = self._sorted()
+        self._only = None if self._only is not None or row >= len(rows) else int(rows[row]["rank"])
+        self.query_one("#log", RichLog).clear()
+        self._seen = 0
+        self._show_log()
+
+    @work(thread=True, exclusive=True)
+    def _refresh(self) -> None:
+        try:
+            picture = self._look()
+        except UnreachableError as error:
+            self.call_from_thread(self.query_one("#verdict", Static).update, str(error))
+            return
+        self.call_from_thread(self._show, picture)
+
+    def _show(self, picture: Mapping[str, Any]) -> None:
+        self._picture = picture
+        header, verdict = picture["header"], picture["verdict"]
+        head = Text(header["sentence"].capitalize(), style=_MOODS[header["mood"]])
+        figures = picture["figures"]
+        if figures is not None:
+            head.append(f"\na step takes {milliseconds(figures['step'])}, {figures['exposed_share']:.0%} of it waits\n")
+            head.append(_bar(figures["parts"]))
+        if picture["what_if"] is not None:
+            head.append(f"\n{picture['what_if']['sentence']}", style="yellow")
+        self.query_one("#head", Static).update(head)
+        self.query_one("#verdict", Static).update(verdict["sentence"] if verdict is not None else "")
+        self._show_ranks()
+        self._show_curve()
+        self._show_log()
+
+    def _sorted(self) -> list[Mapping[str, Any]]:
+        key = _KEYS[self._order]
+        numbers = self._order >= _KEYS.index("step") and key != "doing"
+        rows = list(self._picture.get("ranks", ()))
+        return sorted(rows, key=lambda row: (-(row[key] or 0) if numbers else row[key], row["rank"]))
+
+    def _show_ranks(self) -> None:
+        table = self.query_one("#ranks", DataTable)
+        place = table.cursor_row
+        table.clear()
+        for row in self._sorted():
+            style = "red" if row["is_blamed"] else ""
+            slow = "red bold" if row["slowness"] > _SLOW else style
+            table.add_row(
+                Text(str(row["rank"]), style, justify="right"),
+                Text(row["host"], style),
+                Text(row["state"], style),
+                Text("-" if row["step"] is None else f"{row['step']:,}", style, justify="right"),
+                Text(f"{row['samples_per_s']:,.0f}" if row["samples_per_s"] else "-", style, justify="right"),
+                Text(milliseconds(row["compute"]) if row["compute"] else "-", slow, justify="right"),
+                Text(milliseconds(row["wait"]) if row["compute"] else "-", style, justify="right"),
+                Text(f"{row['memory_nbytes'] / (1 << 20):,.0f} MiB" if row["memory_nbytes"] else "-", justify="right"),
+                Text(f"{row['heard_s']:.1f} s", style, justify="right"),
+                Text(row["doing"], style),
+            )
+        table.move_cursor(row=place)
+
+    def _show_curve(self) -> None:
+        points = self._picture["curves"]["items"]
+        if not points:
+            return
+        name = "loss" if any(point["name"] == "loss" for point in points) else points[0]["name"]
+        values = [point["mean"] for point in points if point["name"] == name and point["mean"] is not None]
+        if values:
+            self.query_one("#loss", Static).update(f"{name}  {values[-1]:.4g}")
+            low = min(values)
+            self.query_one("#spark", Sparkline).data = [value - low for value in values]
+
+    def _show_log(self) -> None:
+        log = self._picture["log"]
+        shown = self.query_one("#log", RichLog)
+        for line in log["items"][max(0, self._seen - log["first"]) :]:
+            if self._only is None or line["rank"] == self._only:
+                shown.write(Text(f"rank {line['rank']}  {line['text']}", "yellow" if line["stream"] == 2 else ""))
+        self._seen = log["first"] + len(log["items"])
+
+
+def _bar(parts: list[float]) -> Text:
+    """Returns the parts of a step as a bar and in words."""
+    total = sum(parts) or 1.0
+    bar, words = Text(), Text()
+    for part, time in zip(PARTS, parts, strict=True):
+        style = _PART_COLOURS.get(part, "bright_black")
+        bar.append("█" * round(_BAR * time / total), style)
+        if time / total >= 0.01:
+            words.append(f"  {'waiting' if part == 'exposed' else part} {time / total:.0%}", style)
+    return bar + words

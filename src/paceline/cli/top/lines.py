@@ -1,0 +1,134 @@
+"""Turns a picture, as JSON has it, into lines of text of a given width, with ANSI colours or without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.observe.live.picture import PARTS
+from paceline.observe.live.spans import milliseconds
+
+Picture = Mapping[str, Any]
+
+_COLOURS = {"bad": 31, "good": 32, "waiting": 33, "quiet": 90, "bold": 1}
+_MOODS = {"good": "good", "bad": "bad", "waiting": "waiting", "over": "bold"}
+_PART_COLOURS = {"data": 33, "forward": 36, "backward": 34, "exposed": 31, "optimizer": 35, "other": 90}
+_PART_NAMES = {"exposed": "waiting", "data": "data", "other": "other"}
+_STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad", "ended": "quiet"}
+_BAR = 40
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SLOW = 1.1
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+def painted(text: str, colour: str | int, is_coloured: bool) -> str:
+    """Returns the text in a colour."""
+    code = _COLOURS[colour] if isinstance(colour, str) else colour
+    return f"\x1b[{code}m{text}\x1b[0m" if is_coloured and text else text
+
+
+def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> list[str]:
+    """Returns at most `height` lines; where there are more ranks than fit, those that need attention come first."""
+    header = picture["header"]
+    lines = [painted(header["sentence"].capitalize(), _MOODS[header["mood"]], is_coloured)]
+    if header["share"] is not None:
+        done = round(header["share"] * (width - 8))
+        lines.append(painted("━" * done, "good", is_coloured) + painted("─" * (width - 8 - done), "quiet", is_coloured))
+        lines[-1] += f" {header['share']:.0%}"
+    if picture.get("verdict"):
+        lines += ["", *(painted(line, "bad", is_coloured) for line in _wrapped(picture["verdict"]["sentence"], width))]
+    lines += ["", *_figures(picture, width, is_coloured)]
+    if picture.get("what_if"):
+        lines += _wrapped(picture["what_if"]["sentence"], width)
+    curves = _curves(picture, width)
+    room = height - len(lines) - len(curves) - 4
+    return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_coloured), *curves][:height]
+
+
+def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
+    figures = picture.get("figures")
+    if not figures:
+        return [painted("no step is finished yet", "quiet", is_coloured)]
+    words = [f"a step takes {milliseconds(figures['step'])}"]
+    if figures["samples_per_s"]:
+        words.append(f"{figures['samples_per_s']:,.0f} samples/s")
+    words.append(f"{figures['exposed_share']:.0%} of it waits")
+    if figures["overlap"] is not None:
+        words.append(f"{figures['overlap']:.0%} of the communication is hidden")
+    total = sum(figures["parts"]) or 1.0
+    bar, key = "", []
+    for part, time in zip(PARTS, figures["parts"], strict=True):
+        cells = round(_BAR * time / total)
+        bar += painted("█" * cells, _PART_COLOURS[part], is_coloured)
+        if time / total >= 0.01:
+            name = f"{_PART_NAMES.get(part, part)} {time / total:.0%}"
+            key.append(painted(name, _PART_COLOURS[part], is_coloured))
+    return [*_wrapped(", ".join(words), width), f"{bar}  {'  '.join(key)}" if width >= 100 else "  ".join(key)]
+
+
+def _ranks(rows: Sequence[Picture], width: int, room: int, is_coloured: bool) -> list[str]:
+    head = (
+        f"{'rank':>5} {'host':<12} {'state':<9} {'step':>8} {'samples/s':>10} {'own time':>9} {'waits':>9} "
+        f"{'memory':>9} {'heard':>7}"
+    )
+    lines = [painted(head[:width], "quiet", is_coloured)]
+    shown = rows if len(rows) <= room else sorted(rows, key=_attention)[: room - 1]
+    for row in shown:
+        text = (
+            f"{row['rank']:>5} {row['host'][:12]:<12} {row['state']:<9} {_number(row['step']):>8} "
+            f"{row['samples_per_s'] or 0:>10,.0f} {_time(row['compute']):>9} {_time(row['wait']):>9} "
+            f"{_size(row['memory_nbytes']):>9} {row['heard_s']:>5.1f} s"
+        )
+        if row["doing"]:
+            text += f"  {row['doing']}"
+        colour = "bad" if row["is_blamed"] or row["slowness"] > _SLOW else _STATES.get(row["state"], "waiting")
+        is_plain = colour == "good"
+        lines.append(text[:width] if is_plain else painted(text[:width], colour, is_coloured))
+    if len(shown) < len(rows):
+        lines.append(
+            painted(f"      and {len(rows) - len(shown)} more ranks, all faster than these", "quiet", is_coloured)
+        )
+    return lines
+
+
+def _attention(row: Picture) -> tuple[bool, bool, float]:
+    return (not row["is_blamed"], row["state"] in ("training", "running"), -row["slowness"])
+
+
+def _curves(picture: Picture, width: int) -> list[str]:
+    latest: dict[str, list[float]] = {}
+    for point in picture["curves"]["items"]:
+        if point["mean"] is not None:
+            latest.setdefault(point["name"], []).append(point["mean"])
+    shown = []
+    for name, values in list(latest.items())[:3]:
+        shown.append(f"{name:>12}  {_spark(values, min(60, width - 30))}  {values[-1]:.4g}")
+    return ["", *shown] if shown else []
+
+
+def _spark(values: Sequence[float], width: int) -> str:
+    """Returns the values as a row of bars."""
+    each = max(1, -(-len(values) // max(1, width)))
+    means = [sum(part) / len(part) for at in range(0, len(values), each) if (part := values[at : at + each])]
+    low, high = min(means), max(means)
+    return "".join(_SPARKS[round((value - low) / (high - low) * 7) if high > low else 0] for value in means)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, max(20, width))
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _time(value: float) -> str:
+    return milliseconds(value) if value else "-"
+
+
+def _size(nbytes: int) -> str:
+    if not nbytes:
+        return "-"
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.0f} MiB"

@@ -1,0 +1,113 @@
+// Elements and canvases. Text from the job is only ever put into text nodes, never parsed as HTML.
+
+export function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+export function fill(parent, ...children) {
+  parent.replaceChildren(...children);
+  return parent;
+}
+
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+export function swatch(part) {
+  const made = element("span", { class: "swatch" });
+  made.style.background = `var(--${part})`;
+  return made;
+}
+
+export function empty(...children) {
+  return element("div", { class: "empty" }, ...children);
+}
+
+let colours = {};
+let colourEpoch = 0;
+
+// Changes when the colours do.
+export function paletteKey() {
+  return colourEpoch;
+}
+
+export function colour(name) {
+  if (!(name in colours)) colours[name] = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  return colours[name];
+}
+
+export function onNewColours(redraw) {
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    colours = {};
+    colourEpoch += 1;
+    redraw();
+  });
+}
+
+// A canvas as wide as its parent and `height` high, in CSS pixels; `context.clearRect` has been done.
+export function prepared(canvas, height) {
+  const width = canvas.parentElement.clientWidth;
+  const ratio = window.devicePixelRatio || 1;
+  const wanted = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== wanted[0] || canvas.height !== wanted[1]) {
+    [canvas.width, canvas.height] = wanted;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+  context.textBaseline = "middle";
+  return [context, width];
+}
+
+// A canvas that is not shown, as large as the one that is: what takes long is painted there, once for each change of `key`,
+// so that a click only copies it. `paint(context)` is called if the key has changed.
+export function copied(context, store, key, paint) {
+  const { width, height } = context.canvas;
+  const whole = `${key} ${width} ${height}`;
+  if (store.key !== whole) {
+    store.canvas ??= document.createElement("canvas");
+    [store.canvas.width, store.canvas.height] = [width, height];
+    const hidden = store.canvas.getContext("2d");
+    hidden.setTransform(context.getTransform());
+    paint(hidden);
+    store.key = whole;
+  }
+  context.save();
+  context.resetTransform();
+  context.drawImage(store.canvas, 0, 0);
+  context.restore();
+}
+
+export function tip(event, text) {
+  const box = byId("tip");
+  box.hidden = !text;
+  if (!text) return;
+  setText(box, text);
+  const { innerWidth: width, innerHeight: height } = window;
+  box.style.left = `${Math.min(event.clientX + 14, width - box.offsetWidth - 8)}px`;
+  box.style.top = `${event.clientY + 18 + box.offsetHeight > height ? event.clientY - box.offsetHeight - 10 : event.clientY + 18}px`;
+}
+
+// Shows what `describe(x, y)` says about the point of a canvas under the mouse; `pick` is called with it on a click.
+export function hovering(canvas, describe, pick) {
+  const at = (event) => {
+    const box = canvas.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  };
+  canvas.addEventListener("mousemove", (event) => tip(event, describe(...at(event))));
+  canvas.addEventListener("mouseleave", (event) => tip(event, ""));
+  if (pick) canvas.addEventListener("click", (event) => pick(...at(event)));
+}

@@ -1,0 +1,101 @@
+// Events, links, stacks and the ranks' output.
+
+import { byId, element, empty, fill, setText } from "./dom.js";
+import { clock, count, ms, perSecond, span } from "./format.js";
+
+export function drawStory(picture) {
+  const { items } = picture.story;
+  if (!items.length) {
+    fill(byId("story"), empty("Starts, deaths, new ranks and checkpoints appear here."));
+    return;
+  }
+  const begin = startOf(picture);
+  const rows = [...items].reverse().map((event) => element("tr", {},
+    element("td", { class: "left" }, clock(event.at_s - begin)),
+    element("td", { class: "left" }, element("span", { class: `tag ${event.kind}` }, event.kind)),
+    element("td", { class: "text" }, event.text),
+    element("td", {}, event.cost_s === null ? "" : event.cost_s < 1 ? ms(event.cost_s * 1000) : span(event.cost_s))));
+  fill(byId("story"), table(["after", "", "what", "cost"], ["left", "left", "left", ""], rows));
+}
+
+export function drawLinks({ links }) {
+  if (!links?.length) {
+    fill(byId("links"), empty("Nothing has been sent yet."));
+    return;
+  }
+  const rows = links.map((link) => element("tr", {},
+    element("td", { class: "left" }, link.peer < 0 ? `rank ${link.rank}` : `${link.rank} to ${link.peer}`),
+    element("td", { class: "left" }, link.kind),
+    element("td", {}, perSecond(link.nbytes_per_s)),
+    element("td", {}, link.round_trip_s === null ? "–" : ms(link.round_trip_s * 1000)),
+    element("td", {}, link.peer < 0 ? "–" : count(link.retransmits))));
+  fill(byId("links"), table(["ranks", "through", "sends", "round trip", "sent again"], ["left", "left"], rows));
+}
+
+export function drawStacks({ stacks }) {
+  byId("stacks-card").hidden = !stacks?.length;
+  fill(byId("stacks"), ...(stacks ?? []).map((stack) => element("div", {}, element("h3", {}, `rank ${stack.rank}`), element("pre", {}, stack.text))));
+}
+
+function table(heads, sides, rows) {
+  const head = element("tr", {}, ...heads.map((name, at) => element("th", { class: sides[at] ?? "" }, name)));
+  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
+}
+
+function startOf(picture) {
+  return picture.story.items.length && picture.story.first === 0 ? picture.story.items[0].at_s : 0;
+}
+
+let logEnd = 0;
+let logEpoch = null;
+let logStart = null;
+const MOST_LINES = 2000;
+
+export function drawLog(picture, view) {
+  const place = byId("log");
+  const { first, epoch, items } = picture.log;
+  const isNew = logEpoch !== epoch || logEnd > first + items.length || logEnd < first;
+  if (isNew) {
+    fill(place);
+    logEnd = first;
+    logEpoch = epoch;
+  }
+  if (!items.length) {
+    fill(place, empty(document.documentElement.dataset.report ? "The output of the ranks was not kept; paceline run --log-dir keeps it." : "The ranks have printed nothing yet."));
+    return;
+  }
+  if (logStart === null) logStart = startOf(picture) || items[0].at_s;
+  if (place.firstChild?.className === "empty") fill(place);
+  const follows = place.scrollHeight - place.scrollTop - place.clientHeight < 40;
+  const added = items.slice(logEnd - first).map((line) => lineOf(line, view));
+  place.append(...added);
+  while (place.childElementCount > MOST_LINES) place.firstChild.remove();
+  logEnd = first + items.length;
+  chooseRanks(picture);
+  if (follows) place.scrollTop = place.scrollHeight;
+}
+
+function lineOf(line, view) {
+  const made = element("div", { class: line.stream === 2 ? "err" : "", "data-rank": line.rank },
+    element("time", {}, clock(line.at_s - logStart)), element("span", { class: "who" }, `rank ${line.rank}`), element("span", {}, line.text));
+  made.classList.toggle("away", !isWanted(made, view));
+  return made;
+}
+
+export function filterLog(view) {
+  for (const line of byId("log").children) line.classList.toggle("away", !isWanted(line, view));
+}
+
+function isWanted(line, view) {
+  const { rank, text } = view.logFilter;
+  return (rank === "" || line.dataset.rank === rank) && (!text || line.lastChild.textContent.toLowerCase().includes(text));
+}
+
+function chooseRanks({ ranks }) {
+  const select = byId("log-rank");
+  const wanted = (ranks ?? []).map((row) => String(row.rank));
+  if (wanted.join() === [...select.options].slice(1).map((each) => each.value).join()) return;
+  const chosen = select.value;
+  fill(select, element("option", { value: "" }, "all"), ...wanted.map((rank) => element("option", { value: rank }, rank)));
+  select.value = wanted.includes(chosen) ? chosen : "";
+}

@@ -1,0 +1,29 @@
+// The page: follows the stream of the launcher and draws what it tells.
+
+import { byId, setText } from "./dom.js";
+import { applied, newPicture } from "./state.js";
+import { newView } from "./view.js";
+
+const view = newView(newPicture());
+
+function connect() {
+  const stream = new EventSource("events");
+  const take = (isSnapshot) => (event) => {
+    setText(byId("connection"), "");
+    view.changed(applied(view.picture, JSON.parse(event.data), isSnapshot));
+  };
+  stream.addEventListener("snapshot", take(true));
+  stream.addEventListener("change", take(false));
+  stream.addEventListener("error", () => {
+    const isOver = stream.readyState === EventSource.CLOSED;
+    setText(byId("connection"), isOver ? "not connected: open the address with its token again" : "the launcher does not answer; this is the last that it said");
+  });
+}
+
+async function takeStacks() {
+  const answer = await fetch("actions/stacks", { method: "POST", headers: { "X-Paceline-Action": "stacks" } });
+  setText(byId("connection"), answer.ok ? (await answer.json()).said : await answer.text());
+}
+
+if (document.documentElement.dataset.actions === "1") view.takeStacks = takeStacks;
+connect();

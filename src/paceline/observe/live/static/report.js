@@ -1,0 +1,8 @@
+// The report: draws the one picture that the file holds.
+
+import { byId } from "./dom.js";
+import { applied, newPicture } from "./state.js";
+import { newView } from "./view.js";
+
+const reported = newView(newPicture());
+reported.changed(applied(reported.picture, JSON.parse(byId("picture").textContent), true));

@@ -1,0 +1,31 @@
+// What is known of the job: the picture as the messages of the stream have built it up (see feed.py).
+
+export const PARTS = ["data", "forward", "backward", "exposed", "optimizer", "other"];
+export const PART_NAMES = {
+  data: "waiting for data",
+  forward: "forward",
+  backward: "backward",
+  exposed: "waiting for communication",
+  optimizer: "optimizer",
+  other: "the rest of the program",
+};
+const GROWING = ["steps", "curves", "story", "log"];
+
+export function newPicture() {
+  const picture = {};
+  for (const name of GROWING) picture[name] = { epoch: 0, first: 0, items: [] };
+  return picture;
+}
+
+// Returns the names of what has changed.
+export function applied(picture, message, isSnapshot) {
+  if (isSnapshot) Object.assign(picture, newPicture(), { figures: null, ranks: [], what_if: null, timeline: null, verdict: null, stacks: [], links: [] });
+  for (const [name, value] of Object.entries(message)) picture[name] = GROWING.includes(name) ? grown(picture[name], value) : value;
+  return isSnapshot ? Object.keys(picture) : Object.keys(message);
+}
+
+function grown(old, part) {
+  if (old.epoch !== part.epoch) return { epoch: part.epoch, first: part.first, items: part.items };
+  const kept = old.items.slice(Math.max(0, part.first - old.first), Math.max(0, part.from - old.first));
+  return { epoch: part.epoch, first: part.first, items: kept.concat(part.items) };
+}

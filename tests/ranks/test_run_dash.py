@@ -1,0 +1,203 @@
+"""`paceline run --dash`, `paceline top` and `paceline report` of a real job."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launching import ENVIRONMENT, command, run, wait_until
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+TRAIN = """
+import sys, time, torch
+import paceline as dist
+
+dist.init_process_group()
+model = dist.DistributedDataParallel(torch.nn.Linear(32, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+dist.log(total_steps=100000)
+print("<b>begun</b>", flush=True)
+step = 0
+while True:
+    model(torch.randn(8, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.log(loss=1.0 / (step + 1), samples=8)
+    step += 1
+    if step == 40 and sys.argv[1:] == ["stuck"] and dist.get_rank() == 1:
+        time.sleep(600)
+    time.sleep(0.02)
+"""
+
+
+class Job:
+    """A job with a page, and what its launcher printed."""
+
+    def __init__(self, runs: Path, arguments: list[str]) -> None:
+        self.environment = {**ENVIRONMENT, "PACELINE_RUNS_DIR": str(runs)}
+        self.process = subprocess.Popen(
+            command(*arguments), env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        wait_until(lambda: "?token=" in "".join(self.lines), 60)
+        found = re.search(r"http://localhost:(\d+)\S*\?token=(\w+)", "".join(self.lines))
+        assert found is not None
+        self.address, self.port, self.token = found[0], int(found[1]), found[2]
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=20)
+        connection.request(method, path, headers={"Authorization": f"Bearer {self.token}", **headers})
+        answer = connection.getresponse()
+        try:
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def picture(self) -> dict:
+        status, body = self.ask("/picture.json")
+        assert status == 200
+        return json.loads(body)
+
+    def wait_for(self, condition: Callable[[dict], object], timeout_s: float = 60) -> dict:
+        wait_until(lambda: bool(condition(self.picture())), timeout_s)
+        return self.picture()
+
+    def paceline(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "paceline", *words], env=self.environment, capture_output=True, text=True, timeout=60
+        )
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(20)
+        self._reader.join(20)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def start(script, tmp_path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def starting(*words: str, arguments: tuple[str, ...] = ()) -> Job:
+        flags = ["--dash", "--nproc-per-node", "2", *words, script(TRAIN), *arguments]
+        jobs.append(Job(tmp_path / "runs", flags))
+        return jobs[-1]
+
+    yield starting
+    for job in jobs:
+        job.end()
+
+
+def listening() -> set[str]:
+    """The local addresses of all listening TCP sockets of this machine."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found.add(fields[1])
+    return found
+
+
+def test_the_page_of_a_job_shows_its_steps(start, tmp_path):
+    before = listening()
+    job = start("--stall-after", "0")
+    loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
+    assert listening() - before >= {f"{loopback}:{job.port:04X}"}
+    picture = job.wait_for(lambda told: len(told["steps"]["items"]) > 3 and told["curves"]["items"])
+    assert re.fullmatch(r"training, step \d+ of 100,000, 2 of 2 ranks, about .* left", picture["header"]["sentence"])
+    assert [(row["rank"], row["state"]) for row in picture["ranks"]] == [(0, "training"), (1, "training")]
+    assert all(row["samples_per_s"] > 0 and row["memory_nbytes"] > 1 << 20 for row in picture["ranks"])
+    assert picture["timeline"]["lanes"][0]["buckets"]
+    assert {point["name"] for point in picture["curves"]["items"]} == {"loss"}
+    assert [line["text"] for line in picture["log"]["items"][:2]] == ["<b>begun</b>"] * 2
+    assert b"paceline_samples_per_second{" in job.ask("/metrics")[1]
+    assert job.ask("/actions/stacks", "POST", **{"X-Paceline-Action": "stacks"})[0] == 405
+    top = job.paceline("top", "--once")
+    assert "Training, step " in top.stdout and re.search(r"^ +1 \S+ +training", top.stdout, re.MULTILINE), top.stderr
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(60) == 1
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert not (directory / "page.json").exists()
+    report = job.paceline("report", str(directory), "-o", str(tmp_path / "report.html"))
+    assert re.search(r"report.html: stopped after .*, step \d+ of 100,000", report.stdout), report.stderr
+    assert b"<b>begun" not in (tmp_path / "report.html").read_bytes()
+
+
+def test_a_rank_that_is_stuck_is_found_on_the_page(start):
+    job = start("--stall-after", "3", "--dash-actions", arguments=("stuck",))
+    told = job.wait_for(lambda told: told["verdict"])
+    assert told["verdict"]["ranks"] == [1]
+    assert "rank 1 " in told["verdict"]["sentence"] and "script.py:" in told["verdict"]["sentence"]
+    assert told["header"]["sentence"].startswith("stuck for ")
+    assert [row["is_blamed"] for row in told["ranks"]] == [False, True]
+    assert told["ranks"][0]["state"] == "waiting" and "all_reduce" in told["ranks"][0]["doing"]
+    status, body = job.ask("/actions/stacks", "POST", **{"X-Paceline-Action": "stacks"})
+    assert (status, json.loads(body)) == (200, {"said": "took the stacks of 2 workers of this machine"})
+    stacks = job.wait_for(lambda told: len(told["stacks"]) == 2)["stacks"]
+    assert re.search(r"script\.py:\d+ in <module>", stacks[1]["text"])
+
+
+def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):
+    before = listening()
+    text = "import time; time.sleep(2)"
+    process = subprocess.Popen(
+        command("--nproc-per-node", "2", script(text)),
+        env={**ENVIRONMENT, "PACELINE_RUNS_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(1)
+    pids = {process.pid}
+    assert not [each for each in listening() - before if _listener_of(each) in pids]
+    assert "token" not in (process.communicate(timeout=60)[1] or "")
+
+
+def _listener_of(address: str) -> int:
+    """The process that listens at an address of /proc/net; 0 if it cannot be found."""
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[1] == address and fields[3] == "0A":
+                for fd in Path("/proc").glob("[0-9]*/fd/*"):
+                    try:
+                        if fd.readlink().name == f"socket:[{fields[9]}]":
+                            return int(fd.parts[2])
+                    except OSError:
+                        continue
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--dash-port", "8080"], "--dash-port says how the live page is served, but there is none without --dash"),
+        (["--dash", "--dash-port", "8080", "--dash-socket", "/tmp/x"], "exclude each other"),
+        (["--dash", "--dash-prefix", "user/x"], "is not a path such as"),
+        (["--dash", "--dash-host", "a:80"], "is not the name of a host"),
+        (["--dash", "--dash-socket", "/nowhere/page"], "there is no directory /nowhere"),
+    ],
+)
+def test_mistakes_in_the_flags_of_the_page_are_explained(script, flags, said):
+    done = run("--nproc-per-node", "1", *flags, script(""))
+    assert done.returncode == 2
+    assert said in done.stderr

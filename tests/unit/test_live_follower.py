@@ -1,0 +1,231 @@
+"""Following a recording while it grows: from the memory of a real recorder, and intervals by themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from paceline.observe.live.follower import Follower
+from paceline.observe.live.lookout import Lookout
+from paceline.observe.live.notes import Notes, WorkerBegan, WorkerEnded
+from paceline.observe.live.rank_steps import PastCall, Pieces, joined, length, within, without
+from paceline.observe.live.sample import Bucket, Event, Facts, Line, State, Verdict
+from paceline.record.layout import NBYTES
+from paceline.record.memory import HANDED_VARIABLE, HandedMemory
+from paceline.record.names import EventKind
+
+WRITER = """
+import sys, time
+import paceline._core as core
+from paceline.record.recorder import begin, identify
+from paceline.record.names import EventKind as K
+from paceline.record.spans import begin_event
+from paceline.record.values import log
+
+begin(); identify(1, 4)
+
+def step(number):
+    core.record_step(number)
+    whole = begin_event(K.STEP, "ddp", number)
+    for kind in (K.FORWARD, K.BACKWARD):
+        part = begin_event(kind)
+        if kind == K.BACKWARD:
+            time.sleep(0.01)
+            bucket = begin_event(K.BUCKET, "ddp", 0, 4096)
+            core.record_sent(bucket)
+        time.sleep(0.01)
+        if kind == K.BACKWARD:
+            core.record_end(bucket)
+        core.record_end(part)
+    log(loss=1.0 / number, samples=32, **({"total_steps": 50} if number == 1 else {}))
+    core.record_end(whole)
+
+for line in sys.stdin:
+    command, _, number = line.partition(" ")
+    exec(line)
+    print("done", flush=True)
+"""
+
+
+class Writer:
+    """A process that records what it is told to."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("recording")
+        os.ftruncate(self.fd, NBYTES)
+        handed = HandedMemory(self.fd, os.fstat(self.fd).st_ino, os.getpid())
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, HANDED_VARIABLE: str(handed)},
+        )  # fmt: skip
+
+    def do(self, line: str) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def writer():
+    writer = Writer()
+    writer.do("pass")
+    yield writer
+    writer.close()
+
+
+def test_steps_come_when_they_have_ended_and_only_once(writer):
+    follower = Follower.of_descriptor(writer.fd)
+    writer.do("step(1); step(2)")
+    news = follower.news()
+    assert news is not None and [step.step for step in news.steps] == [1, 2]
+    assert (follower.rank, follower.pid, news.step) == (1, writer.process.pid, 2)
+    first = news.steps[0]
+    assert first.samples == 32
+    assert 0.009 < first.forward_s < first.duration_s
+    assert 0.009 < first.exposed_s < first.duration_s
+    assert [bucket.nbytes for bucket in first.buckets] == [4096]
+    assert ("exposed" in [name for name, _, _ in first.phases]) and first.backward_s > 0.009
+    assert (1, "loss", 1.0) in news.values
+    assert follower.news().steps == []
+
+
+def test_an_open_step_is_taken_once_it_ends(writer):
+    follower = Follower.of_descriptor(writer.fd)
+    writer.do("core.record_step(7); whole = begin_event(K.STEP, 'ddp', 7); wait = begin_event(K.DATA_WAIT, 'loader')")
+    news = follower.news()
+    assert news.steps == [] and EventKind.DATA_WAIT in news.open_kinds
+    writer.do("core.record_end(wait); core.record_end(whole)")
+    news = follower.news()
+    assert [step.step for step in news.steps] == [7]
+    assert news.steps[0].data_s > 0 and not news.open_kinds
+
+
+def test_the_latest_steps_are_found_after_the_ring_came_round(writer):
+    follower = Follower.of_descriptor(writer.fd)
+    follower.news()
+    writer.do("for i in range(20000): core.record_mark(K.SPAN, 0, 0, 0)")
+    writer.do("step(3)")
+    news = follower.news()
+    assert [step.step for step in news.steps] == [3]
+
+
+def test_with_a_stride_every_other_step_is_worked_out(writer):
+    follower = Follower.of_descriptor(writer.fd)
+    writer.do("[step(n) for n in range(1, 6)]")
+    news = follower.news(stride=2)
+    assert [step.step for step in news.steps] == [2, 4]
+    assert [value[0] for value in news.values if value[1] == "loss"] == [1, 2, 3, 4, 5]
+
+
+def test_a_call_that_lasts_is_what_the_rank_does(writer):
+    follower = Follower.of_descriptor(writer.fd)
+    writer.do("group = core.record_group('default', 'test', 7, 1, [0, 1]); core.record_step(4)")
+    writer.do("call = core.RecordedCall(group, 1, 11, 0, 5, 4096, -1, False, -1); call.start()")
+    news = follower.news()
+    assert [(call.operation, call.dtype, call.count, call.sequence) for call in news.open_calls] == [
+        ("all_reduce", "float32", 4096, 5)
+    ]
+    assert abs(news.open_calls[0].arrived_s - time.monotonic()) < 5
+    writer.do("call.end(0); whole = begin_event(K.STEP, 'ddp', 4); core.record_end(whole)")
+    news = follower.news()
+    assert news.open_calls == [] and news.steps[0].communication_s == 0  # it was over before the step began
+    assert (news.shm_nbytes, news.tcp_nbytes) == (0, 0)
+
+
+def test_values_of_a_program_without_steps_are_counted(writer):
+    follower = Follower.of_descriptor(writer.fd)
+    writer.do("core.record_step(0); log(loss=5.0); log(loss=4.0); log(lr=1.0)")
+    assert follower.news().values == [(1, "loss", 5.0), (2, "loss", 4.0), (1, "lr", 1.0)]
+
+
+def test_memory_without_a_recording_has_no_news():
+    assert Follower(lambda offset, nbytes: b"").news() is None
+    assert Follower(lambda offset, nbytes: bytes(nbytes)).news() is None
+
+
+def test_a_lookout_sees_workers_and_what_is_noted(writer):
+    notes = Notes()
+    lookout = Lookout(notes, Facts("job", world_size=2))
+    try:
+        notes.leave_worker(1, writer.process.pid, "node0", writer.fd)
+        notes.leave(WorkerBegan(0, 1, "node0"))
+        writer.do("step(1)")
+        notes.leave(Line(time.monotonic(), 1, 1, "hello"))
+        notes.leave(Event(time.monotonic(), "start", "2 ranks"))
+        sample = lookout.look()
+        assert [(each.rank, each.state) for each in sample.ranks] == [(0, State.STARTING), (1, State.TRAINING)]
+        assert sample.ranks[1].memory_nbytes > 1 << 20
+        assert sample.facts.total_steps == 50
+        assert [line.text for line in sample.lines] == ["hello"] and len(sample.events) == 1
+        notes.leave(Verdict("rank 1 is stuck", (1,)))
+        notes.leave(WorkerEnded(1, writer.process.pid, "killed by SIGKILL"))
+        sample = lookout.look()
+        assert sample.verdict is not None and sample.lines == ()
+        assert (sample.ranks[1].state, sample.ranks[1].doing) == (State.DEAD, "killed by SIGKILL")
+    finally:
+        lookout.close()
+    notes.leave_worker(1, 1, "node0", writer.fd)  # nobody looks any more, so the descriptor is not kept
+    os.fstat(writer.fd)
+
+
+def test_a_worker_that_joins_late_counts_as_the_others(writer):
+    late = Writer()
+    notes = Notes()
+    lookout = Lookout(notes, Facts("job", world_size=2))
+    try:
+        notes.leave_worker(0, writer.process.pid, "node0", writer.fd)
+        writer.do("[step(n) for n in range(1, 12)]")
+        lookout.look()
+        notes.leave_worker(1, late.process.pid, "node0", late.fd)
+        late.do("step(1)")
+        lookout.look()
+        late.do("step(2)")
+        sample = lookout.look()
+        assert [each.step for each in sample.ranks] == [11, 12]
+        assert [step.step for step in sample.ranks[1].steps] == [12]
+        assert [step for step, _, _ in sample.ranks[1].values] == [12]
+    finally:
+        lookout.close()
+        late.close()
+
+
+def test_intervals_are_joined_cut_and_taken_out():
+    assert joined([(3, 4), (0, 1), (0.5, 2), (4, 5)]) == [(0, 2), (3, 5)]
+    assert within([(0, 2), (3, 5)], 1, 4) == [(1, 2), (3, 4)]
+    assert without([(0, 10)], [(1, 2), (4, 6), (9, 12)]) == [(0, 1), (2, 4), (6, 9)]
+    assert without([(5, 6)], [(0, 5), (6, 7)]) == [(5, 6)]
+    assert without([(0, 1), (2, 3)], [(0, 5)]) == []
+    assert length([(0, 2), (3, 5)]) == 4
+
+
+def test_what_is_hidden_behind_backward_is_not_exposed():
+    pieces = Pieces(phases={"backward": [(0.0, 1.0)]}, buckets=[Bucket(0.2, 0.3, 0.5, 1), Bucket(0.8, 0.8, 1.0, 1)])
+    step = pieces.step(1, 0.0, 1.0)
+    assert step.exposed_s == pytest.approx(0.2)
+    assert step.backward_s == pytest.approx(0.8)
+    assert step.communication_s == pytest.approx(0.4)
+
+
+def test_a_bucket_waits_until_all_ranks_have_come():
+    pieces = Pieces(buckets=[Bucket(0.1, 0.1, 0.9, 1)], calls=[PastCall(0.1, 0.7, 0.9, False)])
+    assert pieces.step(1, 0.0, 1.0).buckets == (Bucket(0.1, 0.7, 0.9, 1),)
+
+
+def test_a_synchronous_call_is_exposed_wherever_it_is():
+    pieces = Pieces(
+        phases={"forward": [(0.0, 1.0)]}, calls=[PastCall(0.25, 0.3, 0.5, False), PastCall(0.6, 0, 0.9, True)]
+    )
+    step = pieces.step(1, 0.0, 1.0)
+    assert (step.exposed_s, step.forward_s) == (pytest.approx(0.25), pytest.approx(0.75))
+    assert step.communication_s == pytest.approx(0.55)

@@ -1,0 +1,238 @@
+"""What the page shows, made from samples without files, sockets or a clock."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from simulated_training import Training
+
+from paceline.observe.live.board import Board
+from paceline.observe.live.feed import Feed, changes
+from paceline.observe.live.picture import PARTS, Picture, StepColumn
+from paceline.observe.live.prometheus import metrics
+from paceline.observe.live.sample import Facts, RankSample, RankStep, Sample, State, Verdict
+from paceline.observe.live.spans import about
+from paceline.observe.live.tail import Tail, Thinned
+from paceline.observe.live.what_if import what_if
+
+
+def pictured(training: Training, seconds: float = 20.0, looks: int = 4) -> Picture:
+    board = Board()
+    for _ in range(looks):
+        training.run(seconds / looks)
+        board.take(training.look())
+    return board.picture()
+
+
+def test_the_header_is_one_sentence_with_the_time_left():
+    header = pictured(Training(4, restarts=1)).header
+    assert header.sentence == f"training, step {header.step:,} of 5,000, 4 of 4 ranks, 1 restart, about 7 min left"
+    assert header.mood == "good"
+    assert header.left_s == pytest.approx((5000 - header.step) * 0.093, rel=0.05)
+
+
+def test_a_slow_rank_is_named_with_what_it_costs():
+    picture = pictured(Training(4, slow={3: 1.3}))
+    assert picture.what_if is not None and picture.what_if.rank == 3
+    assert "If rank 3 ran like the median" in picture.what_if.sentence
+    healthy = pictured(Training(4))
+    assert healthy.what_if is None
+    assert picture.what_if.then == pytest.approx(healthy.figures.step, rel=0.04)
+    slowest = max(picture.ranks, key=lambda row: row.slowness)
+    assert slowest.rank == 3 and slowest.wait == min(row.wait for row in picture.ranks)
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    for column in pictured(Training(8)).steps.items:
+        assert sum(column.parts) == pytest.approx(column.duration, abs=0.05)
+        assert len(column.parts) == len(PARTS)
+
+
+def test_a_stuck_job_says_so_and_blames_the_rank():
+    picture = pictured(Training(4, hangs=(3, 100)), seconds=30)
+    assert picture.header.mood == "bad"
+    assert picture.header.sentence.startswith("stuck for ")
+    assert picture.header.left_s is None
+    assert [row.rank for row in picture.ranks if row.is_blamed] == [3]
+    assert [row.state for row in picture.ranks] == ["waiting"] * 3 + ["loading"]
+
+
+def test_before_the_first_step_the_page_says_that_it_starts():
+    board = Board()
+    with pytest.raises(ValueError, match="no sample"):
+        board.picture()
+    board.take(Sample(5.0, Facts("job", world_size=2), (RankSample(0, state=State.STARTING),)))
+    picture = board.picture()
+    assert picture.header.sentence == "starting, 0 of 2 ranks"
+    assert picture.figures is None and picture.timeline is None and picture.what_if is None
+
+
+def test_the_end_of_a_job_is_told():
+    board = Board()
+    board.take(
+        Sample(64.0, Facts("job", world_size=2, outcome="finished"), (RankSample(0, step=9, state=State.ENDED),))
+    )
+    assert board.picture().header.sentence == "finished after 64 s, step 9"
+
+
+def step_of(number: int, seconds: float = 0.1) -> RankStep:
+    return RankStep(number, number * 0.1, number * 0.1 + seconds)
+
+
+def test_a_step_is_shown_when_every_rank_has_finished_it():
+    board = Board()
+    facts = Facts("job", world_size=2)
+    board.take(Sample(1.0, facts, (RankSample(0, steps=(step_of(1), step_of(2))), RankSample(1, steps=(step_of(1),)))))
+    assert [column.step for column in board.picture().steps.items] == [1]
+    board.take(Sample(1.1, facts, (RankSample(0), RankSample(1, steps=(step_of(2),)))))
+    assert [column.step for column in board.picture().steps.items] == [1, 2]
+
+
+def test_a_rank_that_is_gone_does_not_hold_up_the_others():
+    board = Board()
+    facts = Facts("job", world_size=2)
+    board.take(Sample(1.0, facts, (RankSample(0), RankSample(1))))
+    board.take(Sample(2.0, facts, (RankSample(0, steps=tuple(map(step_of, range(20)))), RankSample(1))))
+    shown = board.picture().steps.items
+    assert len(shown) >= 12
+    assert shown[0].compute == (100.0,)
+
+
+def test_values_are_joined_over_the_ranks_that_log_them():
+    board = Board()
+    for step in range(8):
+        ranks = tuple(RankSample(rank, values=((step, "loss", rank + step / 1),)) for rank in range(2))
+        only_first = replace(ranks[0], values=(*ranks[0].values, (step, "lr", 0.1)))
+        board.take(Sample(step / 1, Facts("job"), (only_first, ranks[1])))
+    points = board.picture().curves.items
+    losses = [point for point in points if point.name == "loss"]
+    assert [(point.low, point.mean, point.high) for point in losses[:2]] == [(0, 0.5, 1), (1, 1.5, 2)]
+    assert {point.step for point in losses} == set(range(8))
+    assert {point.step for point in points if point.name == "lr"} == set(range(8))
+
+
+def test_long_curves_keep_their_spikes():
+    thinned = Thinned(most=64)
+    from paceline.observe.live.picture import Point
+
+    for step in range(10_000):
+        value = 50.0 if step == 1234 else 1.0
+        thinned.add(Point("loss", step, value, value, value))
+    assert len(thinned.points) < 64
+    assert max(point.high for point in thinned.points) == 50.0
+    assert thinned.points[-1].step > 9_000
+
+
+def test_a_tail_forgets_its_beginning():
+    tail: Tail[int] = Tail(3)
+    tail.extend(range(5))
+    assert (tail.growing().items, tail.growing().first, tail.growing().end) == ((2, 3, 4), 2, 5)
+    assert tail.growing() is tail.growing()
+
+
+def merged(viewer: dict, message: bytes) -> None:
+    """What static/state.js does with a message."""
+    for name, value in json.loads(message).items():
+        if isinstance(value, dict) and "epoch" in value:
+            old = viewer.get(name, {"epoch": None, "first": 0, "items": []})
+            first = old["first"]
+            kept = old["items"][max(0, value["first"] - first) : max(0, value["from"] - first)]
+            items = kept + value["items"] if old["epoch"] == value["epoch"] else value["items"]
+            viewer[name] = {"epoch": value["epoch"], "first": value["first"], "from": value["first"], "items": items}
+        else:
+            viewer[name] = value
+
+
+@pytest.mark.parametrize("sees", [lambda number: True, lambda number: number % 7 == 0, lambda number: number > 30])
+def test_changes_lead_to_what_a_snapshot_shows(sees):
+    training, board, feed = Training(3, hangs=(1, 330)), Board(), Feed("life")
+    viewer: dict = {}
+    seen: str | None = None
+    for number in range(60):
+        training.run(0.9)
+        board.take(training.look())
+        feed.publish(board.picture())
+        if sees(number):
+            for message in feed.since(seen):
+                if message.is_snapshot:
+                    viewer = {}
+                merged(viewer, message.data)
+                seen = f"life-{message.number}"
+    for message in feed.since(seen):
+        merged(viewer, message.data)
+    whole: dict = {}
+    merged(whole, feed.snapshot().data)
+    assert {name: value for name, value in viewer.items() if value is not None} == whole
+    assert viewer["verdict"]["ranks"] == [1]
+
+
+def test_what_has_not_changed_is_not_sent():
+    training, board = Training(2), Board()
+    training.run(2)
+    board.take(training.look())
+    before = board.picture()
+    assert changes(before, board.picture()) == {}
+    feed = Feed("life")
+    assert feed.publish(before) is not None
+    assert feed.publish(board.picture()) is None
+
+
+def test_one_second_of_64_ranks_is_a_small_message():
+    training, board, feed = Training(64), Board(), Feed("life")
+    for _ in range(30):
+        training.run(1.0)
+        board.take(training.look())
+        message = feed.publish(board.picture())
+    assert message is not None and len(message.data) < 64 * 2048
+
+
+def test_metrics_are_escaped_and_finite():
+    board = Board()
+    facts = Facts('a "job"\n', world_size=1)
+    board.take(
+        Sample(1.0, facts, (RankSample(0, "host\\x", values=((0, "loss", float("nan")),)),), verdict=Verdict("stuck"))
+    )
+    for step in range(1, 8):
+        board.take(Sample(2.0, facts, (RankSample(0, "host\\x", values=((step, "loss", float("inf")),)),)))
+    text = metrics(board.picture())
+    assert 'paceline_logged{job="a \\"job\\"\\n",name="loss"} +Inf' in text
+    assert 'host="host\\\\x"' in text
+    assert all(line.startswith(("# ", "paceline_")) for line in text.splitlines())
+
+
+def column(*compute: float) -> StepColumn:
+    return StepColumn(0, max(compute), (), compute, tuple(0.0 for _ in compute))
+
+
+def test_a_step_without_its_slowest_rank_lasts_as_the_second():
+    guess = what_if([column(100, 110, 150, 105)] * 6)
+    assert guess is not None
+    assert (guess.rank, guess.now, guess.then) == (2, 150, 110)
+    assert what_if([column(100, 101, 102)] * 6) is None
+    assert what_if([column(100)] * 6) is None
+
+
+def test_lengths_of_time_are_in_two_units_at_most():
+    assert [about(seconds) for seconds in (0.2, 45, 3599, 3600, 7260, 100 * 3600)] == [
+        "less than 1 s", "45 s", "1 h", "1 h", "2 h 1 min", "4 d 4 h",
+    ]  # fmt: skip
+
+
+def test_after_a_restart_steps_and_curves_go_on():
+    board = Board()
+    facts = Facts("job", world_size=1)
+
+    def take(first: int, last: int) -> None:
+        steps = tuple(map(step_of, range(first, last)))
+        values = tuple((step, "loss", float(step)) for step in range(first, last))
+        board.take(Sample(1.0, facts, (RankSample(0, step=last, steps=steps, values=values),)))
+
+    take(1, 60)
+    take(1, 30)
+    take(30, 40)
+    steps = [column.step for column in board.picture().steps.items]
+    assert steps == [*range(1, 60), *range(1, 40)]
+    points = [point.step for point in board.picture().curves.items]
+    assert points == sorted(set(points)) and 30 <= points[-1] < 40

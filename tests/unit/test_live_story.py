@@ -1,0 +1,39 @@
+"""What the page tells of a job's life, from the events of its launcher."""
+
+from __future__ import annotations
+
+from paceline.observe.live.story import Story
+
+
+def texts(*events: tuple[str, dict]) -> list[tuple[str, str, float | None]]:
+    story = Story()
+    told = [each for at, (event, facts) in enumerate(events) for each in story.tell(event, facts, float(at))]
+    return [(each.kind, each.text, each.cost_s) for each in told]
+
+
+def test_a_start_and_a_restart_are_told_apart():
+    assert texts(("start", {"generation": 1, "ranks": [0, 1]}), ("start", {"generation": 2, "ranks": [0]})) == [
+        ("start", "2 workers, 0 to 1 started", None),
+        ("restart", "worker 0 started again, for the 2. time", None),
+    ]
+
+
+def test_a_view_after_a_death_says_what_it_cost():
+    first = (1 << 32) + 1
+    assert texts(
+        ("installed", {"view": first}),
+        ("ended", {"uid": "0.1.0", "how": "killed by SIGKILL"}),
+        ("installed", {"view": first + 1}),
+        ("installed", {"view": first + 1}),
+    ) == [
+        ("view", "view 1: the workers train together", None),
+        ("death", "worker 0.1.0: killed by SIGKILL", None),
+        ("view", "view 2: the workers train together", 1.0),
+    ]
+
+
+def test_failures_and_the_end_are_told():
+    assert texts(("failure", {"rank": 2, "pid": 7, "how": "exit code 3"}), ("end", {"code": 3}), ("ready", {})) == [
+        ("failure", "rank 2 (process 7): exit code 3", None),
+        ("end", "the job has failed, exit code 3", None),
+    ]
