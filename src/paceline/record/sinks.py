@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Protocol
 
-from paceline.record.values import listeners
 from paceline.record.steps import STEPS
+from paceline.record.values import listeners
 
 
 class Sink(Protocol):
