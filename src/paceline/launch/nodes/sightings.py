@@ -113,7 +113,8 @@ class Sightings:
         return diagnose(scene_of(self._pictures.values(), self.word))
 
     def _tell(self, text: str) -> Orders:
-        return [(node, Told(text)) for node, serves in self._serves.items() if serves]
+        serving = [node for node, serves in self._serves.items() if serves]
+        return [(node, Told(text)) for node in serving or self._serves]  # who served first may be gone
 
     def _with_the_last_word(self, orders: Orders) -> Orders:
         """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
