@@ -15,6 +15,7 @@ from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.remote_client import connect_in_time
 from paceline.launch.nodes.server import MeetingServer
+from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
 from paceline.store.tcp import PortInUseError, listen
 
@@ -52,7 +53,7 @@ def join_elastic(
 
 
 def _serve(listener: socket.socket, secret: bytes | None, deputy: Deputy, silence_s: float) -> MeetingServer:
-    server = MeetingServer(listener, secret, deputy, silence_s)
+    server = MeetingServer(listener, secret, Sightings(deputy, "slot"), silence_s)
     deputy.wake = server.wake
     return server
 

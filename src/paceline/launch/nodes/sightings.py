@@ -114,7 +114,8 @@ class Sightings:
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = Told(text, is_stall=blamed is not None, blamed=blamed or ())
-        return [(node, told) for node, serves in self._serves.items() if serves]
+        serving = [node for node, serves in self._serves.items() if serves]
+        return [(node, told) for node in serving or self._serves]  # who served first may be gone
 
     def _with_the_last_word(self, orders: Orders) -> Orders:
         """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
