@@ -17,6 +17,7 @@ from paceline.launch.nodes.remote_client import connect_in_time
 from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
+from paceline.launch.nodes.viewing import Viewing
 from paceline.store.tcp import PortInUseError, listen
 
 
@@ -53,7 +54,7 @@ def join_elastic(
 
 
 def _serve(listener: socket.socket, secret: bytes | None, deputy: Deputy, silence_s: float) -> MeetingServer:
-    server = MeetingServer(listener, secret, Sightings(deputy, "slot"), silence_s)
+    server = MeetingServer(listener, secret, Viewing(Sightings(deputy, "slot")), silence_s)
     deputy.wake = server.wake
     return server
 
