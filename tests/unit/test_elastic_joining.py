@@ -24,7 +24,8 @@ from paceline.elastic.joining.replay import LostDonorsError, Pursuit, Replay
 from paceline.elastic.joining.snapshot import Snapshot
 from paceline.elastic.joining.wire import CHUNK_BYTES, Entered, Result
 from paceline.elastic.messages import Learn
-from paceline.elastic.registry import Registry, digest_of, memory_of
+from paceline.elastic.registry import Registry
+from paceline.parallel.digests import digest_of, memory_of
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.tcp import listen
 
