@@ -13,8 +13,18 @@ import paceline as dist
 SHARDS = 4
 
 
-def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0, num_workers: int = 0) -> str:
-    """Trains a network with batch normalisation and dropout, evaluates it after each epoch."""
+def train(
+    epochs: int,
+    shards: int = SHARDS,
+    step_s: float = 0.0,
+    num_workers: int = 0,
+    ballast_mib: int = 0,
+    shard_s: float = 0.0,
+) -> str:
+    """Trains a network with batch normalisation and dropout, evaluates it after each epoch.
+
+    A step takes `step_s` more outside of the shards and a shard `shard_s`; the state is `ballast_mib` larger.
+    """
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
@@ -27,11 +37,17 @@ def train(epochs: int, shards: int = SHARDS, step_s: float = 0.0, num_workers: i
     loader = dist.ShardLoader(dataset, 3, logical, num_workers=num_workers)
     test = dist.ShardLoader(dataset, 5, logical, shuffle=False)
     seen = Seen()
-    state = dist.ElasticState(logical, optimizer=optimizer, scheduler=scheduler, loader=loader, seen=seen)
+    others = {"scheduler": scheduler, "loader": loader, "seen": seen, "ballast": Ballast(ballast_mib)}
+    state = dist.ElasticState(logical, optimizer=optimizer, **others)
+
+    def loss_of(xy: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        time.sleep(shard_s)
+        return nn.functional.cross_entropy(model(xy[0]), xy[1])
+
     for _ in state.epochs(epochs):
         for batches in loader:
             optimizer.zero_grad()
-            loss = logical.backward(lambda xy: nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
+            loss = logical.backward(loss_of, batches)
             optimizer.step()
             scheduler.step()
             seen.losses.append(loss.item())
@@ -65,6 +81,33 @@ def count_shards(steps: int) -> int:
     return computed
 
 
+def look_around(steps: int) -> list[tuple[bool, int, int, bool]]:
+    """Returns, for each step, whether it was replayed, the rank, the world size and whether a collective works."""
+    dist.init_process_group(elastic=True)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    logical = dist.LogicalShards(model, SHARDS)
+    loader = dist.ShardLoader(torch.utils.data.TensorDataset(torch.ones(steps * SHARDS, 4)), 1, logical)
+    state = dist.ElasticState(logical, loader=loader)
+    seen = []
+
+    def loss_of(batch: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)
+        return model(batch[0]).mean()
+
+    for _ in state.epochs(1):
+        for batches in loader:
+            logical.backward(loss_of, batches)
+            works = True
+            if state.is_replaying:
+                try:
+                    dist.barrier()
+                except ValueError as error:
+                    works = "replays=False" not in str(error)
+            seen.append((state.is_replaying, dist.get_rank(), dist.get_world_size(), works))
+    return seen
+
+
 class Seen:
     """The losses and counts that a worker has seen, which belong to the state."""
 
@@ -78,6 +121,21 @@ class Seen:
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Continues after those that another worker has seen."""
         self.losses = list(state["losses"])
+
+
+class Ballast:
+    """A state of some size."""
+
+    def __init__(self, mib: int) -> None:
+        self._tensor = torch.arange(mib << 17, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns it."""
+        return {"tensor": self._tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes another worker's."""
+        self._tensor.copy_(state["tensor"])
 
 
 def train_with_a_fault(epochs: int, worker: str, fault: str, since: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""A worker is killed and replaced: when does the replacement take part, and how long do the others wait for it?"""
+"""A worker is killed and replaced: when does the replacement take part, and what do the others notice of it?"""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def _measure(
         "state MiB": mib,
         **distribution(figures.joined, "takes part"),
         **distribution(figures.at_entry, "others' pause"),
+        "others' step meanwhile": max(figures.meanwhile, default=None),
         "pause at the kill max ms": max(figures.at_death),
         "step ms": max(figures.steps),
     }

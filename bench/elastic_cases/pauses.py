@@ -12,6 +12,8 @@ from elastic_cases.churn import Kill
 from elastic_cases.timeline import Commit
 
 _NS_A_MS = 1e6
+_SETTLING_NS = 300_000_000  # after a death
+_FEW = 5  # steps, of which there must be more for a median
 
 
 @dataclass
@@ -24,12 +26,15 @@ class Figures:
         at_entry: the same for the replacement's first step.
         back: for each death, the time until a step was committed that nobody had committed before.
         joined: for each death, the time until the replacement's first step.
+        meanwhile: for each death and each other slot, its median step from when the survivors had settled until the
+            replacement's first step, divided by its median step in the whole job.
     """
 
     at_death: list[float] = field(default_factory=list)
     at_entry: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     joined: list[float] = field(default_factory=list)
+    meanwhile: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # the median step of each job
     deaths: int = 0
     lost: int = 0  # steps that nobody has committed
@@ -76,6 +81,14 @@ class Figures:
                 for earlier, later in pairwise(commits)
                 if kill.at_ns < later.at_ns < until_ns
             ]
+            if first is not None:
+                settled_ns = kill.at_ns + _SETTLING_NS
+                pairs = [
+                    pair for pair in pairwise(commits) if settled_ns < pair[0].at_ns and pair[1].at_ns < first.at_ns
+                ]
+                if len(pairs) >= _FEW:
+                    steps_ns = [later.at_ns - earlier.at_ns for earlier, later in pairs]
+                    self.meanwhile.append(statistics.median(steps_ns) / median_ns)
             entry = next((at for at, (_, step) in enumerate(gaps) if first is not None and step == first.step), None)
             waited_ns = max(gap_ns for gap_ns, _ in gaps[: None if entry is None else max(entry, 1)])
             self.at_death.append((waited_ns - median_ns) / _NS_A_MS)

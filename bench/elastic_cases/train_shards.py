@@ -75,7 +75,8 @@ def main() -> None:
             optimizer.zero_grad()
             shards.backward(loss_of, batches)
             optimizer.step()
-            recorder.committed(loader.state_dict()["step"])
+            if not state.is_replaying:
+                recorder.committed(loader.state_dict()["step"])
     leave_result(options.directory, slot, network, state.digest(), options.shards * options.batch)
     dist.destroy_process_group()
 

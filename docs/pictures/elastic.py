@@ -1,6 +1,6 @@
-"""Draws the life of a step of an elastic job, and a recovery: what each worker does, from left to right.
+"""Draws a step of an elastic job, a recovery, and how a worker joins: what each worker does, from left to right.
 
-python docs/pictures/elastic.py        writes elastic-step.svg and elastic-recovery.svg beside this script
+python docs/pictures/elastic.py        writes the pictures beside this script
 """
 
 from __future__ import annotations
@@ -73,11 +73,23 @@ RECOVERY = [
     *(Bar(row, 4.5, 5.5, "add up", "sum") for row in (0, 1, 3)),
     *(Bar(row, 5.6, 6.1, "vote", "vote") for row in (0, 1, 3)),
     *(Bar(row, 6.2, 7.2, "optimizer", "step") for row in (0, 1, 3)),
-    Bar(2, 2.9, 7.2, "another worker takes its place, and is ready", "wait"),
+    Bar(2, 2.9, 7.2, "another worker takes its place, and catches up", "wait"),
     *everybody(range(4), 7.4, 8.3, "new view", "wait"),
     *everybody(range(4), 8.4, 9.6, "the next batch", "compute"),
 ]
-RECOVERY_INSTANTS = [Instant(1.45, "SIGKILL"), Instant(7.3, "a batch begins: the newcomer gets the state")]
+RECOVERY_INSTANTS = [Instant(1.45, "SIGKILL"), Instant(7.3, "a batch begins: the newcomer comes in")]
+
+JOINING = [
+    *(bar for at in range(4) for bar in everybody(range(3), 1.7 * at, 1.7 * at + 1.6, f"batch {at}", "compute")),
+    Bar(3, 0, 1.6, "starts", "wait"),
+    Bar(3, 1.9, 4.4, "chunks of the state from 0 and 1", "sum"),
+    Bar(3, 4.5, 5.2, "batch 1", "step"),
+    Bar(3, 5.3, 6.0, "batch 2", "step"),
+    Bar(3, 6.1, 6.7, "3", "step"),
+    *everybody(range(4), 6.8, 7.7, "new view", "wait"),
+    *everybody(range(4), 7.8, 9.4, "batch 4", "compute"),
+]
+JOINING_INSTANTS = [Instant(1.65, "workers 0 and 1 fork"), Instant(6.75, "the newcomer has replayed all results")]
 
 
 def text(x: float, y: float, words: str, size: float, look: str, more: str = "") -> str:
@@ -126,6 +138,7 @@ def svg(title: str, bars: list[Bar], instants: list[Instant]) -> str:
 PICTURES = {
     "elastic-step.svg": lambda: svg("A step of eight shards on four workers", STEP, STEP_INSTANTS),
     "elastic-recovery.svg": lambda: svg("Worker 2 is killed in the middle of a step", RECOVERY, RECOVERY_INSTANTS),
+    "elastic-joining.svg": lambda: svg("Worker 3 joins while the others train", JOINING, JOINING_INSTANTS),
 }
 
 

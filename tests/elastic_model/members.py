@@ -9,10 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.elastic.messages import Broken, Dismissed, Finished, Installed, Leaving, Ready, ToWorker, View, Wait
+from paceline.elastic.messages import (
+    Broken,
+    Dismissed,
+    Finished,
+    Installed,
+    Learn,
+    Leaving,
+    Lesson,
+    Ready,
+    ToWorker,
+    View,
+    Wait,
+)
 from paceline.elastic.standing import Standing
 
 if TYPE_CHECKING:
+    from elastic_model.learners import Log
     from elastic_model.world import World
 
 NO_STATE = -1
@@ -43,6 +56,9 @@ class Group:
         if self.has_failed or len(self.arrived) < len(self.view.members) or not self.world.connects(self.arrived):
             return
         self.top = max(each.round for each in self.arrived.values())
+        for each in self.arrived.values():
+            if each.is_learner and each.round != self.top:
+                raise Violation(f"{each.uid} comes in with round {each.round}, and the others have {self.top}")
         self.is_inside = any(each.is_inside and each.round == self.top for each in self.arrived.values())
         for each in self.arrived.values():
             most_s = self.world.copy_s if each.round == NO_STATE else 0.03
@@ -99,18 +115,24 @@ class Member:
 
     __slots__ = (
         *("backlog", "code", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
-        *("is_inside", "lag", "last_down_s", "last_up_s", "latest", "number", "round", "site", "slot", "standing"),
-        *("state", "uid", "was_stalled", "world"),
+        *("is_inside", "is_learner", "known", "lag", "last_down_s", "last_up_s", "latest", "latest_lesson", "learner"),
+        *("lessons", "logs", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world"),
     )  # fmt: skip
 
     def __init__(self, world: World, number: int, site: Site, slot: int) -> None:
         self.world, self.number, self.site, self.slot = world, number, site, slot
         self.uid = f"{site.name}.{slot}.{number}"
-        self.state = "boot"  # boot, ready, forming, working, idle, broken, done, dead
+        self.state = "boot"  # boot, ready, learning, following, called, forming, working, idle, broken, done, dead
         self.round, self.digest = NO_STATE, 0
         self.group: Group | None = None
-        self.heard = 0  # the largest view heard of
+        self.heard = 0  # the largest number of a view or lesson heard of
         self.latest: View | None = None
+        self.known: list[View] = []
+        self.is_learner = False  # it has learned the state, and is in no view yet
+        self.learner = world.learner(self)
+        self.latest_lesson = 0
+        self.lessons: list[Lesson] = []  # which it has to begin
+        self.logs: dict[int, Log] = {}
         self.is_inside = False  # it has begun the batch whose first round comes next
         self.code = 0
         self.has_finished = self.is_leaving = self.is_frozen = self.was_stalled = False
@@ -123,7 +145,7 @@ class Member:
         """The script has come to its loop."""
         if self.state == "boot":
             self.state = "ready"
-            self.world.up(self, Ready(self.site.fingerprint))
+            self.world.up(self, Ready(self.site.fingerprint, self.world.learns))
 
     def hear(self, message: ToWorker) -> None:
         """A message from the coordinator."""
@@ -132,12 +154,29 @@ class Member:
         if isinstance(message, Dismissed):
             self.exit(message.code)
             return
-        if message.generation <= self.heard:
+        if isinstance(message, Lesson):
+            self.world.hear_lesson(self, message)
             return
-        self.heard, self.latest = message.generation, message
-        if self.uid in message.members:
-            if not message.is_planned or self.state in ("ready", "idle") or self.round == NO_STATE:
+        if isinstance(message, Learn):
+            self.learner.offered(message)
+            return
+        if self.latest is not None and message.generation <= self.latest.generation:
+            return
+        self.heard, self.latest = max(self.heard, message.generation), message
+        self.known = [*self.known[-3:], message]
+        if self.state in ("following", "called"):
+            if not self.world.waits_for_the_log and self.uid in message.members:
                 self.enter(message)
+            self.learner.come_in()
+        elif self.uid in message.members:
+            if self.is_learner and self.state == "forming":
+                if self.group is not None and not message.is_planned:
+                    self.broke(self.group, "there is a later view")
+            elif not message.is_planned or self.state in ("ready", "idle") or self.round == NO_STATE:
+                self.enter(message)
+        elif self.is_learner:
+            if self.group is not None and not message.is_planned:
+                self.broke(self.group, "there is a later view")
         elif self.is_leaving:
             if not message.is_planned or self.state != "working":
                 self.exit(0)
@@ -149,10 +188,12 @@ class Member:
         else:
             self.leave_group()
             self.state, self.round, self.is_inside = "ready", NO_STATE, False
-            self.world.up(self, Ready(self.site.fingerprint))
+            self.is_learner, self.logs, self.lessons = False, {}, []
+            self.world.up(self, Ready(self.site.fingerprint, self.world.learns))
 
     def enter(self, view: View) -> None:
         """Meets the members of a view."""
+        self.world.log_all(self, ("entered", self.round, view.generation, view.members))
         self.leave_group(is_agreed=view.is_planned)
         self.state = "forming"
         self.group = self.world.group(view)
@@ -201,6 +242,7 @@ class Member:
     def installed(self, group: Group) -> None:
         """All members have the state."""
         if self.group is group and self.state == "forming":
+            self.is_learner = False
             self.world.up(self, Installed(group.view.generation, self.round))
             self.begin_round()
 
@@ -210,8 +252,8 @@ class Member:
         at_batch = self.round % world.batch == 0 and self.round < world.rounds
         if group.view.must_wait and at_batch and not group.is_inside:
             self.state = "idle"
-            if self.heard > group.view.generation:
-                self.follow_latest()
+            if (view := self.planned_until(self.heard, group)) is not None:
+                self.follow_to(view)
             return
         self.state, self.is_inside = "working", at_batch
         world.later(0.05, self, self.contribute, group, self.round)
@@ -237,18 +279,26 @@ class Member:
         self.round += 1
         self.is_inside = group.is_inside = False
         world.committed(self, round_)
+        world.log_all(self, ("result", round_, self.digest, ()))
         at_batch = self.round % world.batch == 0 and self.round < world.rounds
         if not world.agrees_on_views:
             heard = self.heard
-        if at_batch and heard > group.view.generation:
-            self.follow_latest()
+        if at_batch or not world.snapshots_at_batches:
+            world.begin_lessons(self, heard)
+        if at_batch and (view := self.planned_until(heard, group)) is not None:
+            self.follow_to(view)
         else:
             self.begin_round()
 
-    def follow_latest(self) -> None:
+    def planned_until(self, heard: int, group: Group) -> View | None:
+        """Returns the view after the group's up to a number that all have heard of."""
+        later = [each for each in self.known if group.view.generation < each.generation <= heard]
+        return later[-1] if later else None
+
+    def follow_to(self, view: View) -> None:
         """Enters the planned view, or ends because it leaves."""
-        if self.uid in self.latest.members:
-            self.enter(self.latest)
+        if self.uid in view.members:
+            self.enter(view)
         else:
             self.leave_group(is_agreed=True)
             self.exit(0)
@@ -260,6 +310,9 @@ class Member:
         self.leave_group()
         self.state = "broken"
         self.world.up(self, Broken(group.view.generation, self.round, reason))
+        if self.is_learner:
+            self.learner.broke(group.view.generation)
+            return
         if self.is_leaving and self.latest is not None and self.uid not in self.latest.members:
             self.exit(0)
 

@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from random import Random
 
 from elastic_model.faults import GENTLE, KINDS, check_end, check_view, strike
+from elastic_model.learners import Learner, begin_lessons, hear_lesson, log_all
 from elastic_model.members import NO_STATE, Group, Member, Site, Violation
 from paceline.elastic.coordinator import Coordinator
 from paceline.elastic.messages import Broken, FromWorker, View
@@ -30,6 +31,8 @@ class World:
     """One schedule."""
 
     agrees_on_views = True  # mutation: without it, each worker enters a planned view when it has heard of it itself
+    waits_for_the_log = True  # mutation: without it, a learner enters a planned view when it has heard of it
+    snapshots_at_batches = True  # mutation: without it, donors take snapshots in the middle of batches too
     drains = True  # mutation: without it, a death is reported before what the worker said last
 
     def __init__(self, seed: int, sites: int | None = None, faults: Sequence[tuple[int, str]] | None = None) -> None:
@@ -47,7 +50,9 @@ class World:
         self.heap: list[tuple[float, int, Member | None, Callable[..., None], tuple[object, ...]]] = []
         self.count = 0
         self.batch = random.choice((1, 2, 3))
-        self.rounds = random.randint(1, 3) * self.batch
+        self.learns = self.chance() < 0.3  # newcomers do so while the others train
+        self.slowness_of_replay = random.choice((0.1, 0.5, 1.5))  # of a replayed round, as compared to a computed one
+        self.rounds = random.randint(1, 20 if self.learns else 3) * self.batch
         self.left_out_ends = self.chance() < 0.5  # a worker that a view leaves out ends, and does not ask again
         self.is_rude = self.chance() < 0.3
         self.slowness = random.choice((0.2, 1.0, 1.0, 5.0))  # of messages, as compared to the workers
@@ -125,6 +130,14 @@ class World:
         states = ", ".join(f"{each.uid} {each.state} {each.round}" for each in self.members.values())
         replay = f"PYTHONPATH=tests python -m elastic_model {self.seed}"
         return f"{replay}, {self.now_s:.3f} s, {len(self.results)} of {self.rounds} rounds, {states}"
+
+    def learner(self, member: Member) -> Learner:
+        """Returns what makes a member learn."""
+        return Learner(self, member)
+
+    hear_lesson = staticmethod(hear_lesson)
+    begin_lessons = staticmethod(begin_lessons)
+    log_all = staticmethod(log_all)
 
     def group(self, view: View) -> Group:
         """Returns the connections of a view."""

@@ -8,17 +8,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from paceline.elastic import messages
-from paceline.elastic.messages import Dismissed, FromWorker, View, Wait
+from paceline.elastic.messages import Dismissed, FromWorker, Learn, Lesson, View, Wait
 from paceline.errors import PacelineError
 
 FD_VARIABLE = "PACELINE_ELASTIC_FD"
 NAME_VARIABLE = "PACELINE_WORKER"
 _SAY_AFTER_S = 1.0  # a wait that is shorter than this is nobody's concern
+_REMEMBERED = 4  # views and lessons
+
+T = TypeVar("T")
 
 
 class LauncherLostError(PacelineError):
@@ -32,7 +36,11 @@ class LauncherConnection:
         self.name = name
         self._socket = connection
         self._changed = threading.Condition()
+        self.heard = 0  # the largest number of a view or lesson; 0 at the beginning
         self._views: dict[int, View] = {}
+        self._lessons: dict[int, Lesson] = {}
+        self._latest_lesson = 0
+        self._offers: list[Learn] = []
         self._dismissed: Dismissed | None = None
         self._reason = ""
         self._is_lost = False
@@ -49,13 +57,34 @@ class LauncherConnection:
         return f"worker {self.name} (pid {os.getpid()})"
 
     @property
-    def heard(self) -> int:
-        """The largest generation that this worker has heard of; 0 at the beginning."""
-        return max(self._views, default=0)
+    def dismissed(self) -> Dismissed | None:
+        """The order to end, if it has come."""
+        return self._dismissed
 
-    def view(self, generation: int) -> View:
-        """Returns a view of which the worker has heard."""
-        return self._views[generation]
+    @property
+    def offers(self) -> list[Learn]:
+        """The donors that serve this worker's latest lesson, as far as it has heard."""
+        with self._changed:
+            latest = max((each.lesson for each in self._offers), default=0)
+            return [each for each in self._offers if each.lesson == latest]
+
+    def latest_view(self, after: int) -> View | None:
+        """Returns the last view after a generation of which the worker has heard."""
+        with self._changed:
+            return max((each for each in self._views.values() if each.generation > after), default=None, key=_number)
+
+    def view_until(self, number: int) -> View | None:
+        """Returns the last view up to a number of which the worker has heard."""
+        with self._changed:
+            return max((each for each in self._views.values() if each.generation <= number), default=None, key=_number)
+
+    def lessons_until(self, number: int) -> list[Lesson]:
+        """Returns the lessons up to a number that this worker has heard of as a donor, and removes them."""
+        with self._changed:
+            due = [each for each in self._lessons.values() if each.number <= number]
+            for each in due:
+                del self._lessons[each.number]
+            return due
 
     def when_told(self, on_view: Callable[[View], None] | None) -> None:
         """Calls `on_view` with the views heard of so far, and from the listening thread with each that comes later.
@@ -81,13 +110,26 @@ class LauncherConnection:
         Raises:
             LauncherLostError: the launcher has ended.
         """
+
+        def found() -> list[View | Dismissed]:
+            if self._dismissed is not None:
+                return [self._dismissed]
+            later = [view for view in self._views.values() if view.generation > after and accepts(view)]
+            return [max(later, key=_number)] if later else []
+
+        return self.await_news(found)
+
+    def await_news(self, found: Callable[[], Sequence[T]]) -> T:
+        """Returns the first thing that `found` finds; it is called whenever the launcher has said something.
+
+        Raises:
+            LauncherLostError: the launcher has ended.
+        """
         told, began_s = "", time.monotonic()
         with self._changed:
             while True:
-                if self._dismissed is not None:
-                    return self._dismissed
-                if found := [view for view in self._views.values() if view.generation > after and accepts(view)]:
-                    return max(found, key=lambda view: view.generation)
+                if news := found():
+                    return news[0]
                 if self._is_lost:
                     raise LauncherLostError(f"{self}: its launcher has ended")
                 waited_s = time.monotonic() - began_s
@@ -114,14 +156,26 @@ class LauncherConnection:
         match message:
             case View():
                 self._views[message.generation] = message
-                for old in sorted(self._views)[:-4]:
+                self.heard = max(self.heard, message.generation)
+                for old in sorted(self._views)[:-_REMEMBERED]:
                     del self._views[old]
                 if self._on_view is not None:
                     self._on_view(message)
+            case Lesson() if message.number > self._latest_lesson:
+                self._latest_lesson = message.number
+                self.heard = max(self.heard, message.number)
+                if self.name in message.donors:
+                    self._lessons[message.number] = message
+            case Learn():
+                self._offers = [*self._offers[1 - _REMEMBERED :], message]
             case Wait(reason):
                 self._reason = reason
             case Dismissed():
                 self._dismissed = message
+
+
+def _number(view: View) -> int:
+    return view.generation
 
 
 def same_bits_as(*facts: object) -> str:

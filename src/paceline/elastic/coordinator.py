@@ -15,7 +15,7 @@ order in which they are applied:
    known are given time to say so (they report what they hold when their connections break); if no round can have
    been committed, the job begins again; otherwise its state is lost, and it ends.
 4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
-   (`planning.py`).
+   (`planning.py`). Those who can catch up while the others train do so first (`lessons.py`).
 
 What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members of
 another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in a
@@ -37,6 +37,7 @@ from paceline.elastic.forcing import force, lacks_quorum, why_forced
 from paceline.elastic.hearing import hear, hear_again
 from paceline.elastic.job import Job
 from paceline.elastic.knowledge import Report, next_term
+from paceline.elastic.lessons import teach
 from paceline.elastic.messages import Dismissed, FromWorker
 from paceline.elastic.orders import Orders, Tell
 from paceline.elastic.planning import grow
@@ -275,6 +276,7 @@ class Coordinator:
         job.held = None
         if job.ending_s is not None:
             return False
+        teach(job)
         return grow(job, now_s)
 
     def _raise_term(self, term: int) -> None:

@@ -32,8 +32,13 @@ POINTS = (
     "batch.begun",
     "loop.over",
 )
+# Points of a lesson: of the donors, of a donor's child, and of the learner.
+POINTS_OF_DONORS = ("join.snapshot", "join.serving", "join.logged")
+POINTS_OF_CHILDREN = ("join.sending",)
+POINTS_OF_LEARNERS = ("join.chunk", "join.restored", "join.replay", "join.near")
 # Points of the usual loop only, with DistributedDataParallel and StatefulLoader.
 POINTS_OF_MEANS = ("batch.dealt", "mean.weighed", "mean.applied")
+_ALL_POINTS = (*POINTS, *POINTS_OF_DONORS, *POINTS_OF_CHILDREN, *POINTS_OF_LEARNERS, *POINTS_OF_MEANS)
 _DELAY_S = 0.3
 
 _reached: Counter[str] = Counter()
@@ -55,9 +60,8 @@ def arm(worker: str, orders: str) -> None:
             number = int(count)
         except ValueError:
             raise ValueError(f"{VARIABLE} has {order!r}; it must be WORKER:POINT@COUNT=ACTION") from None
-        if point not in (*POINTS, *POINTS_OF_MEANS) or action not in _ACTIONS:
-            points = (*POINTS, *POINTS_OF_MEANS)
-            raise ValueError(f"{VARIABLE} has {order!r}; points are {points}, and actions {tuple(_ACTIONS)}")
+        if point not in _ALL_POINTS or action not in _ACTIONS:
+            raise ValueError(f"{VARIABLE} has {order!r}; points are {_ALL_POINTS}, and actions {tuple(_ACTIONS)}")
         if name == worker:
             _orders[point, number] = action
 

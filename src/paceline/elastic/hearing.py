@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from paceline.elastic.breaks import Break
 from paceline.elastic.job import Job
-from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, Leaving, Ready
+from paceline.elastic.lessons import donated, is_asked_again, learned
+from paceline.elastic.messages import Broken, Donating, Finished, FromWorker, Installed, Learned, Leaving, Ready
 from paceline.elastic.roster import Place, Worker
 from paceline.elastic.starting import refuse
 
@@ -15,7 +16,11 @@ def hear(job: Job, worker: Worker, message: FromWorker, now_s: float) -> None:
     """Notes what a worker's message says."""
     match message:
         case Ready():
-            _asked(job, worker, message.fingerprint, now_s)
+            _asked(job, worker, message, now_s)
+        case Donating():
+            donated(job, worker, message)
+        case Learned():
+            learned(job, worker, now_s)
         case Installed():
             job.breaks.went_on(message.round)
             job.views.entered(worker, message.generation)
@@ -31,10 +36,12 @@ def hear(job: Job, worker: Worker, message: FromWorker, now_s: float) -> None:
                 job.finished.append(worker)
 
 
-def _asked(job: Job, worker: Worker, fingerprint: str, now_s: float) -> None:
+def _asked(job: Job, worker: Worker, message: Ready, now_s: float) -> None:
     """Lets a worker wait for a view; one that was a member says by this that it has no state any more."""
     if worker.place is Place.MEMBER and worker.has_state:
         worker.place, worker.has_state = Place.OUTSIDE, False
+    fingerprint = message.fingerprint
+    is_asked_again(worker, message)
     if worker.place is not Place.OUTSIDE:
         return
     worker.fingerprint = fingerprint
@@ -53,13 +60,13 @@ def _broke(job: Job, worker: Worker, message: Broken, now_s: float) -> None:
     generation = message.generation
     if worker.place is not Place.MEMBER or views.base is None or generation < max(views.base.generation, worker.since):
         return
-    if worker.has_state or worker in views.base_team:
-        report = Break(generation, now_s + job.policy.break_patience_s)
-        breaks.reported(worker.uid, report, message.reason)
-    elif message.round >= 0:
-        worker.has_state = True  # it was given the state, and lost the others before it could say so
-    else:
-        worker.place = Place.READY
+    if not worker.has_state and worker not in views.base_team:
+        if message.round < 0:
+            worker.place = Place.READY
+            return
+        worker.has_state = True  # it has learned the state, or was given it before it lost the others
+    report = Break(generation, now_s + job.policy.break_patience_s)
+    breaks.reported(worker.uid, report, message.reason)
 
 
 def hear_again(job: Job, worker: Worker, said: Sequence[FromWorker], is_known: bool, now_s: float) -> None:

@@ -108,6 +108,12 @@ class Job:
             self.tell(worker, base)
         if latest is not None:
             self.tell(worker, latest)
+        lessons = [each.lesson for each in self.roster.ready() if each.lesson is not None]
+        for lesson in sorted(lessons, key=lambda each: each.number):
+            if worker in self.views.team:
+                self.tell(worker, lesson)
+        for offer in worker.offers:
+            self.tell(worker, offer)
 
     def end(self, end: End) -> None:
         """Ends the job."""

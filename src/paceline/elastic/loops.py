@@ -18,7 +18,12 @@ from paceline.parallel.sharded.logical import LogicalShards
 
 
 class Loop(Protocol):
-    """What differs between the loops."""
+    """What differs between the loops.
+
+    Attributes: `can_replay`, whether the loop may be run on results that others have computed.
+    """
+
+    can_replay: bool
 
     def registry(self, others: dict[str, Stateful]) -> Registry:
         """Returns the state of the module and of the others."""
@@ -35,6 +40,8 @@ class Loop(Protocol):
 
 class ShardsLoop:
     """The loop in logical shards: the bits of its results do not depend on the workers."""
+
+    can_replay = True
 
     def __init__(self, shards: LogicalShards) -> None:
         self._shards = shards
@@ -73,6 +80,8 @@ class UsualLoop:
         ValueError: there is not exactly one StatefulLoader among the others, or the module or the loader was made with
             an option that needs ranks which stay.
     """
+
+    can_replay = False  # the forward and backward are the script's own calls
 
     def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
         loaders = [each for each in others if isinstance(each, StatefulLoader)]

@@ -11,7 +11,7 @@ from paceline.elastic.agreement import Status
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.messages import View
 from paceline.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RendezvousError, StoreError
-from paceline.group.default import default_group, leave
+from paceline.group.default import default_group, leave, stand_beside
 from paceline.group.init import init_process_group
 from paceline.group.process_group import ProcessGroup
 from paceline.rendezvous.environment import open_store
@@ -21,6 +21,10 @@ from paceline.store.prefix import PrefixStore
 # What a member sees when another one is lost, or has left for a later view.
 LOST = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
 _FORMING_S = 60.0
+_NO_COLLECTIVES = (
+    "this worker came late and runs the loop on results of the others, who are not in this call. For a loop with "
+    "collectives of its own, make the state with ElasticState(..., replays=False)"
+)
 _CALL_S = 3600.0
 
 
@@ -64,6 +68,13 @@ class Meeting:
         formed.append(group)
         self._connection.when_told(superseded)
         return group
+
+    def watch_only(self, workers: int) -> None:
+        """Lets the script see itself as one more rank than so many workers, until it enters a view.
+
+        It runs on results of the others, and must not think that it is the first rank, which prints and saves.
+        """
+        stand_beside(workers, _NO_COLLECTIVES)
 
     def leave(self) -> None:
         """Ends the default process group; idempotent."""

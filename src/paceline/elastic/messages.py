@@ -3,6 +3,10 @@
 A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is
 *forced* after a worker was lost, and the survivors enter it at once; or it is *planned* because workers come or leave,
 and its members enter it together at the beginning of the next batch after all of them have heard of it.
+
+A worker that comes while others train is a *learner* until it has caught up with them: *donors* among the members take
+a snapshot of the state at the beginning of a batch, for a *lesson* that is numbered like the views. `joining/` has the
+rest.
 """
 
 from __future__ import annotations
@@ -20,10 +24,27 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 class Ready(_Message, frozen=True):
     """The worker has built its model and asks to take part. It has no state that anybody may copy.
 
-    `fingerprint` is a text that is equal in all workers whose results have the same bits.
+    Attributes:
+        fingerprint: a text that is equal in all workers whose results have the same bits.
+        learns: it can catch up with the others while they train; otherwise they wait for it while it gets the state.
     """
 
     fingerprint: str
+    learns: bool = False
+
+
+class Donating(_Message, frozen=True):
+    """The worker serves the state that precedes the round `round`, and the results since; "" if it cannot."""
+
+    lesson: int
+    round: int
+    address: str
+
+
+class Learned(_Message, frozen=True):
+    """The worker has caught up with the others: its next round is `round`."""
+
+    round: int
 
 
 class Installed(_Message, frozen=True):
@@ -72,6 +93,26 @@ class View(_Message, frozen=True):
     store: str = ""
 
 
+class Lesson(_Message, frozen=True):
+    """The donors serve their state to the learner, from the next batch on that begins after all members have heard it.
+
+    `number` is larger than the generation of any view before.
+    """
+
+    number: int
+    learner: str
+    donors: tuple[str, ...]
+
+
+class Learn(_Message, frozen=True):
+    """A donor serves the learner at an address, from the state that precedes the round `round` on."""
+
+    lesson: int
+    donor: str
+    round: int
+    address: str
+
+
 class Wait(_Message, frozen=True):
     """Nothing can be done yet; the reason is for the user."""
 
@@ -85,8 +126,8 @@ class Dismissed(_Message, frozen=True):
     code: int = 0
 
 
-FromWorker = Ready | Installed | Broken | Leaving | Finished
-ToWorker = View | Wait | Dismissed
+FromWorker = Ready | Donating | Learned | Installed | Broken | Leaving | Finished
+ToWorker = View | Lesson | Learn | Wait | Dismissed
 
 _from_worker = msgspec.json.Decoder(FromWorker)
 _to_worker = msgspec.json.Decoder(ToWorker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.elastic.job import Job
+from paceline.elastic.lessons import may_come
 from paceline.elastic.messages import View
 from paceline.elastic.orders import End
 from paceline.elastic.roster import Worker
@@ -18,15 +19,16 @@ def grow(job: Job, now_s: float) -> bool:
         return False
     if any(each.lives and not each.machine.is_reachable for each in views.team):
         return False  # they are to come back first, or to be left out
-    ready = job.roster.ready()
     leavers = [each for each in views.team if each.leaving is not None]
+    ready = may_come(job)
     if _are_too_few(job, views.latest, now_s):
         return True
     if not leavers and not ready:
         return False
     if not ready and len(leavers) == len(views.team):
         return _dismiss_last(job, leavers, now_s)
-    due_s = now_s if leavers else ready[0].ready_s + job.policy.gather_s
+    is_urgent = leavers or any(each.has_learned for each in ready)
+    due_s = now_s if is_urgent else ready[0].ready_s + job.policy.gather_s
     if now_s < due_s:
         job.due_s.append(due_s)
         return False

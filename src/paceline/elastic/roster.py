@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from paceline.elastic.knowledge import Knowledge
+from paceline.elastic.messages import Learn, Lesson
 
 
 class Place(Enum):
@@ -49,6 +50,11 @@ class Worker:
     """A worker's process.
 
     Attributes:
+        learns: it can catch up while others train, see `lessons.py`.
+        has_learned: it has caught up.
+        lesson: the lesson that it is given.
+        refusals: the donors that cannot give that.
+        offers: what it was told of the others.
         since: the first view that contains it, since it was ready last.
         installed: the latest view that it has entered.
         has_state: it has entered a view that contains it, so that its state is the job's.
@@ -63,6 +69,11 @@ class Worker:
     place: Place = Place.OUTSIDE
     fingerprint: str = ""
     ready_s: float = 0.0
+    learns: bool = False
+    has_learned: bool = False
+    lesson: Lesson | None = None
+    refusals: set[str] = field(default_factory=set)
+    offers: list[Learn] = field(default_factory=list)
     since: int = 0
     installed: int = 0
     has_state: bool = False

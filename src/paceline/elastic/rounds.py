@@ -8,9 +8,7 @@ what follows from that. What a member does again is a pure function of the shard
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -19,19 +17,23 @@ import torch
 from paceline.elastic import speeds
 from paceline.elastic.agreement import FRESH, Agreement, Deal, Status, agree, deal_runs
 from paceline.elastic.audit import Audit, audit_of
+from paceline.elastic.computing import Computing
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
+from paceline.elastic.joining.catching_up import CatchingUp
+from paceline.elastic.joining.donors import Donor
+from paceline.elastic.joining.learner import Taught
+from paceline.elastic.joining.newcomer import Newcomer
 from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
-from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, Ready, View
+from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, View
 from paceline.elastic.registry import Registry
-from paceline.elastic.speeds import even_counts, fair_counts, smoothed
+from paceline.elastic.speeds import even_counts, fair_counts
 from paceline.elastic.vote import Ballot, OthersOutvotedError, OutvotedError, vote
 from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.digests import digest_of
-from paceline.parallel.sharded.sums import Values, add, sum_over_ranks
-from paceline.parallel.sharded.tree import Node, add_up
+from paceline.parallel.sharded.sums import Values, sum_over_ranks
 from paceline.record.names import EventKind
 from paceline.record.spans import Recorded
 from paceline.record.steps import STEPS
@@ -59,35 +61,43 @@ class Rounds:
         self._registry = registry
         self._on_deal = on_deal
         self._meeting = Meeting(connection)
+        self._newcomer = Newcomer(connection)
+        self._donor = Donor(connection, registry)
+        self._catching_up: CatchingUp | None = None  # with the others, who have committed later rounds
         self._view = View(0, (), is_planned=False)
         self._group: ProcessGroup | None = None
-        self._fingerprint = ""
         self.number = FRESH  # the round that comes next
         self._deal: Deal = []
         self.dealings = Dealings()
-        self._held: dict[Node, Values] = {}
+        self._mine = Computing()
         self._voted: Values = []  # the result with which this worker has voted in this round
         self._digest = 0  # of that
+        self._state = 0  # the digest of a part of the state at the beginning of this round
         self._committed = 0  # the digest of the result of the round before
         self._is_late = False  # others have committed this round already, with that result
         self._has_begun = False  # this worker is in a batch
         self._others_have = False  # a member that is in the same round has begun its batch
         self.is_leaving = False  # this worker was asked to end
         self._counts: list[int] = []  # of shards, by rank, in rounds to come
-        self._shard_ns = 0  # how long a shard takes here
-        self._audited = 0  # a digest of the shard that is audited in this round, if it was computed here
-        self._attempts = 0  # to compute this round
         self._agreed = 0  # the generation of a view that all members have heard of
 
-    def join(self, fingerprint: str) -> None:
-        """Asks to take part, and returns when this worker is in a view and has the state.
+    @property
+    def is_replaying(self) -> bool:
+        """Whether this worker catches up with the others."""
+        return self._catching_up is not None
+
+    def join(self, fingerprint: str, *, replays: bool) -> None:
+        """Asks to take part, and returns when this worker has the state, and is in a view or about to catch up.
+
+        Args:
+            fingerprint: see `Ready`.
+            replays: the loop may be run on the results of others until this worker has caught up with them.
 
         Raises:
             SystemExit: the launcher says that the worker takes no part.
         """
         reach("join.ready")
-        self._fingerprint = fingerprint
-        self._connection.send(Ready(fingerprint))
+        self._newcomer.ask(fingerprint, learns=replays)
         self._until_it_holds(self._enter_next)
         self._tell_deal()
 
@@ -122,7 +132,13 @@ class Rounds:
             return self._voted if self._is_late else agreed_result(self._group_now())
 
         reach("round.begun")
-        result: Values = self._until_it_holds(attempt)
+        self._state = self._registry.rolling_digest(self.number)
+        result: Values
+        if self._catching_up is not None:
+            result, self._digest = self._catching_up.result(self.number, self._state)
+        else:
+            result = self._until_it_holds(attempt)
+        self._donor.committed(self.number, result, self._digest, self._state, self.dealings.latest)
         self._commit()
         return result
 
@@ -138,13 +154,21 @@ class Rounds:
         reach("batch.begun")
 
         def attempt() -> None:
-            if self._agreed > self._view.generation:
-                self._enter(self._connection.view(self._agreed))
+            agreed = self._connection.view_until(self._agreed)
+            if agreed is not None and agreed.generation > self._view.generation:
+                self._enter(agreed)
             # A batch that another member has begun is finished, however few the members are.
             while self._group is None or (self._view.must_wait and not self._others_have):
                 self._enter_next()
 
         self._has_begun = False
+        if self._catching_up is not None:
+            if (dealt := self._catching_up.until_batch(self.number)) is not None:
+                self._has_begun = True
+                self.dealings.learn([dealt], is_new=False)
+                return self.dealings.begin(self.number, dealt.members)
+            self._catching_up = None
+        self._donor.begin_batch(self._agreed, self.number, self._committed, self.dealings.latest)
         self._until_it_holds(attempt)
         self._has_begun = True
         self._tell_deal()
@@ -153,6 +177,9 @@ class Rounds:
     def finish(self) -> None:
         """Returns when every member has finished all rounds, so that none needs another any more."""
         self.total(lambda _: [torch.zeros(1, dtype=torch.uint8)])
+        if self._catching_up is not None:
+            self._catching_up.give_up("the others have finished")
+        self._donor.close()
         reach("loop.over")
         self._connection.send(Finished(self.number))
 
@@ -168,15 +195,22 @@ class Rounds:
 
     def _enter_next(self) -> None:
         while True:
-            answer = self._connection.await_view(self._view.generation, self._may_enter)
+            answer: View | Dismissed | Taught
+            if self.number == FRESH:
+                answer = self._newcomer.await_way_in(self._view.generation)
+            else:
+                answer = self._connection.await_view(self._view.generation, self._may_enter)
             if isinstance(answer, Dismissed):
                 self._end(answer.reason, answer.code)
+            if isinstance(answer, Taught):
+                self._begin_catching_up(answer)
+                return
             if self.number != FRESH or self._connection.name in answer.members:
                 self._enter(answer)
                 return
             # The view that this newcomer was to enter broke before it had the state: it asks again.
             self._view = answer
-            self._connection.send(Ready(self._fingerprint))
+            self._newcomer.ask_again()
 
     def _may_enter(self, view: View) -> bool:
         """Whether this worker may enter a view that it has heard of, since it has lost the one before or is new.
@@ -194,6 +228,7 @@ class Rounds:
         if self._connection.name not in view.members:
             code = 0 if self.is_leaving else LEFT_OUT
             self._end(f"it is not in view {view.generation}, which follows view {before.generation}", code)
+        self._donor.entering(self.number, view)
         reach("view.entering")
         name = "planned" if view.is_planned else "forced"
         with Recorded(EventKind.VIEW_CHANGE, name, view.generation, len(view.members)):
@@ -218,9 +253,9 @@ class Rounds:
         self._connection.send(Installed(view.generation, self.number))
 
     def _status(self) -> Status:
-        held = tuple((node.first, node.stop) for node in self._held)
+        held = tuple((node.first, node.stop) for node in self._mine.held)
         dealt = self.dealings.latest
-        return Status(self.number, held, self._shard_ns, dealt, self._has_begun, self._digest, self._committed)
+        return Status(self.number, held, self._mine.shard_ns, dealt, self._has_begun, self._digest, self._committed)
 
     def _share(self, group: ProcessGroup, agreed: Agreement) -> None:
         """Gives the state to those that lack it; learns that others have committed what this worker has voted for."""
@@ -249,21 +284,9 @@ class Rounds:
 
     def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values], is_step: bool) -> Values:
         audit = audit_of(self.number, self._deal, self._shards) if is_step else None
-        began_ns = time.perf_counter_ns()
-        mine = self._deal[group.rank()]
-        missing = [node for node in mine if node not in self._held]
-        is_again = bool(missing) and self._attempts > 0
-        self._attempts += 1
-        with Recorded(EventKind.RECOMPUTE, "", len(missing)) if is_again else contextlib.nullcontext():
-            for node in missing:
-                self._held[node] = add_up(node, add, self._audited_value(value_of, audit), {})
-        if is_step and missing:
-            computed = sum(node.stop - node.first for node in missing)
-            self._shard_ns = smoothed(self._shard_ns, (time.perf_counter_ns() - began_ns) // computed)
-        if audit is not None and group.rank() in audit.others:
-            self._audited = digest_of(value_of(audit.shard))
+        self._mine.compute(self._deal, group.rank(), value_of, audit, is_step=is_step)
         reach("round.computed")
-        return self._agreed_on(group, sum_over_ranks(self._held, self._deal, self._shards, group), audit)
+        return self._agreed_on(group, sum_over_ranks(self._mine.held, self._deal, self._shards, group), audit)
 
     def _agreed_on(self, group: ProcessGroup, result: Values, audit: Audit | None) -> Values:
         reach("round.summed")
@@ -271,23 +294,9 @@ class Rounds:
         reach("round.voted")
         return result
 
-    def _audited_value(self, value_of: Callable[[int], Values], audit: Audit | None) -> Callable[[int], Values]:
-        """Returns `value_of`, which keeps a digest of the shard that is audited, if there is one."""
-        if audit is None:
-            return value_of
-
-        def value_and_digest(shard: int) -> Values:
-            value = value_of(shard)
-            if shard == audit.shard:
-                self._audited = digest_of(value)
-            return value
-
-        return value_and_digest
-
     def _vote(self, group: ProcessGroup, result: Values, audit: Audit | None) -> None:
-        state = self._registry.rolling_digest(self.number)
         self._voted, self._digest = result, digest_of(result)
-        mine = Ballot(self._digest, state, self._connection.heard, self._shard_ns, self._audited)
+        mine = Ballot(self._digest, self._state, self._connection.heard, self._mine.shard_ns, self._mine.audited)
         try:
             ballots = vote(group, mine, self.number, self._view.members, audit)
         except OutvotedError as error:
@@ -302,17 +311,21 @@ class Rounds:
 
     def _commit(self) -> None:
         was_late, self._is_late = self._is_late, False
-        self._voted, self._held, self._audited = [], {}, 0
-        self._attempts = 0
+        self._voted = []
+        self._mine.forget()
         self._committed, self._digest = self._digest, 0
         self.number += 1
-        if not was_late:  # otherwise the members agreed on the round that comes now when they entered the view
+        # One that was late has agreed with the others on the round that comes now when it entered the view.
+        if not was_late and self._catching_up is None:
             self._deal = deal_runs(self._counts)
             self._others_have = False
         reach("round.committed")
 
     def _tell_deal(self) -> None:
         """Announces the shards of this worker in rounds to come; those that it owes in this round may be others."""
+        if self._catching_up is not None:
+            self._on_deal(range(0))
+            return
         rank = self._view.members.index(self._connection.name)
         first = sum(self._counts[:rank])
         self._on_deal(range(first, first + self._counts[rank]))
@@ -321,7 +334,17 @@ class Rounds:
         assert self._group is not None
         return self._group
 
+    def _begin_catching_up(self, taught: Taught) -> None:
+        self._registry.restore(taught.state)
+        reach("join.restored")
+        contents = taught.contents
+        self.number, self._committed = contents.round, contents.committed
+        self.dealings.learn([contents.dealt], is_new=True)
+        self._catching_up = CatchingUp(self._connection, taught, self._enter, self._end)
+        self._meeting.watch_only(len(contents.dealt.members))
+
     def _end(self, reason: str, code: int) -> NoReturn:
+        self._donor.close()
         self._meeting.leave()
         sys.stderr.write(f"paceline: {self._connection} ends: {reason}\n")
         raise SystemExit(code)

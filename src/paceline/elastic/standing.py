@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.elastic.messages import Broken, Finished, FromWorker, Installed, Leaving, Ready
+from paceline.elastic.messages import Broken, Donating, Finished, FromWorker, Installed, Learned, Leaving, Ready
+
+_LESSONS = 4  # that a donor may give at a time, and more
 
 
 @dataclass
@@ -24,7 +26,12 @@ class Standing:
             case Ready():
                 self.messages = [each for each in self.messages if isinstance(each, Leaving)]
             case Installed():
-                self._forget(Installed, Broken)
+                self._forget(Installed, Broken, Learned)
+            case Learned():
+                self._forget(Learned)
+            case Donating():
+                given = [each for each in self.messages if isinstance(each, Donating)]
+                self.messages = [each for each in self.messages if each not in given[: 1 - _LESSONS]]
             case Broken():
                 self._forget(Broken)
             case Leaving():

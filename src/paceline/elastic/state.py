@@ -42,6 +42,9 @@ class ElasticState:
         model: the logical shards, which hold the model, or the model in a DistributedDataParallel.
         on_view: is called with a `ViewChange` at the beginning of the first batch that other workers train on than the
             one before, with the same arguments on every worker, so that it may change learning rates.
+        replays: a worker that comes late runs the loop of `LogicalShards` on the results of the others until it has
+            caught up with them. With False they wait while it gets the state, as in the usual loop. A loop with
+            collectives of its own, or one that looks into `batches`, needs False.
         others: everything else that has a state, by name: the optimizer, the scheduler, the loader, ....
 
     Raises:
@@ -77,11 +80,13 @@ class ElasticState:
         model: LogicalShards | DistributedDataParallel,
         *,
         on_view: Callable[[ViewChange], None] | None = None,
+        replays: bool = True,
         **others: Stateful,
     ) -> None:
         self._model = model
         self._loop: Loop = ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others.values())
         self._on_view = on_view
+        self._replays = replays
         self._epoch = 0
         self._registry = self._loop.registry({**others, "epoch": self})
         self._rounds: Rounds | None = None
@@ -90,6 +95,14 @@ class ElasticState:
     def epoch(self) -> int:
         """The epoch that the loop is in, from 0."""
         return self._epoch
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the loop runs on results that others have computed before, since this worker came late.
+
+        Whatever a step leaves outside of the state, such as a line in a log, the others have left already.
+        """
+        return self._rounds is not None and self._rounds.is_replaying
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs from the current one to before `count`, and returns when all workers have finished them.
@@ -140,7 +153,7 @@ class ElasticState:
         rounds = self._rounds = self._loop.rounds(connection, self._registry, self._begin_batch)
         if threading.current_thread() is threading.main_thread():
             _leave_on_sigterm(connection, rounds)
-        rounds.join(self._loop.fingerprint())
+        rounds.join(self._loop.fingerprint(), replays=self._replays and self._loop.can_replay)
 
     def _begin_batch(self) -> None:
         assert self._rounds is not None

@@ -58,10 +58,9 @@ class Views:
 
         Members of the base that a planned view leaves out stay members until all have entered it.
         """
-        self._count += 1
         team = sorted(members, key=lambda each: each.uid)  # ranks that do not depend on who was ready first
         names = tuple(each.uid for each in team)
-        view = View((self.term << 32) + self._count, names, is_planned, must_wait, self.store)
+        view = View(self.next_number(), names, is_planned, must_wait, self.store)
         for worker in self.concerned:
             if not (worker in team or (is_planned and worker in self.base_team)):
                 self._leave_out(worker)
@@ -80,6 +79,11 @@ class Views:
             oldest = min(self._members_of)
             del self._members_of[oldest], self._missing_in[oldest]
         return view
+
+    def next_number(self) -> int:
+        """Returns a number that is larger than that of any view and lesson before."""
+        self._count += 1
+        return (self.term << 32) + self._count
 
     def forget(self) -> None:
         """Begins again with nothing, after all members have died before any round could be committed."""

@@ -12,7 +12,7 @@ from paceline.elastic.audit import Audit, suspects
 from paceline.errors import PacelineError
 from paceline.group.process_group import ProcessGroup
 
-_CAUSES = (
+CAUSES = (
     "The cause is corrupted memory, an operator that is not deterministic, or state that the workers do not share and "
     "ElasticState was not given"
 )
@@ -82,14 +82,14 @@ def _judge_audit(ballots: Sequence[Ballot], audit: Audit, rank: int, round_numbe
     if len(wrong) > 1:
         raise DivergenceError(
             f"round {round_number}: the workers {', '.join(named)} computed different sums of shard {audit.shard} from "
-            f"the same state. {_CAUSES}",
+            f"the same state. {CAUSES}",
             round_number=round_number,
             workers=named,
         )
     if rank in wrong:
         raise OutvotedError(
             f"round {round_number}: worker {named[0]} computes another sum of shard {audit.shard} than two others do "
-            f"from the same state. {_CAUSES}"
+            f"from the same state. {CAUSES}"
         )
     raise OthersOutvotedError(f"round {round_number}: worker {named[0]} computes a wrong sum of shard {audit.shard}")
 
@@ -105,13 +105,13 @@ def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequen
     if 2 * votes <= len(ballots):
         raise DivergenceError(
             f"round {round_number}: the {what} differs between the workers {', '.join(names)}, and no majority of them "
-            f"agrees. {_CAUSES}",
+            f"agrees. {CAUSES}",
             round_number=round_number,
             workers=tuple(names),
         )
     if (ballots[rank].result, ballots[rank].state) != winner:
         raise OutvotedError(
             f"round {round_number}: the {what} of worker {names[rank]} differs from that of {votes} of {len(ballots)} "
-            f"workers (outvoted: {', '.join(others)}). {_CAUSES}"
+            f"workers (outvoted: {', '.join(others)}). {CAUSES}"
         )
     raise OthersOutvotedError(f"round {round_number}: another {what} than that of the majority: {', '.join(others)}")

@@ -95,6 +95,7 @@ class OwnWorld(World):
 
 
 _world: OwnWorld | None = None
+_beside: int | None = None
 _borrow: Callable[[], World | None] | None = None
 
 
@@ -109,8 +110,24 @@ def borrow_world(find: Callable[[], World | None]) -> None:
 
 def adopt(world: OwnWorld) -> None:
     """Makes the group of `world` the default group."""
-    global _world
-    _world = world
+    global _world, _beside
+    _world, _beside = world, None
+
+
+def stand_beside(size: int, why: str) -> None:
+    """Makes this process the last of `size` + 1 ranks for `get_rank` and `get_world_size`, until a world is adopted.
+
+    The default group is closed, so that collectives of a program that is not in step with the others fail; the error
+    says `why`.
+    """
+    global _beside
+    _beside = size
+    default_group().close_because(why)
+
+
+def beside() -> int | None:
+    """Returns the number of ranks that this process stands beside; None if it is one of the default group's."""
+    return _beside
 
 
 def leave() -> None:

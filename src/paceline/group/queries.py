@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from paceline.group.arguments import group_rank_of
-from paceline.group.default import Group, find_world, own_world, resolve
+from paceline.group.default import Group, beside, find_world, own_world, resolve
 from paceline.group.process_group import ProcessGroup
 
 
@@ -21,12 +21,16 @@ def is_available() -> bool:
 
 def get_rank(group: Group = None) -> int:
     """Returns this process's rank in `group`, -1 if it is not a member."""
+    if group is None and (last := beside()) is not None:
+        return last
     resolved = resolve(group)
     return -1 if resolved is None else resolved.rank()
 
 
 def get_world_size(group: Group = None) -> int:
     """Returns the number of ranks in `group`, -1 if this process is not a member."""
+    if group is None and (last := beside()) is not None:
+        return last + 1
     resolved = resolve(group)
     return -1 if resolved is None else resolved.size()
 

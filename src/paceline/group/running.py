@@ -70,6 +70,10 @@ class RunningGroup(BaseGroup):
         self._everybody = everybody
         self._rank = group_rank
         self._closed = False
+        self._closed_why = (
+            "this process group was destroyed (destroy_process_group); "
+            "make a new one with init_process_group or new_group"
+        )
         self._abandoned: list[Buffers] = []
         self.set_timeout(timeout)
 
@@ -121,6 +125,11 @@ class RunningGroup(BaseGroup):
     def failure(self) -> Code:
         """Returns why the group can no longer be used, as far as this rank knows without a call; OK while it can."""
         return Code(self._devices.failure())
+
+    def close_because(self, why: str) -> None:
+        """Ends the group for this rank; later calls fail with an error that says why."""
+        self._closed_why = why
+        self.close()
 
     def close(self) -> None:
         """Ends the group for this rank; idempotent."""
@@ -205,10 +214,7 @@ class RunningGroup(BaseGroup):
         return error
 
     def _closed_error(self) -> ValueError:
-        return ValueError(
-            f"rank {self.me.rank}: this process group was destroyed (destroy_process_group); "
-            "make a new one with init_process_group or new_group"
-        )
+        return ValueError(f"rank {self.me.rank}: {self._closed_why}")
 
 
 def _shown(buffers: Buffers, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -143,7 +143,8 @@ class ShardLoader:
             yield next(remaining)
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
-        batches = recorded_waits(iter(self._loader), "ShardLoader")
+        # Without shards, as while a worker catches up with others, no loader processes are needed.
+        batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
         while self._next_step < self._steps():
             step = self._next_step
             self._next_step = step + 1

@@ -1,0 +1,219 @@
+"""A donor's child: serves the snapshot that it is, and the donor's log, to one learner.
+
+It is a fork of a process that has threads, so it uses nothing that another thread may have held in the middle of a
+change: no torch, no group, and none of the descriptors that it inherits but its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import queue
+import select
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from paceline.elastic.failpoints import reach
+from paceline.elastic.joining.chunks import Layout
+from paceline.elastic.joining.log import LogReader
+from paceline.elastic.joining.wire import (
+    CHANNEL,
+    CHUNK_BYTES,
+    REQUEST,
+    Ask,
+    BrokenLessonError,
+    Chunk,
+    Contents,
+    NothingYet,
+    digest_of_chunk,
+    receive_into,
+    send_head,
+)
+from paceline.security.doorkeeper import Doorkeeper
+
+FIRST_S = 30.0  # how long the learner has to come
+_PATIENCE_S = 30.0  # how long it may take nothing
+_PR_SET_PDEATHSIG = 1
+_MOST_DESCRIPTORS = 1 << 20
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a child serves.
+
+    Attributes:
+        number: the lesson's.
+        key: what the learner must hold.
+        contents: of the snapshot.
+        memories: its buffers.
+        listener: where the learner connects.
+        log: the donor's log.
+        line: comes from the donor: a byte says that the log has grown, and the end that the donor has ended.
+        progress: what the child tells the donor, see `Progress`.
+    """
+
+    number: int
+    key: bytes
+    contents: Contents
+    memories: Sequence[memoryview]
+    listener: socket.socket
+    log: int
+    line: socket.socket
+    progress: Progress
+
+
+class Progress:
+    """Memory of a donor and its child, in which the child says how far the learner is.
+
+    Attributes: `done`, up to where the log is not needed any more, and `sent`, which grows with all that is sent and is
+    0 before the learner came.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._numbers = memoryview(self._memory).cast("Q")
+
+    @property
+    def done(self) -> int:
+        """The size of the log that is not needed any more."""
+        return self._numbers[0]
+
+    @property
+    def sent(self) -> int:
+        """How often something was sent."""
+        return self._numbers[1]
+
+    def more(self, done: int) -> None:
+        """Notes that something was sent, and that the log is not needed up to `done`."""
+        self._numbers[0] = done
+        self._numbers[1] += 1
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._numbers.release()
+        self._memory.close()
+
+
+def be_child(served: Served, donor_pid: int) -> NoReturn:
+    """Serves one learner in a process that was just forked, and ends it; it never outlives the donor."""
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == donor_pid:
+            gc.disable()  # what the donor left for the collector is the donor's to close
+            _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _serve(served)
+    except (OSError, BrokenLessonError):
+        pass  # the learner or the donor is gone
+    finally:
+        os._exit(0)
+
+
+def _keep_only(descriptors: Sequence[int]) -> None:
+    """Closes all descriptors but these; those of a terminal lead nowhere."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        if standard not in descriptors:
+            os.dup2(null, standard)
+    first = 3
+    for kept in sorted(descriptors):
+        os.closerange(first, max(first, kept))
+        first = max(first, kept + 1)
+    os.closerange(first, min(os.sysconf("SC_OPEN_MAX"), _MOST_DESCRIPTORS))
+
+
+def _serve(served: Served) -> None:
+    came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    door = Doorkeeper(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
+    try:
+        learner = came.get(timeout=FIRST_S)
+    except queue.Empty:
+        return
+    finally:
+        door.close()
+    learner.settimeout(_PATIENCE_S)
+    served.line.setblocking(False)
+    Serving(served, learner).run()
+
+
+class Serving:
+    """The conversation with the learner."""
+
+    def __init__(self, served: Served, learner: socket.socket) -> None:
+        self._served, self._learner = served, learner
+        self._layout = Layout(served.contents.sizes, CHUNK_BYTES)
+        self._log = LogReader(served.log)
+        self._awaited: tuple[int, int] | None = None  # a round and a generation
+        self._done = 0  # up to where the log is not needed any more
+
+    def run(self) -> None:
+        """Answers until the learner or the donor is gone.
+
+        Raises:
+            BrokenLessonError, OSError: one of them is.
+        """
+        send_head(self._learner, self._served.contents)
+        self._tell_donor()
+        request = memoryview(bytearray(REQUEST.size))
+        while True:
+            ready, _, _ = select.select([self._learner, self._served.line], [], [])
+            if self._served.line in ready and not self._served.line.recv(4096):
+                return
+            if self._awaited is not None:
+                self._give_awaited()
+            if self._learner in ready:
+                receive_into(self._learner, request)
+                self._answer(*REQUEST.unpack(request))
+
+    def _answer(self, ask: int, first: int, second: int) -> None:
+        match ask:
+            case Ask.CHUNK if first < self._layout.count:
+                self._give_chunk(first)
+            case Ask.ITEM:
+                self._forget(first)
+                self._awaited = first, second
+                if not self._give_awaited():
+                    send_head(self._learner, NothingYet())
+            case Ask.FORGET:
+                self._forget(first)
+            case _:
+                raise BrokenLessonError(f"the learner asked for {ask} {first} {second}")
+
+    def _give_chunk(self, number: int) -> None:
+        spans = self._layout.spans(number)
+        parts = [self._served.memories[buffer][first:stop] for buffer, first, stop in spans]
+        head = Chunk(number, sum(map(len, parts)), digest_of_chunk(parts))
+        send_head(self._learner, head)
+        reach("join.sending")
+        for part in parts:
+            self._learner.sendall(part)
+        self._tell_donor()
+
+    def _give_awaited(self) -> bool:
+        assert self._awaited is not None
+        entry = self._log.next(*self._awaited)
+        if entry is None:
+            return False
+        self._awaited = None
+        send_head(self._learner, entry.item, self._log.ahead)
+        at = entry.body
+        while at < entry.stop:
+            if not select.select([], [self._learner], [], _PATIENCE_S)[1]:
+                raise BrokenLessonError("the learner takes nothing")
+            at += os.sendfile(self._learner.fileno(), self._log.file, at, entry.stop - at)
+        self._tell_donor()
+        return True
+
+    def _forget(self, round_: int) -> None:
+        self._done = max(self._done, self._log.forget(round_))
+        self._tell_donor()
+
+    def _tell_donor(self) -> None:
+        self._served.progress.more(self._done)

@@ -1,0 +1,87 @@
+"""Lessons: how a worker that comes late learns the state while the others train, before it is in any view.
+
+A lesson has a number, which is larger than that of any view before, and donors. All members are told of it, and the
+donors among them take a snapshot at the beginning of the batch after all have heard of it, so that all have the same.
+What a learner makes of it is its own affair: it says when it has caught up, or asks again when all its donors are gone.
+"""
+
+from __future__ import annotations
+
+from paceline.elastic.job import Job
+from paceline.elastic.messages import Donating, Learn, Lesson, Ready
+from paceline.elastic.roster import Place, Worker
+
+DONORS = 2  # of a lesson
+
+
+def teach(job: Job) -> None:
+    """Begins the lessons of those who are ready to learn, when all members train."""
+    views = job.views
+    if views.latest is None or views.latest.must_wait:
+        return
+    for learner in job.roster.ready():
+        if learner.learns and not learner.has_learned and not _may_be_given(job, learner):
+            _begin(job, learner)
+
+
+def may_come(job: Job) -> list[Worker]:
+    """Returns those who may come in by a planned view.
+
+    A learner that has not caught up may if nobody trains meanwhile, since the members wait for more, or all leave.
+    """
+    views = job.views
+    is_idle = views.latest is not None and views.latest.must_wait
+    is_idle = is_idle or all(each.leaving is not None for each in views.team)
+    return [each for each in job.roster.ready() if is_idle or each.has_learned or not each.learns]
+
+
+def donated(job: Job, donor: Worker, message: Donating) -> None:
+    """Tells the learner of a donor; if none can, the others will have to wait while it gets the state."""
+    for learner in job.roster.ready():
+        if learner.lesson is None or learner.lesson.number != message.lesson:
+            continue
+        if message.address:
+            offer = Learn(message.lesson, donor.uid, message.round, message.address)
+            if offer not in learner.offers:
+                learner.offers.append(offer)
+                job.tell(learner, offer)
+        else:
+            learner.refusals.add(donor.uid)
+            learner.learns = not learner.refusals.issuperset(learner.lesson.donors)
+
+
+def learned(job: Job, worker: Worker, now_s: float) -> None:
+    """Lets a learner that has caught up come in, also one that a view left out, and that has gone on learning since."""
+    worker.has_learned = worker.learns
+    if worker.place is Place.OUTSIDE and worker.learns:
+        if worker.leaving is not None or job.ending_s is not None:
+            job.dismiss(worker, f"asked to end: {worker.leaving}" if worker.leaving else "the job is done")
+        else:
+            worker.place, worker.ready_s = Place.READY, now_s
+
+
+def is_asked_again(worker: Worker, message: Ready) -> None:
+    """Forgets the lesson of a worker that asks to take part, perhaps since all its donors are gone."""
+    if worker.place in (Place.OUTSIDE, Place.READY):
+        worker.learns, worker.has_learned, worker.lesson = message.learns, False, None
+
+
+def _may_be_given(job: Job, learner: Worker) -> bool:
+    """Whether the learner has a lesson, which it may complete; when donors have offered it, it knows that itself."""
+    if learner.lesson is None:
+        return False
+    able = [uid for uid in learner.lesson.donors if uid not in learner.refusals and job.roster.workers[uid].trains]
+    return bool(learner.offers or able)
+
+
+def _begin(job: Job, learner: Worker) -> None:
+    """Chooses donors, those on the learner's own machine first, and tells all members."""
+    able = [each for each in job.views.team if each.trains and each.has_state and each.leaving is None]
+    able.sort(key=lambda each: (each.machine is not learner.machine, each.uid))
+    if not able:
+        return
+    chosen = able[:DONORS]
+    lesson = Lesson(job.views.next_number(), learner.uid, tuple(each.uid for each in chosen))
+    learner.lesson, learner.refusals, learner.offers = lesson, set(), []
+    for member in job.views.team:
+        job.tell(member, lesson)

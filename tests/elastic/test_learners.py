@@ -1,0 +1,120 @@
+"""A worker that comes late learns while the others train; whoever of them dies meanwhile, the bits are the same."""
+
+from __future__ import annotations
+
+import elastic_job
+import elastic_programs
+import pytest
+from elastic_job import Outcome
+
+from paceline.elastic.failpoints import POINTS_OF_CHILDREN, POINTS_OF_DONORS, POINTS_OF_LEARNERS
+from paceline.elastic.messages import Donating, Installed, Learned
+
+EPOCHS = 8
+BALLAST_MIB = 9  # three chunks
+DONORS = ("0.0.0", "0.2.0")
+LEARNER = "0.1.1"
+DEATH = "0.1.0:round.computed@2=kill"  # of the worker that the learner replaces
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The digest of one worker alone."""
+    outcome = elastic_job.run(elastic_programs.train, EPOCHS, elastic_programs.SHARDS, 0.0, 0, BALLAST_MIB, workers=1)
+    (digest,) = outcome.results.values()
+    assert isinstance(digest, str)
+    return digest
+
+
+def run(*failpoints: str, timeout_s: float = 60.0, **rest: object) -> Outcome:
+    outcome = elastic_job.run(
+        elastic_programs.train,
+        EPOCHS,
+        elastic_programs.SHARDS,
+        0.0,
+        0,
+        BALLAST_MIB,
+        0.015,
+        failpoints=",".join([DEATH, *failpoints]),
+        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        timeout_s=timeout_s,
+        **rest,
+    )
+    assert outcome.code == 0, outcome
+    assert outcome.errors == {}
+    assert outcome.ended["0.1.0"] == -9
+    return outcome
+
+
+def said(outcome: Outcome, kind: type, worker: str | None = None) -> list[object]:
+    return [what for _, who, what in outcome.heard if isinstance(what, kind) and worker in (None, who)]
+
+
+def test_a_learner_catches_up_and_takes_part(undisturbed: str) -> None:
+    outcome = run()
+    assert {*outcome.results.values()} == {undisturbed}
+    assert set(outcome.results) == {*DONORS, LEARNER}
+    first, second = said(outcome, Donating)
+    assert first.round == second.round, "the snapshots are of the same state"
+    assert said(outcome, Learned, LEARNER)
+    (entered,) = said(outcome, Installed, LEARNER)
+    assert entered.round > first.round, "the others have gone on meanwhile"
+
+
+@pytest.mark.parametrize("point", [*POINTS_OF_DONORS, *POINTS_OF_CHILDREN])
+def test_a_donor_may_be_killed_at_any_point(point: str, undisturbed: str) -> None:
+    for worker in DONORS:
+        outcome = run(f"{worker}:{point}@1=kill")
+        assert {*outcome.results.values()} == {undisturbed}, outcome
+        if point in POINTS_OF_DONORS:
+            assert outcome.ended[worker] == -9, f"{point} was never reached"
+
+
+def test_both_donors_may_be_killed(undisturbed: str) -> None:
+    outcome = run("0.0.0:join.logged@2=kill", "0.2.0:join.logged@3=kill", workers=4)
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    assert outcome.ended["0.0.0"] == -9
+
+
+@pytest.mark.parametrize("point", POINTS_OF_LEARNERS)
+def test_a_learner_may_be_killed_at_any_point(point: str, undisturbed: str) -> None:
+    outcome = run(f"{LEARNER}:{point}@1=kill")
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    assert outcome.ended[LEARNER] == -9, f"{point} was never reached"
+
+
+@pytest.mark.parametrize("point", ["view.entering", "view.formed", "view.agreed"])
+def test_a_learner_may_be_killed_when_it_comes_in(point: str, undisturbed: str) -> None:
+    outcome = run(f"{LEARNER}:{point}@1=kill")
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    assert outcome.ended[LEARNER] == -9, f"{point} was never reached"
+
+
+@pytest.mark.parametrize("point", ["view.entering", "view.formed"])
+def test_a_learner_that_is_left_out_goes_on_learning(point: str, undisturbed: str) -> None:
+    outcome = run(f"{LEARNER}:{point}@1=lose")
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    assert outcome.ended[LEARNER] == 0
+    assert said(outcome, Installed, LEARNER)
+
+
+def test_a_learner_is_not_the_first_rank() -> None:
+    outcome = elastic_job.run(elastic_programs.look_around, 60, failpoints=DEATH, policy={"gather_s": 0.02})
+    assert outcome.code == 0, outcome
+    seen = outcome.results[LEARNER]
+    assert isinstance(seen, list)
+    replayed = [each for each in seen if each[0]]
+    assert {tuple(each) for each in replayed} == {(True, 2, 3, False)}
+    assert {tuple(each) for each in seen[len(replayed) :]} == {(False, 1, 3, True)}
+
+
+def test_a_member_may_die_while_another_learns(undisturbed: str) -> None:
+    outcome = run(f"{LEARNER}:join.chunk@1=delay", "0.3.0:round.computed@9=kill", workers=4)
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    assert said(outcome, Installed, LEARNER)
+
+
+def test_the_job_may_end_while_a_worker_learns(undisturbed: str) -> None:
+    outcome = run(f"{LEARNER}:join.chunk@1=stop")
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    assert not said(outcome, Installed, LEARNER)
