@@ -58,13 +58,13 @@ class EncryptedSocket:
         """Sets how long `sendall` and `recv` wait; None for ever, and 0 not at all."""
         self._timeout_s = timeout_s
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: bytes | memoryview) -> None:
         """Sends `data`.
 
         Raises:
             OSError: it was not taken in time, or the connection is broken.
         """
-        self._core.send(data, self._limit_s())
+        self._core.send(bytes(data), self._limit_s())
 
     def recv(self, nbytes: int) -> bytes:
         """Returns what has come, at most 16 KiB; nothing if the other end has closed the connection.
@@ -73,6 +73,16 @@ class EncryptedSocket:
             OSError: nothing came in time, or the connection is broken.
         """
         return self._core.receive(nbytes, self._limit_s())
+
+    def recv_into(self, memory: memoryview) -> int:
+        """Writes what has come, as `recv`, to the beginning of `memory`; returns the number of bytes.
+
+        Raises:
+            OSError: nothing came in time, or the connection is broken.
+        """
+        data = self.recv(len(memory))
+        memory[: len(data)] = data
+        return len(data)
 
     def recv_now(self, nbytes: int) -> bytes:
         """Returns what has come, as `recv`, but does not wait.

@@ -18,6 +18,8 @@ from paceline.elastic.registry import Registry
 from paceline.engine.addresses import own_address
 from paceline.errors import PacelineError
 from paceline.parallel.digests import memory_of
+from paceline.security.encryption import identity_of
+from paceline.security.levels import chosen_level
 from paceline.security.secret import derive_key, job_secret
 from paceline.store.tcp import listen
 
@@ -74,6 +76,8 @@ class Donor:
         address = ""
         try:
             key = derive_key(job_secret(), KEY)
+            if chosen_level() == "encrypt":
+                identity_of(key)  # made here, so that the fork of a process with threads need not load OpenSSL
             listener = listen(_own_host(), 0, job_secret())
             host, port = listener.getsockname()[:2]
             self._given[lesson.number] = Snapshot(

@@ -31,6 +31,7 @@ from paceline.errors import AuthenticationError
 from paceline.group.exchange import as_memory, room_for
 from paceline.group.objects.codec import MalformedPayload
 from paceline.group.objects.serialization import decode
+from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import Hello, prove
 from paceline.security.secret import derive_key, job_secret
 
@@ -45,7 +46,7 @@ class Taught:
 
     contents: Contents
     state: Any
-    donors: list[socket.socket]
+    donors: list[Connection]
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Learner:
         self._changed = threading.Condition()
         self._room: _Room | None = None
         self._tried: dict[str, threading.Thread] = {}
-        self._connected: dict[str, socket.socket] = {}
+        self._connected: dict[str, Connection] = {}
 
     def learn(self) -> Taught | None:
         """Returns what the donors give; None if all have failed, or if it is not needed any more."""
@@ -114,11 +115,13 @@ class Learner:
             pass  # the others give what this one has not
         self._lost(offer.donor)
 
-    def _connect(self, offer: Learn) -> socket.socket:
+    def _connect(self, offer: Learn) -> Connection:
         host, _, port = offer.address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), _PATIENCE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        prove(connection, derive_key(job_secret(), KEY), Hello(CHANNEL, generation=offer.lesson))
+        plain = socket.create_connection((host, int(port)), _PATIENCE_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        key = derive_key(job_secret(), KEY)
+        connection = begin(plain, key, _PATIENCE_S)
+        prove(connection, key, Hello(CHANNEL, generation=offer.lesson))
         connection.settimeout(_PATIENCE_S)
         return connection
 
@@ -130,7 +133,7 @@ class Learner:
             same = self._room.contents.round == contents.round and self._room.contents.sizes == contents.sizes
             return self._room if same else None
 
-    def _get_chunks(self, donor: str, connection: socket.socket, room: _Room) -> None:
+    def _get_chunks(self, donor: str, connection: Connection, room: _Room) -> None:
         scratch = memoryview(bytearray(CHUNK_BYTES))
         while True:
             with self._changed:

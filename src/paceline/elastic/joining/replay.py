@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import select
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from paceline.elastic.joining.wire import (
 )
 from paceline.parallel.digests import memory_of
 from paceline.parallel.sharded.sums import Values
+from paceline.security.encryption import Connection
 
 _PATIENCE_S = 30.0  # how long a donor may take to go on with what it has begun to send
 _LOOK_S = 0.1
@@ -65,7 +65,7 @@ class Replay:
         check: is called while there is nothing to do, and may raise an error.
     """
 
-    def __init__(self, donors: list[socket.socket], on_near: Callable[[int], None], check: Callable[[], None]) -> None:
+    def __init__(self, donors: list[Connection], on_near: Callable[[int], None], check: Callable[[], None]) -> None:
         self._donors = donors
         self._on_near, self._check = on_near, check
         self._generation = 0  # the last view of which the learner knows that the others have entered it
@@ -120,7 +120,7 @@ class Replay:
                 del self._donors[0]
         raise LostDonorsError(f"nobody serves the result of round {round_number} any more")
 
-    def _get_from(self, donor: socket.socket, round_number: int) -> tuple[Item, Values]:
+    def _get_from(self, donor: Connection, round_number: int) -> tuple[Item, Values]:
         donor.sendall(REQUEST.pack(Ask.ITEM, round_number, self._generation))
         for other in self._donors[1:]:
             with contextlib.suppress(OSError):  # it is found out when it is needed
@@ -148,7 +148,7 @@ class Replay:
             self._on_near(round_number)
 
 
-def _receive(donor: socket.socket, head: Result) -> Values:
+def _receive(donor: Connection, head: Result) -> Values:
     values = []
     for name, shape in head.tensors:
         dtype = getattr(torch, name.removeprefix("torch."), None)

@@ -35,6 +35,7 @@ from paceline.elastic.joining.wire import (
     send_head,
 )
 from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.encryption import Connection
 
 FIRST_S = 30.0  # how long the learner has to come
 _PATIENCE_S = 30.0  # how long it may take nothing
@@ -130,7 +131,7 @@ def _keep_only(descriptors: Sequence[int]) -> None:
 
 
 def _serve(served: Served) -> None:
-    came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     door = Doorkeeper(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
     try:
         learner = came.get(timeout=FIRST_S)
@@ -146,7 +147,7 @@ def _serve(served: Served) -> None:
 class Serving:
     """The conversation with the learner."""
 
-    def __init__(self, served: Served, learner: socket.socket) -> None:
+    def __init__(self, served: Served, learner: Connection) -> None:
         self._served, self._learner = served, learner
         self._layout = Layout(served.contents.sizes, CHUNK_BYTES)
         self._log = LogReader(served.log)
@@ -203,13 +204,21 @@ class Serving:
             return False
         self._awaited = None
         send_head(self._learner, entry.item, self._log.ahead)
-        at = entry.body
-        while at < entry.stop:
-            if not select.select([], [self._learner], [], _PATIENCE_S)[1]:
-                raise BrokenLessonError("the learner takes nothing")
-            at += os.sendfile(self._learner.fileno(), self._log.file, at, entry.stop - at)
+        self._send_log(entry.body, entry.stop)
         self._tell_donor()
         return True
+
+    def _send_log(self, first: int, stop: int) -> None:
+        at = first
+        while at < stop:
+            if not select.select([], [self._learner], [], _PATIENCE_S)[1]:
+                raise BrokenLessonError("the learner takes nothing")
+            if isinstance(self._learner, socket.socket):
+                at += os.sendfile(self._learner.fileno(), self._log.file, at, stop - at)
+            else:
+                part = os.pread(self._log.file, min(stop - at, CHUNK_BYTES), at)
+                self._learner.sendall(part)
+                at += len(part)
 
     def _forget(self, round_: int) -> None:
         self._done = max(self._done, self._log.forget(round_))

@@ -6,7 +6,6 @@ head (msgpack), and a body whose length the head says.
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
@@ -15,6 +14,7 @@ import msgspec
 import xxhash
 
 from paceline.elastic.dealings import Dealt
+from paceline.security.encryption import Connection
 
 CHANNEL = "lesson"  # of the handshake
 CHUNK_BYTES = 4 << 20
@@ -132,13 +132,13 @@ def digest_of_chunk(parts: Sequence[memoryview]) -> bytes:
     return total.digest()
 
 
-def send_head(connection: socket.socket, head: Head, ahead: int = 0) -> None:
+def send_head(connection: Connection, head: Head, ahead: int = 0) -> None:
     """Sends a frame without its body."""
     data = encode_head(head)
     connection.sendall(FRAME.pack(len(data), ahead) + data)
 
 
-def receive_head(connection: socket.socket) -> tuple[Head, int]:
+def receive_head(connection: Connection) -> tuple[Head, int]:
     """Receives a frame up to its body; returns the head, and how many results the donor has beyond.
 
     Raises:
@@ -154,7 +154,7 @@ def receive_head(connection: socket.socket) -> tuple[Head, int]:
     return decode_head(data), ahead
 
 
-def receive_into(connection: socket.socket, memory: memoryview) -> None:
+def receive_into(connection: Connection, memory: memoryview) -> None:
     """Fills `memory` with what comes next.
 
     Raises:
