@@ -421,7 +421,13 @@ class Realm(World):
         lone = any("before the first view" in each or "no meeting" in each for each in reasons)
         if lost and not any(each.round != NO_STATE and each.state not in ("dead",) for each in self.members.values()):
             return
-        if not (lost or few or lone or torn or any("After its last round" in each for each in reasons)):
+        if not (
+            lost
+            or few
+            or lone
+            or torn
+            or any("After its last round" in each or "After the last round" in each for each in reasons)
+        ):
             raise Violation(f"all machines live, and the job ends badly: {reasons}; {self.story()}")
 
 
