@@ -25,7 +25,7 @@ def _forget_sums() -> None:
     status_of = Rounds._status
 
     def without_sums(self: Rounds) -> Any:
-        self._held.clear()
+        self._mine.held.clear()
         return status_of(self)
 
     Rounds._status = without_sums

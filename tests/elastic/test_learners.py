@@ -26,7 +26,7 @@ def undisturbed() -> str:
     return digest
 
 
-def run(*failpoints: str, timeout_s: float = 60.0, **rest: object) -> Outcome:
+def run(*failpoints: str, workers: int = 3, waits: bool = True, **rest: object) -> Outcome:
     outcome = elastic_job.run(
         elastic_programs.train,
         EPOCHS,
@@ -35,9 +35,11 @@ def run(*failpoints: str, timeout_s: float = 60.0, **rest: object) -> Outcome:
         0,
         BALLAST_MIB,
         0.015,
+        workers if waits else 0,
+        workers=workers,
         failpoints=",".join([DEATH, *failpoints]),
         policy={"gather_s": 0.02, "start_patience_s": 5.0},
-        timeout_s=timeout_s,
+        timeout_s=60.0,
         **rest,
     )
     assert outcome.code == 0, outcome
@@ -115,6 +117,6 @@ def test_a_member_may_die_while_another_learns(undisturbed: str) -> None:
 
 
 def test_the_job_may_end_while_a_worker_learns(undisturbed: str) -> None:
-    outcome = run(f"{LEARNER}:join.chunk@1=stop")
+    outcome = run(f"{LEARNER}:join.chunk@1=stop", waits=False)
     assert {*outcome.results.values()} == {undisturbed}, outcome
     assert not said(outcome, Installed, LEARNER)
