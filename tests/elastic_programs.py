@@ -25,8 +25,8 @@ def train(
 ) -> str:
     """Trains a network with batch normalisation and dropout, evaluates it after each epoch.
 
-    A step takes `step_s` more outside of the shards and a shard `shard_s`; the state is `ballast_mib` larger. While there
-    are fewer than `complete` workers, steps take long, so that those who are missing can come before the end.
+    A step takes `step_s` more outside of the shards and a shard `shard_s`; the state is `ballast_mib` larger. While
+    there are fewer than `complete` workers, steps take long, so that those who are missing come before the end.
     """
     dist.init_process_group(elastic=True)
     torch.manual_seed(0)
