@@ -26,7 +26,8 @@ class Inner:
     def ended(self, node, why, now_s):
         return []
 
-    lost = ended
+    def lost(self, node, why, now_s, silent_s=0.0):
+        return []
 
     def tick(self, now_s):
         return []

@@ -17,7 +17,9 @@ _STEPS_KEPT = 240
 _LINES_KEPT = 2000
 _EVENTS_KEPT = 500
 _RECENT = 30  # steps over which medians are taken
-_STEPS_OPEN = 8  # so many steps may be unfinished on some rank before the oldest is shown without it
+_PATIENCE = (
+    3  # samples after which a step is shown without the ranks that have not finished it; other machines lag by one
+)
 
 
 class Board:
@@ -33,12 +35,15 @@ class Board:
         self._steps: Tail[StepColumn] = Tail(steps_kept)
         self._story: Tail[Event] = Tail(_EVENTS_KEPT)
         self._log: Tail[Line] = Tail(_LINES_KEPT)
+        self._taken = 0  # samples
+        self._seen: dict[int, int] = {}  # of each open step, the number of the first sample that had it
         self._stacks: dict[int, Stack] = {}
         self._curves = Curves()
 
     def take(self, sample: Sample) -> None:
         """Takes the next sample."""
         self._sample = sample
+        self._taken += 1
         self._story.extend(sample.events)
         self._log.extend(sample.lines)
         self._stacks.update((each.rank, each) for each in sample.stacks)
@@ -48,6 +53,7 @@ class Board:
             recent.extend(each.steps)
             for step in each.steps:
                 self._open.setdefault(step.step, {})[each.rank] = step
+                self._seen.setdefault(step.step, self._taken)
         self._begin_again(sample)
         for rank in set(self._ranks) - {each.rank for each in sample.ranks}:
             del self._ranks[rank]
@@ -89,16 +95,16 @@ class Board:
         if now and max(now) < self._shown_up_to:
             self._shown_up_to = -1
         for step in [step for step in self._open if step <= self._shown_up_to]:
-            del self._open[step]
+            del self._open[step], self._seen[step]
 
     def _close_steps(self) -> None:
         """Makes columns of the steps that every rank has finished, and of those that some rank will never finish."""
         columns = []
         for step in sorted(self._open):
             finished = self._open[step]
-            if len(finished) < len(self._ranks) and len(self._open) <= _STEPS_OPEN:
+            if len(finished) < len(self._ranks) and self._taken - self._seen[step] < _PATIENCE:
                 break
-            del self._open[step]
+            del self._open[step], self._seen[step]
             self._shown_up_to = step
             self._latest = finished
             columns.append(_column(step, finished))
