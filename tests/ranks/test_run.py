@@ -50,8 +50,9 @@ dist.all_reduce(total)
     assert done.returncode == 1
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] reduced 4.0" for rank in range(2)]
     assert "restart 1 of 1 in 0.25 s: rank 0 failed" in done.stderr
-    last = done.stderr[done.stderr.rindex("paceline: rank") :]
-    assert last.startswith("paceline: rank 1 failed first (")
+    last = done.stderr[done.stderr.rindex("paceline: rank 1 failed first (") :]
+    last, _, verdict = last.rpartition("paceline: ")
+    assert "rank 1 failed: ValueError: the cause (script.py:12)" in verdict
     assert 'raise ValueError("the cause")' in last
     assert last.rstrip().endswith("ValueError: the cause")
     assert "bootstrap.py" not in last
