@@ -67,7 +67,7 @@ def test_a_learner_is_near_when_it_is_at_most_one_round_behind():
     assert [pursuit.is_near(behind) for behind in (5, 3, 1)] == [False, False, True]
 
 
-def test_a_learner_that_never_comes_near_is_admitted_after_a_while():
+def test_a_learner_that_never_comes_near_is_admitted_in_time():
     pursuit = Pursuit()
     taken = next(n for n in range(1, 1000) if pursuit.is_near(10))
     assert taken == 4 * 10 + 16 + 1

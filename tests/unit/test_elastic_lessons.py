@@ -36,7 +36,7 @@ def test_a_learner_has_two_donors_its_own_machines_first():
     assert views(play, "b2") == [], "nobody waits for it meanwhile"
 
 
-def test_a_learner_hears_of_each_donor_and_comes_in_when_it_has_learned():
+def test_a_learner_hears_of_each_donor_before_it_comes_in():
     play = running("a0", "b0")
     comes(play, "a1")
     (lesson,) = lessons(play, "b0")

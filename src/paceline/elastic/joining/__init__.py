@@ -5,4 +5,7 @@ is then, serves it in chunks (`serving.py`), and so are the results of the round
 (`log.py`). The *learner* takes chunks from all donors at once (`chunks.py`, `learner.py`). Then it runs the script's
 loop on the logged results (`replay.py`) until it has caught up, and is admitted by a planned view. `wire.py` has what
 goes over the connections.
+
+May use: security, store and group, and from elastic the registry, the messages and the failpoints. Start reading at
+`newcomer.py` for the learner, and at `donors.py` for the others.
 """
