@@ -231,7 +231,7 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
         if (at.rank == 0)
             while (!held) pause(1);
         std::vector<float> values(3'000'000, 1.0F);
-        const std::int64_t timeout_ns = (at.rank == 0 ? 300 : 20'000) * kMs;
+        const std::int64_t timeout_ns = (at.rank == 0 ? 1'000 : 20'000) * kMs;
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), timeout_ns);
         const Outcome outcome = at.executor.run(call, at.rank == 2 ? stop : nullptr, false);
         CHECK(outcome.code == Code::timed_out && outcome.came && outcome.reporter == 0);
