@@ -8,7 +8,7 @@ import shlex
 import subprocess
 
 import pytest
-from launching import ENVIRONMENT, command
+from launching import ENVIRONMENT, command, wait_until
 from terminal import Terminal
 
 READS = "import os, sys; print(os.environ['RANK'], 'read', repr(sys.stdin.read()))"
@@ -172,10 +172,10 @@ def test_ctrl_z_stops_the_workers_with_the_launcher(script, tmp_path):
         worker = int(told.read_text())
         terminal.type("\x1a")
         terminal.wait_for("Stopped")
-        assert state_of(worker) == "T"
+        wait_until(lambda: state_of(worker) == "T")
         terminal.type("bg\r")  # it waits for what is typed, so it stops again
         terminal.wait_for("$ ")
-        assert state_of(worker) == "T"
+        wait_until(lambda: state_of(worker) == "T")
         terminal.type("fg\r")
         terminal.wait_for("name? ")
         terminal.type("Anna\r")
