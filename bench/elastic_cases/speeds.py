@@ -55,7 +55,9 @@ def _steps_a_second(limits: list[str]) -> float:
     """Returns the pace of a job with a worker for each limit, after the first steps."""
     workers = len(limits) - 1
     steps = _STEPS_ALONE if workers == 1 else _STEPS
-    with contextlib.closing(jobs.elastic(workers, steps, "--batch", str(_BATCH), *limits, shards=_SHARDS)) as job:
+    with contextlib.closing(
+        jobs.elastic(workers, steps, "--batch", str(_BATCH), "--no-tally", *limits, shards=_SHARDS)
+    ) as job:
         while not job.is_over():
             time.sleep(0.1)
         notes = timeline.read(job.directory)

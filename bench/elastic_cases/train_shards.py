@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=SHARDS)
     parser.add_argument("--batch", type=int, default=BATCH, help="samples of a shard")
     parser.add_argument("--ballast", type=int, default=0, metavar="MIB", help="of additional state")
+    parser.add_argument("--no-tally", action="store_true", help="do not count how often each sample was used")
     parser.add_argument("--times", type=float, nargs="+", default=[], help="how many times slower each slot is")
     parser.add_argument("--cgroups", nargs="+", default=[], help="the cgroup of each slot")
     options = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(elastic=True)
     samples = Samples(options.steps, options.shards, options.batch)
-    network = Network(len(samples))
+    network = Network(1 if options.no_tally else len(samples))
     times = options.times[slot] if options.times else 1.0
     delay_s = (times - 1.0) * seconds_of_a_shard(network, samples, options.batch) if times > 1.0 else 0.0
     optimizer = optimizer_of(network)
