@@ -118,6 +118,7 @@ class ScheduleGroup {
         queue()->record_as(group);
         messenger_->record_as(group);
     }
+    void record_messages_as(std::uint32_t group) const { messenger_->record_as(group); }
 
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }
@@ -220,6 +221,7 @@ void register_links(nb::module_& module) {
         .def("receive", &ScheduleGroup::receive)
         .def("gone", &ScheduleGroup::gone)
         .def("record_as", &ScheduleGroup::record_as)
+        .def("record_messages_as", &ScheduleGroup::record_messages_as)
         .def("abort", &ScheduleGroup::abort)
         .def("failure", &ScheduleGroup::failure)
         .def("close", &ScheduleGroup::close);

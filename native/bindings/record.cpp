@@ -47,13 +47,17 @@ class RecordedCall {
         recorder->change(written_, fields_, false);
     }
 
-    void end(int outcome) {
+    // Ends it, with the bytes that this rank contributed and, of a receive, the rank that they came from.
+    void end(int outcome, std::uint64_t shm_nbytes, std::uint64_t tcp_nbytes, int last_arrived) {
         Recorder* const recorder = Recorder::active();
         if (recorder == nullptr) return;
         fields_.ended = record::ticks();
         if (fields_.started == 0) fields_.started = fields_.arrived;
         fields_.state = outcome == 0 ? record::State::done : record::State::failed;
         fields_.outcome = static_cast<std::uint8_t>(outcome);
+        fields_.shm_nbytes = shm_nbytes;
+        fields_.tcp_nbytes = tcp_nbytes;
+        fields_.last_arrived = last_arrived;
         recorder->change(written_, fields_, true);
     }
 
@@ -113,7 +117,8 @@ void register_record(nb::module_& module) {
     nb::class_<RecordedCall>(module, "RecordedCall")
         .def(nb::init<std::uint32_t, int, int, int, std::uint64_t, std::uint64_t, int, bool, std::int64_t>())
         .def("start", &RecordedCall::start)
-        .def("end", &RecordedCall::end);
+        .def("end", &RecordedCall::end, nb::arg("outcome"), nb::arg("shm_nbytes") = 0, nb::arg("tcp_nbytes") = 0,
+             nb::arg("last_arrived") = -1);
 
     module.def("begin_recording", &begin, nb::arg("fd"), nb::arg("worker"), nb::arg("host"), nb::arg("boot"),
                nb::arg("time_namespace"));

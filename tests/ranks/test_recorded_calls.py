@@ -78,6 +78,25 @@ def test_messages_and_arrivals_are_recorded(ranks):
     ranks(2)(late_rank_is_seen)
 
 
+def messages_of_gloo() -> None:
+    paceline.init_process_group("gloo")
+    x, rank = torch.ones(1000), paceline.get_rank()
+    if rank == 1:
+        paceline.recv(x, tag=7)  # from any
+    else:
+        paceline.send(x, 1, tag=7)
+    paceline.all_reduce(x)
+    *_, message, reduced = mine().calls
+    assert (message.operation, message.tag) == (("send", "recv")[rank], 7)
+    assert (message.count, message.state, message.shm_nbytes) == (1000, State.DONE, (4000, 0)[rank])
+    assert (message.root, message.last_arrived) == ((1, None), (None, 0))[rank]
+    assert (reduced.operation, reduced.shm_nbytes, reduced.tcp_nbytes) == ("all_reduce", 4000, 0)
+
+
+def test_messages_and_bytes_over_gloo_are_recorded(ranks):
+    ranks(2)(messages_of_gloo)
+
+
 def schedules_are_named() -> None:
     paceline.init_process_group(algorithm="ring")
     paceline.all_reduce(torch.ones(1 << 16))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paceline import _core
 from paceline.engine.codes import ITEM_SIZES
 from paceline.schedule.steps import Operation
 
@@ -142,12 +141,6 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     outputs: Sequence[Pieces]
 
 
-def recorded_call(group: int, call: Call, sequence: int, is_async: bool) -> _core.RecordedCall:
-    """Returns the record of a call that has just been made, for an engine that is written in Python."""
-    fields = (call.operation, call.dtype, call.reduce_op, sequence, call.count, call.root, is_async, -1)
-    return _core.RecordedCall(group, *fields)
-
-
 class Channel(Protocol):
     """Runs the collectives of one group, in the order in which they are called, from any thread."""
 
@@ -190,3 +183,6 @@ class Messages(Protocol):
     def receive(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /) -> Message:
         """Starts a receive from a group rank, or with -1 from any rank."""
         ...
+
+    def record_messages_as(self, group: int, /) -> None:
+        """Records the messages from now on as those of this group; see `Channel.record_as`."""

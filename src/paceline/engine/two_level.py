@@ -42,8 +42,9 @@ class TwoLevelGroup:
     parts: Sequence[OpenGroup]
 
     def record_as(self, group: int) -> None:
-        """Records the collectives of the whole group, as its members call them."""
+        """Records the collectives of the whole group, as its members call them, and messages."""
         self.channel.record_as(group)
+        self.messages.record_messages_as(group)
 
     def abort(self) -> None:
         """Ends the calls of the group and of all its parts."""

@@ -31,9 +31,9 @@ class FailureDiagnosis:
     """
 
     def __init__(self, store: Store, identity: int, members: Sequence[Member], group_rank: int) -> None:
+        self.members = members
+        self.rank = group_rank
         self._store = store
-        self._members = members
-        self._rank = group_rank
         self._keys = [f"inquiry/{identity}/{rank}" for rank in range(len(members))]
 
     def diagnose(self, history: Sequence[HeaderFields], said: str, waited_ns: int) -> Failure:
@@ -45,12 +45,12 @@ class FailureDiagnosis:
             waited_ns: how long the call waited, in nanoseconds.
         """
         answers, is_store_there = self._ask(history)
-        silent = [rank for rank in range(len(self._members)) if rank not in answers]
+        silent = [rank for rank in range(len(self.members)) if rank not in answers]
         lost = self._lost(silent, [rank for rank, answer in answers.items() if answer == _LEFT], said, is_store_there)
         if lost is not None:
             return lost
-        if calls := _first_difference([_calls(answers.get(rank)) for rank in range(len(self._members))]):
-            return Failure(Code.MISMATCH, said, reporter=self._rank, calls=calls, algorithms=[0] * len(calls))
+        if calls := _first_difference([_calls(answers.get(rank)) for rank in range(len(self.members))]):
+            return Failure(Code.MISMATCH, said, reporter=self.rank, calls=calls, algorithms=[0] * len(calls))
         if not said:
             return Failure(Code.TIMED_OUT, missing=silent if is_store_there else (), waited_ns=waited_ns)
         if silent:
@@ -59,7 +59,7 @@ class FailureDiagnosis:
 
     def about_message(self, peer: int, said: str, waited_ns: int) -> Failure:
         """Returns why a message to or from `peer` (-1: from any rank) failed; the rest is as for `diagnose`."""
-        others = [rank for rank in range(len(self._members)) if rank != self._rank] if peer < 0 else [peer]
+        others = [rank for rank in range(len(self.members)) if rank != self.rank] if peer < 0 else [peer]
         try:
             left = [rank for rank in others if self._has_left(rank)]
             is_store_there = True
@@ -75,7 +75,7 @@ class FailureDiagnosis:
     def leave(self) -> None:
         """Tells the other ranks that this one has left the group."""
         with contextlib.suppress(StoreError):
-            self._store.set(self._keys[self._rank], _LEFT)
+            self._store.set(self._keys[self.rank], _LEFT)
 
     def _lost(self, silent: Sequence[int], left: Sequence[int], said: str, is_store_there: bool) -> Failure | None:
         """Returns the failure if ranks are lost, otherwise None.
@@ -83,7 +83,7 @@ class FailureDiagnosis:
         If any rank died, the failure names only the dead, since the others left because of them.
         """
         store = self._store if is_store_there else None
-        fates = {rank: fate_of(store, self._members[rank]) for rank in silent}
+        fates = {rank: fate_of(store, self.members[rank]) for rank in silent}
         died = [rank for rank, fate in fates.items() if fate is Fate.DIED]
         if died:
             return Failure(Code.PEER_LOST, said, gone=died, seen="" if is_store_there else _ENDED)
@@ -95,16 +95,16 @@ class FailureDiagnosis:
 
         Waits until every rank has answered or is known to have ended, but for no longer than `_PATIENCE_S`.
         """
-        answers = {self._rank: json.dumps(list(history))}
+        answers = {self.rank: json.dumps(list(history))}
         deadline = time.monotonic() + _PATIENCE_S
         try:
-            self._store.set(self._keys[self._rank], answers[self._rank])
+            self._store.set(self._keys[self.rank], answers[self.rank])
             while True:
                 for rank, key in enumerate(self._keys):
                     if rank not in answers and self._store.check([key]):
                         answers[rank] = self._store.get(key).decode()
                 silent = [rank for rank in range(len(self._keys)) if rank not in answers]
-                if all(fate_of(self._store, self._members[rank]) for rank in silent) or time.monotonic() > deadline:
+                if all(fate_of(self._store, self.members[rank]) for rank in silent) or time.monotonic() > deadline:
                     return answers, True
                 time.sleep(_PAUSE_S)
         except StoreError:

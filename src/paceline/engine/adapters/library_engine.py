@@ -40,8 +40,9 @@ class LibraryGroup:
     messages: Messages
 
     def record_as(self, group: int) -> None:
-        """Records the group's collectives; see `engine.channel.Channel`."""
+        """Records calls and messages; see `engine.channel.Channel`."""
         self.channel.record_as(group)
+        self.messages.record_messages_as(group)
 
     def abort(self) -> None:
         """Ends the group's collectives; see `SerialChannel.abort`."""

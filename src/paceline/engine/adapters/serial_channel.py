@@ -7,10 +7,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
-from paceline import _core
 from paceline.durations import LONGEST_S, for_event, to_nanoseconds
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
-from paceline.engine.channel import Call, Channel, HeaderFields, Outcome, recorded_call
+from paceline.engine.adapters.recording import GroupRecorder, RecordedWork
+from paceline.engine.channel import Call, Channel, HeaderFields, Outcome
 from paceline.engine.failures import Code, Failure
 
 _REMEMBERED = 16
@@ -35,7 +35,7 @@ class CallEnded(Exception):
 class QueuedCall:
     """A call in the queue of a `SerialChannel`; implements `channel.Pending`."""
 
-    def __init__(self, call: Call, recorded: _core.RecordedCall) -> None:
+    def __init__(self, call: Call, recorded: RecordedWork) -> None:
         self.call = call
         self.recorded = recorded
         self._over = threading.Event()
@@ -74,8 +74,7 @@ class SerialChannel(Channel, ABC):
         self._sequence = 0
         self._history: deque[HeaderFields] = deque(maxlen=_REMEMBERED)
         self._broken: Outcome | None = None
-        self._recorded_as = 0
-        self._arrived_calls = 0
+        self._recorder = GroupRecorder(diagnosis.members, diagnosis.rank)
 
     @abstractmethod
     def perform(self, call: Call) -> None:
@@ -91,7 +90,7 @@ class SerialChannel(Channel, ABC):
         if not self._waiting:
             with self._turn:
                 if not self._waiting:
-                    return self._perform(call, self._recorded(call, is_async=False))
+                    return self._perform(call, self._recorder.call(call, is_async=False))
         turn = self._queue(call)
         turn.wait(to_nanoseconds(LONGEST_S))
         return turn.outcome()
@@ -102,7 +101,7 @@ class SerialChannel(Channel, ABC):
 
     def record_as(self, group: int, /) -> None:
         """Records the calls from now on as those of this group."""
-        self._recorded_as = group
+        self._recorder.group = group
 
     def abort(self) -> None:
         """Ends the queued calls and all later ones; one that the library performs ends with its time-out.
@@ -126,7 +125,7 @@ class SerialChannel(Channel, ABC):
             self._arrived.notify()
 
     def _queue(self, call: Call) -> QueuedCall:
-        turn = QueuedCall(call, self._recorded(call, is_async=True))
+        turn = QueuedCall(call, self._recorder.call(call, is_async=True))
         with self._arrived:
             self._waiting.append(turn)
             if self._thread is None:
@@ -147,11 +146,7 @@ class SerialChannel(Channel, ABC):
                 outcome = self._perform(self._waiting[0].call, self._waiting[0].recorded)
             self._waiting.popleft().end(outcome)
 
-    def _recorded(self, call: Call, is_async: bool) -> _core.RecordedCall:
-        self._arrived_calls += 1
-        return recorded_call(self._recorded_as, call, self._arrived_calls, is_async)
-
-    def _perform(self, call: Call, recorded: _core.RecordedCall) -> Outcome | None:
+    def _perform(self, call: Call, recorded: RecordedWork) -> Outcome | None:
         recorded.start()
         outcome = self._outcome_of(call)
         recorded.end(Code.OK if outcome is None else outcome.code)

@@ -10,6 +10,7 @@ import torch
 
 from paceline.durations import for_event
 from paceline.engine.adapters.flat_buffer import FlatBuffer
+from paceline.engine.adapters.recording import RecordedWork
 from paceline.engine.channel import Outcome, Pieces
 from paceline.engine.failures import Code, Failure
 
@@ -17,10 +18,19 @@ _HEAD = struct.Struct("<qq")  # number of bytes, dtype code
 
 
 class WaitedMessage:
-    """A `channel.Message`; `finish` waits until it is over, then returns the sender's group rank and the outcome."""
+    """A `channel.Message`.
 
-    def __init__(self, finish: Callable[[], tuple[int, Outcome | None]], background: bool) -> None:
+    Args:
+        finish: waits until it is over, then returns the sender's group rank and the outcome.
+        recorded: its record.
+        background: whether it goes on by itself.
+    """
+
+    def __init__(
+        self, finish: Callable[[], tuple[int, Outcome | None]], recorded: RecordedWork, background: bool
+    ) -> None:
         self._finish = finish
+        self._recorded = recorded
         self._over = threading.Event()
         self._waiting = threading.Lock()
         self._source = -1
@@ -51,6 +61,7 @@ class WaitedMessage:
         with self._waiting:
             if not self._over.is_set():
                 self._source, self._outcome = self._finish()
+                self._recorded.end_from(self._source, Code.OK if self._outcome is None else self._outcome.code)
                 self._over.set()
 
 

@@ -14,6 +14,7 @@ from paceline.engine.adapters.flat_buffer import FlatBuffer
 from paceline.engine.adapters.serial_channel import SerialChannel
 from paceline.engine.channel import Call, Outcome, Pieces
 from paceline.engine.codes import ITEM_SIZES, ReduceOp
+from paceline.engine.failures import Code
 from paceline.engine.mpi.library import MOST_BYTES, library
 from paceline.engine.mpi.requests import complete
 from paceline.engine.mpi.types import datatype, reduction
@@ -71,17 +72,20 @@ class MpiChannel(SerialChannel):
             if self._broken is not None:
                 return self._broken
             self._note(_ALL_REDUCE, dtype, reduce_op, -1, count)
+            recorded = self._recorder.small_call(_ALL_REDUCE, dtype, reduce_op, count, count * ITEM_SIZES[dtype])
             started_ns = time.monotonic_ns()
             try:
                 with self._lock:
                     request = self._comm.Iallreduce(self._mpi.IN_PLACE, part, known[1])
-                    for _ in _AT_ONCE:
-                        if request.Test():
-                            return None
-                complete(request, self._lock, started_ns + timeout_ns)
+                    is_over = any(request.Test() for _ in _AT_ONCE)
+                if not is_over:
+                    complete(request, self._lock, started_ns + timeout_ns)
+                recorded.end(Code.OK)
                 return None
             except Exception as error:
-                return self._break(error, started_ns)
+                outcome = self._break(error, started_ns)
+                recorded.end(outcome.code)
+                return outcome
 
     def perform(self, call: Call) -> None:
         """Runs a call to its end."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.engine.adapters.diagnosis import FailureDiagnosis
+from paceline.engine.adapters.recording import GroupRecorder, RecordedWork
 from paceline.engine.adapters.serial_channel import CallTimeout, LibraryError
 from paceline.engine.adapters.waited_message import WaitedMessage
 from paceline.engine.channel import Outcome, Pieces
@@ -32,7 +33,12 @@ class MpiMessages:
         self._comm = comm
         self._lock = lock
         self._diagnosis = diagnosis
+        self._recorder = GroupRecorder(diagnosis.members, diagnosis.rank)
         self._most_tag: int = library().COMM_WORLD.Get_attr(library().TAG_UB)
+
+    def record_messages_as(self, group: int, /) -> None:
+        """Records the messages from now on as those of this group."""
+        self._recorder.group = group
 
     def send(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
@@ -40,14 +46,16 @@ class MpiMessages:
         """Starts a send to a group rank."""
         memory = _Memory(dtype, tensor)
         memory.label()
-        return self._start(self._comm.Isend, memory, peer, tag, timeout_ns, background, self._sent)
+        recorded = self._recorder.send(peer, tag, dtype, tensor)
+        return self._start(self._comm.Isend, memory, peer, tag, timeout_ns, background, recorded, self._sent)
 
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool, /
     ) -> WaitedMessage:
         """Starts a receive from a group rank, or with -1 from any rank."""
         memory = _Memory(dtype, tensor)
-        return self._start(self._comm.Irecv, memory, peer, tag, timeout_ns, background, self._received)
+        recorded = self._recorder.receive(peer, tag, dtype, tensor)
+        return self._start(self._comm.Irecv, memory, peer, tag, timeout_ns, background, recorded, self._received)
 
     def _start(
         self,
@@ -57,6 +65,7 @@ class MpiMessages:
         tag: int,
         timeout_ns: int,
         background: bool,
+        recorded: RecordedWork,
         end: Callable[[_Memory, Any, int], tuple[int, Outcome | None]],
     ) -> WaitedMessage:
         if tag > self._most_tag:
@@ -76,7 +85,7 @@ class MpiMessages:
                 return peer, self._diagnosis.about_message(peer, said, time.monotonic_ns() - started_ns)
             return end(memory, status, peer)
 
-        return WaitedMessage(finish, background)
+        return WaitedMessage(finish, recorded, background)
 
     def _sent(self, memory: _Memory, _: Any, peer: int) -> tuple[int, Outcome | None]:
         memory.close()

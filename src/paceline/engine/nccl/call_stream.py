@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline import _core
+from paceline.engine.adapters.recording import Recorded
 from paceline.engine.channel import HeaderFields
 from paceline.engine.failures import Code, Failure, Member
 from paceline.engine.nccl.communicator import Communicator, NcclTimeoutError
@@ -41,7 +41,7 @@ class Flight:
     mark: Mark
     started: float
     deadline: float
-    recorded: _core.RecordedCall
+    recorded: Recorded
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class CallStream:
         self._flights: deque[Flight] = deque()
         self._sequence = 0
         self._closed = False
-        self.recorded_as = 0  # the group's serial in the recording
         self.failure: Failure | None = None  # once set, it is permanent
         self.stream = device.open_stream()
 
@@ -92,16 +91,17 @@ class CallStream:
         reduction: Reduction | None,
         header: HeaderFields,
         timeout_ns: int,
+        recorded: Recorded,
     ) -> Flight | Failure:
         """Enqueues a call on the stream; the first call opens the communicator, which waits for the other ranks."""
         started = time.monotonic()
         deadline = started + timeout_ns / 1e9
         with self._lock:
             if self.failure is not None:
+                recorded.end(self.failure.code)
                 return self.failure
             self._sequence += 1
             header = (self._sequence, *header[1:])
-            recorded = self._recorded(header)
             self._progress.arrive(header)
             try:
                 with self._device.activated():
@@ -116,11 +116,6 @@ class CallStream:
                 return failure
             self._flights.append(flight)
         return flight
-
-    def _recorded(self, header: HeaderFields) -> _core.RecordedCall:
-        sequence, operation, dtype, reduce_op, root, count = header
-        fields = (operation, dtype, reduce_op, sequence, count, root, True, -1)
-        return _core.RecordedCall(self.recorded_as, *fields)
 
     def _failure_of(self, error: Exception, header: HeaderFields, started: float) -> Failure:
         """Returns why a call could not be enqueued; a RuntimeError is one of CUDA or of the store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.engine.adapters.recording import GroupRecorder
 from paceline.engine.channel import Call, Channel
 from paceline.engine.codes import ReduceOp, dtype_name
 from paceline.engine.failures import Code, Failure
@@ -24,11 +25,12 @@ class NcclChannel(Channel):
     aborts a call that can never end, and the next call reports the failure.
     """
 
-    def __init__(self, library: Library, calls: CallStream, watch: Watch, rank: int) -> None:
+    def __init__(self, library: Library, calls: CallStream, watch: Watch, rank: int, recorder: GroupRecorder) -> None:
         self._library = library
         self._calls = calls
         self._watch = watch
         self._rank = rank
+        self._recorder = recorder
 
     def run(self, call: Call) -> Failure | None:
         """Runs a call, for which the current stream waits; for a barrier the thread waits, too."""
@@ -55,13 +57,13 @@ class NcclChannel(Channel):
             return plan(call.operation, self._rank, call.root, call.inputs, call.outputs, room)
 
         self._calls.stream.follow()
-        given = self._calls.give(make_plan, how, header, call.timeout_ns)
+        given = self._calls.give(make_plan, how, header, call.timeout_ns, self._recorder.call(call, is_async=True))
         self._watch.wake()
         return NcclWork(self._calls, given)
 
     def record_as(self, group: int) -> None:
         """Records the calls from now on as those of this group."""
-        self._calls.recorded_as = group
+        self._recorder.group = group
 
     def leave(self) -> None:
         """Accepts no more calls; idempotent."""

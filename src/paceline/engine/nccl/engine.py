@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.engine.adapters.recording import GroupRecorder
 from paceline.engine.api import EngineContext
 from paceline.engine.failures import Member
 from paceline.engine.nccl.call_stream import CallStream, Ends
@@ -60,7 +61,7 @@ class NcclGroup:
         self.messages.leave()
 
     def record_as(self, group: int) -> None:
-        """Records the group's collectives; see `engine.channel.Channel`."""
+        """Records calls and messages; see `engine.channel.Channel`."""
         self.channel.record_as(group)
 
     def abort(self) -> None:
@@ -136,8 +137,10 @@ class NcclEngine:
             self._watch.add(calls)
             return calls
 
-        channel = NcclChannel(self._library, open_call_stream(range(len(ranks)), "all"), self._watch, rank)
-        group = NcclGroup(channel, NcclMessages(rank, open_call_stream, self._watch))
+        recorder = GroupRecorder([members[each] for each in ranks], rank)
+        calls = open_call_stream(range(len(ranks)), "all")
+        channel = NcclChannel(self._library, calls, self._watch, rank, recorder)
+        group = NcclGroup(channel, NcclMessages(rank, open_call_stream, self._watch, recorder))
         self._groups.append(group)
         return group
 

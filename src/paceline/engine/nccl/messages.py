@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from paceline.engine.adapters.recording import GroupRecorder, Recorded
 from paceline.engine.channel import HeaderFields, Pieces
 from paceline.engine.failures import Failure
 from paceline.engine.nccl.call_stream import CallStream, Flight
-from paceline.engine.nccl.plan import Kind, plan_message
+from paceline.engine.nccl.plan import Kind, Plan, Room, plan_message
 from paceline.engine.nccl.watch import Watch
 from paceline.engine.nccl.work import NcclMessage, NcclWork
 
@@ -53,16 +54,22 @@ class Lane:
 class NcclMessages:
     """The messages between two ranks of a group; see `engine.channel.Messages`."""
 
-    def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: Watch) -> None:
+    def __init__(self, rank: int, open_call_stream: OpenCallStream, watch: Watch, recorder: GroupRecorder) -> None:
         self._rank = rank
+        self._recorder = recorder
         self._open_call_stream = open_call_stream
         self._watch = watch
         self._lanes: dict[tuple[int, int, int], Lane] = {}
         self._opening = threading.Lock()
 
+    def record_messages_as(self, group: int, /) -> None:
+        """Records the messages from now on as those of this group."""
+        self._recorder.group = group
+
     def send(self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool) -> NcclMessage:
         """Starts a send to a group rank, which always goes on by itself, whatever `background` is."""
-        return self._pass(Kind.SEND, self._rank, peer, tag, dtype, tensor, timeout_ns)
+        recorded = self._recorder.send(peer, tag, dtype, tensor)
+        return self._pass(Kind.SEND, self._rank, peer, tag, dtype, tensor, timeout_ns, recorded)
 
     def receive(
         self, peer: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int, background: bool
@@ -74,10 +81,19 @@ class NcclMessages:
         """
         if peer < 0:
             raise ValueError("recv from any rank: NCCL receives from one that is named; pass src=, or use CPU tensors")
-        return self._pass(Kind.RECEIVE, peer, self._rank, tag, dtype, tensor, timeout_ns)
+        recorded = self._recorder.receive(peer, tag, dtype, tensor)
+        return self._pass(Kind.RECEIVE, peer, self._rank, tag, dtype, tensor, timeout_ns, recorded)
 
     def _pass(
-        self, kind: Kind, source: int, target: int, tag: int, dtype: int, tensor: Pieces, timeout_ns: int
+        self,
+        kind: Kind,
+        source: int,
+        target: int,
+        tag: int,
+        dtype: int,
+        tensor: Pieces,
+        timeout_ns: int,
+        recorded: Recorded,
     ) -> NcclMessage:
         with self._opening:
             lane = self._lanes.get((source, target, tag))
@@ -89,10 +105,11 @@ class NcclMessages:
         other_place = 1 if kind is Kind.SEND else 0
         header: HeaderFields = (0, 0, dtype, 0, -1, 0)
         message = NcclMessage(source)
-        lane.put(
-            message,
-            lambda: calls.give(lambda room: plan_message(kind, other_place, tensor, room), None, header, timeout_ns),
-        )
+
+        def make_plan(room: Room) -> Plan:
+            return plan_message(kind, other_place, tensor, room)
+
+        lane.put(message, lambda: calls.give(make_plan, None, header, timeout_ns, recorded))
         return message
 
     def leave(self) -> None:
