@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import warnings
 from collections.abc import Callable
 
@@ -137,11 +138,32 @@ def names_the_rank_with_zero(stage: int) -> None:
     assert [("rank 1: in step 2" in text, "'1.bias'" in text) for text in told] == [(True, True)] * dist.get_rank()
 
 
+def names_the_rank_of_a_sparse_gradient() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(16, 8, sparse=True), Middle(), nn.Linear(8, 8))
+    wrapped = dist.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+
+    def steps() -> None:
+        for step in range(4):
+            optimizer.zero_grad()
+            module[1].factor = math.nan if dist.get_rank() == 1 and step == 1 else 1.0
+            wrapped(torch.tensor([1, 3 + dist.get_rank()])).sum().backward()
+            optimizer.step()
+
+    told = warned(steps)
+    assert len(told) == dist.get_rank()
+    for text in told:
+        assert "rank 1: in step 2 this rank's own gradients have NaN or infinity: those of 1 of 3 parameters" in text
+        assert "first to '0.weight' (16 NaN and 0 infinite of 16 numbers)" in text
+
+
 GRADIENTS = OneWorld(
     *(functools.partial(names_only_the_rank_where_nan_arose, how) for how in OPTIONS),
     is_silent_while_a_scaler_looks_for_its_scale,
     tells_what_something_wrote_to_a_parameter,
     names_the_rank_of_a_shard,
+    names_the_rank_of_a_sparse_gradient,
     *(functools.partial(names_the_rank_with_zero, stage) for stage in (2, 3)),
 )
 
@@ -264,6 +286,26 @@ def compares_buffers_of_shards_as_well() -> None:
     assert all("buffers, first in '1.running_mean'" in text or "'1.running_var'" in text for text in told)
 
 
+def compares_what_zero_leaves_whole(stage: int) -> None:
+    os.environ["PACELINE_CHECKS"] = "2"
+    try:
+        module = mlp()
+        optimizer = dist.ZeroRedundancyOptimizer(module, torch.optim.SGD, stage=stage, lr=0.0)
+    finally:
+        del os.environ["PACELINE_CHECKS"]
+
+    @torch.no_grad()
+    def spoil(step: int) -> None:
+        if step == 3 and dist.get_rank() == 1 and stage < 3:  # where the parameter is there
+            module[0].bias[2] += 1
+
+    told = warned(lambda: make_steps(module, optimizer, 6, spoil))
+    assert len(told) == (dist.get_rank() == 0 and stage < 3)
+    for text in told:
+        assert "the replicas of Sequential are not the same since step 4" in text
+        assert "in 1 of 6 parameters, first in '0.bias' (at step 2 all were equal)" in text
+
+
 def raises_on_every_rank_when_asked() -> None:
     module = mlp()
     wrapped = dist.DistributedDataParallel(module)
@@ -287,6 +329,7 @@ REPLICAS = OneWorld(
     compares_nothing_while_ranks_run_out_of_inputs,
     compares_nothing_if_a_hook_may_average_in_part,
     compares_buffers_of_shards_as_well,
+    *(functools.partial(compares_what_zero_leaves_whole, stage) for stage in (1, 2, 3)),
     raises_on_every_rank_when_asked,
 )
 

@@ -15,7 +15,7 @@ import paceline
 from paceline.parallel.digests import digest_of
 from paceline.parallel.health.contents import Part, optimizers_part, random_part, tensors_part
 from paceline.parallel.health.findings import Finding, OddTensor, Story, find_odd
-from paceline.parallel.health.gradients import spread_out
+from paceline.parallel.health.gradients import odd_on_device, spread_out
 from paceline.parallel.health.pace import Pace, StepClock
 from paceline.parallel.health.settings import Checks, choose_checks
 from paceline.parallel.health.verdict import Difference, Digests, Sides, compare, differing_names
@@ -82,6 +82,24 @@ def test_odd_tensors_are_counted():
     tensors = [torch.ones(3), torch.tensor([1, math.nan, -math.inf, math.inf]), torch.ones(2, dtype=torch.int32)]
     (found,) = find_odd(zip(range(3), "abc", tensors, strict=True))
     assert (found.place, found.name, found.nans, found.infs, found.numel) == (1, "b", 1, 2, 4)
+
+
+def test_the_numbers_of_a_sparse_tensor_are_those_of_its_rows():
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]), torch.tensor([[1.0, math.nan], [3, 4]]), (4, 2), check_invariants=False
+    )
+    (found,) = find_odd([(0, "a", sparse), (1, "b", torch.zeros(4, 2).to_sparse())])
+    assert (found.name, found.nans, found.numel) == ("a", 1, 4)
+
+
+def test_a_device_looks_at_the_first_numbers_of_each_tensor():
+    odd = torch.ones(100, dtype=torch.float64)
+    odd[50] = math.inf
+    others = [torch.ones(0), torch.ones(3, dtype=torch.int32), torch.full((2, 2), 1 + 2j)]
+    assert not odd_on_device([*others, odd], 50 * 8)
+    assert odd_on_device([*others, odd], 51 * 8)
+    assert odd_on_device([*others, odd], 1 << 62)
+    assert not odd_on_device(others, 1 << 62)
 
 
 def test_odd_gradients_are_told_once_they_are_applied():

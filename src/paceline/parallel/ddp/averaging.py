@@ -106,7 +106,11 @@ class Averager:
         for (at, gradients), memory in zip(rest, memories, strict=True):
             self._start(at, gradients, memory, async_op=False)
         if sparse:
+            if self._checks is not None:
+                self._checks.look_at(self._gradients.active_sparse_names(), [param.grad for param in sparse])
             average_sparse(sparse, self._group, self.scale)
+            if self._checks is not None:
+                self._checks.averaged([param.grad for param in sparse])
         self._finish()
         if self._checks is not None:
             self._checks.end()

@@ -50,6 +50,10 @@ class GradientBuckets:
         """Returns the parameters whose sparse gradients are averaged now."""
         return [self.params[at] for at in self._active_sparse]
 
+    def active_sparse_names(self) -> list[str]:
+        """Returns the names of these parameters."""
+        return [self.names[at] for at in self._active_sparse]
+
     def is_last(self, bucket: int) -> bool:
         """Returns whether no bucket after this one is averaged."""
         return all(later is None for later in self.active[bucket + 1 :])

@@ -27,12 +27,20 @@ def find_odd(named: Iterable[tuple[int, str, torch.Tensor]]) -> list[OddTensor]:
     """Returns those of the tensors, given with their places and names, that have NaN or infinity."""
     found = []
     for place, name, tensor in named:
-        values = tensor.detach()
-        if values.is_floating_point() or values.is_complex():
+        values = numbers_of(tensor)
+        if values is not None and (values.is_floating_point() or values.is_complex()):
             nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
             if nans or infs:
                 found.append(OddTensor(place, name, nans, infs, values.numel()))
     return found
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the numbers that a tensor holds: all of them, or those of the rows of a sparse one; None without any."""
+    values = tensor.detach()
+    if values.layout is torch.sparse_coo:
+        values = values._values()
+    return values if values.layout is torch.strided and not values.is_meta and values.numel() else None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from paceline import _core
 from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.health.findings import Finding, OddTensor, Story, find_odd
+from paceline.parallel.health.findings import Finding, OddTensor, Story, find_odd, numbers_of
 from paceline.parallel.health.pace import Pace, StepClock
 from paceline.parallel.health.steps import OPTIMIZER_STEPS
 from paceline.record.names import EventKind
@@ -30,14 +30,24 @@ _SOME_BYTES = 4096  # of each of them
 _ALL_BYTES = 1 << 62
 _SOME_SHARE = 0.003  # of the time of a step
 _ALL_SHARE = 0.001
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Pieces(NamedTuple):
-    """Memory of one type: an address and a length in bytes for each tensor, in turn, and what keeps it."""
+    """Memory of one type: an address and a length in bytes for each tensor, in turn, and what keeps it.
+
+    Without numbers the memory is a GPU's.
+    """
 
     numbers: Sequence[int]
     dtype: int
     tensors: Sequence[torch.Tensor]
+
+    def are_odd(self, nbytes: int) -> bool:
+        """Returns whether any of the first `nbytes` of a tensor are NaN or infinity."""
+        if self.numbers:
+            return _core.first_not_finite(self.numbers, self.dtype, nbytes) >= 0
+        return odd_on_device(self.tensors, nbytes)
 
 
 class GradientCheck:
@@ -77,25 +87,34 @@ class GradientCheck:
             pieces: an address and a length in bytes for each, in turn.
             dtype: the code of their type.
         """
-        if not self._bytes or not tensors[0].is_cpu:
+        if not self._bytes:
             return
         started = time.perf_counter()
+        chosen: Sequence[int] = range(len(pieces) // 2)
         if self._bytes == _SOME_BYTES:
             chosen = spread_out(len(pieces) // 2)
             pieces = [number for at in chosen for number in pieces[2 * at : 2 * at + 2]]
-        seen = _Pieces(pieces, dtype, tensors)
+        if tensors[0].is_cpu:
+            seen = _Pieces(pieces, dtype, tensors)
+        else:
+            seen = _Pieces((), dtype, [tensors[at] for at in chosen])
         self._seen.append(seen)
         if self._are_odd([seen]):
             self._note(names, tensors)
         self._cost_s += time.perf_counter() - started
 
     def look_at(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Looks at gradients of any types, which may lie anywhere; they are in the order of the module."""
+        """Looks at gradients of any types, also sparse ones, wherever they lie; they are in the order of the module."""
         if self._bytes:
             started = time.perf_counter()
             if self._are_odd(self._chosen(tensors)):
                 self._note(names, tensors)
             self._cost_s += time.perf_counter() - started
+
+    def averaged(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes averages that are elsewhere than the gradients were, to look at them when the backward ends."""
+        if self._bytes:
+            self._seen += self._chosen(tensors)
 
     def _chosen(self, tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
         """Returns where those tensors are that are looked at in this backward."""
@@ -104,7 +123,7 @@ class GradientCheck:
         return _pieces(tensors)
 
     def _are_odd(self, pieces: Sequence[_Pieces]) -> bool:
-        return any(_core.first_not_finite(each.numbers, each.dtype, self._bytes) >= 0 for each in pieces)
+        return any(each.are_odd(self._bytes) for each in pieces)
 
     def _note(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         """Finds what is odd in these gradients, and in this backward looks at all that follow."""
@@ -178,15 +197,27 @@ def spread_out(count: int) -> range:
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[_Pieces]:
-    """Returns where the tensors on the CPU lie, or copies of those with gaps, for each type."""
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    """Returns where the tensors' numbers lie, or copies of those with gaps, for each type and kind of device."""
+    found: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
     for each in tensors:
-        if each.is_cpu and each.layout is torch.strided:
-            found.setdefault(each.dtype, []).append(each.detach().contiguous())
+        values = numbers_of(each)
+        if values is not None:
+            found.setdefault((values.dtype, values.is_cpu), []).append(values.contiguous())
     return [
-        _Pieces([number for each in dense for number in (each.data_ptr(), each.nbytes)], DTYPE_CODES[dtype], dense)
-        for dtype, dense in found.items()
+        _Pieces(
+            [number for each in dense for number in (each.data_ptr(), each.nbytes)] if is_cpu else (),
+            DTYPE_CODES[dtype],
+            dense,
+        )
+        for (dtype, is_cpu), dense in found.items()
     ]
+
+
+def odd_on_device(tensors: Sequence[torch.Tensor], nbytes: int) -> bool:
+    """Returns whether any of the first `nbytes` of a tensor are NaN or infinity; waits for the device."""
+    firsts = [each.detach().reshape(-1)[: nbytes // each.element_size()] for each in tensors]
+    known = [each for each in firsts if each.numel() and (each.is_complex() or each.dtype in _FLOATS)]
+    return bool(known) and not bool(torch.stack([each.isfinite().all() for each in known]).all())
 
 
 _checks: weakref.WeakSet[GradientCheck] = weakref.WeakSet()

@@ -46,6 +46,11 @@ class ModuleChecks:
             found = [(name, each) for name, each in zip(names, gradients, strict=False) if each is not None]
             self._gradients.look_at([name for name, _ in found], [each for _, each in found])
 
+    def averaged(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Takes averages that are elsewhere than the gradients were; see `GradientCheck.averaged`."""
+        if self._gradients is not None:
+            self._gradients.averaged([each for each in gradients if each is not None])
+
     def forget(self) -> None:
         """Forgets a backward whose gradients are not averaged."""
         if self._gradients is not None:

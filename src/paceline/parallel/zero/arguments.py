@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,6 +14,8 @@ from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.conditions import rank_facts
+from paceline.parallel.health.replicas import ReplicaCheck
+from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.tracked_tensors import TrackedTensors
 
 Stage = Literal[1, 2, 3]
@@ -65,6 +68,7 @@ def start_alike(
     options: dict[str, object] = {
         "stage": stage,
         "optimizer_class": optimizer_class.__name__,
+        "checks": str(choose_checks(None)),
         "groups": [len(param_group["params"]) for param_group in param_groups],
     }
     require_same_module(tracked, options, rank_facts(group, False), None, group)
@@ -72,3 +76,18 @@ def start_alike(
     if module is not None:
         everything.update({id(each): each for each in (*module.parameters(), *module.buffers())})
     broadcast_tensors([tensor.data for tensor in everything.values()], group)
+
+
+def replica_check(module: nn.Module | None, params: Sequence[torch.Tensor], group: ProcessGroup) -> ReplicaCheck | None:
+    """Returns what compares the ranks' copies of the parameters that the optimizer has; None if it is switched off.
+
+    The state of the optimizer is not compared, since each rank holds a part of its own.
+    """
+    checks = choose_checks(None)
+    if module is None or not checks.are_on or group.size() == 1:
+        return None
+    own = {id(param) for param in params}
+    others = [name for name, param in module.named_parameters() if id(param) not in own]
+    check = ReplicaCheck(module, others, group, checks.every)
+    check.compares_optimizers = False
+    return check

@@ -17,6 +17,7 @@ from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.parallel.ddp.gradients import shares_memory
 from paceline.parallel.health.gradients import GradientCheck
+from paceline.parallel.health.replicas import ReplicaCheck
 from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.join import Join, Joinable
 from paceline.parallel.recorded import RecordedBuckets
@@ -38,6 +39,7 @@ class GradientReducer:
         overlap: reduce on the group's progress thread while backward goes on.
         joinable: within `Join` everything is reduced when backward ends, so that ranks without inputs can take part.
         reduced: is called with a bucket's number when its gradients on this rank are no longer needed.
+        replicas: compares what all ranks hold; None if they hold different parts.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class GradientReducer:
         overlap: bool,
         joinable: Joinable,
         reduced: Callable[[int], None] = lambda bucket: None,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         self._params = [its_shards[0].param for its_shards in shards]
         self._names = list(names)
         named = dict(zip(names, self._params, strict=True))
         self._check = GradientCheck(named, group) if choose_checks(None).are_on else None
+        self._replicas = replicas
         self._backwards = 0
         self._shards = [list(its_shards) for its_shards in shards]
         # Whether this rank keeps the gradient of the whole parameter.
@@ -222,6 +226,8 @@ class GradientReducer:
                 shard.updated.grad for shards in self._shards for shard in shards if shard.updated is not None
             ]
             self._check.end(self._backwards, [each for each in updated if each is not None])
+        if self._replicas is not None:
+            self._replicas.end(self._backwards)
         self.forget()
 
 

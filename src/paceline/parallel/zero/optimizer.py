@@ -16,7 +16,7 @@ from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.ddp.buckets import MIB, caps_of, make_buckets
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
-from paceline.parallel.zero.arguments import Stage, require_fit, start_alike
+from paceline.parallel.zero.arguments import Stage, replica_check, require_fit, start_alike
 from paceline.parallel.zero.backward import BackwardEnd
 from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer, total_norm
@@ -294,6 +294,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             overlap=self._overlap,
             joinable=self,
             reduced=lambda bucket: self._sharded.free(bucket) if self._sharded is not None else None,
+            replicas=replica_check(self._module, params, self.process_group) if self.stage < 3 else None,
         )
         if self.stage == 3:
             shards_of = {id(shards[0].param): shards for shards in by_param}
