@@ -17,6 +17,7 @@ from launching import ENVIRONMENT, kill, processes_with, wait_until
 
 from hosts.namespaces import enter
 from hosts.network import Network, ipv4
+from hosts.shifting import shifted
 from hosts.wire import Conditions
 
 # Says what it is and waits for the word to end; no torch, so that a generation stands in a tenth of a second.
@@ -53,13 +54,15 @@ class Machines:
         secret: str | None = "",
         verb: str = "run",
         more: Mapping[str, str] | None = None,
+        shift_s: int = 0,
     ) -> subprocess.Popen[str]:
-        """Starts a launcher on a host; its output goes to files that `said` reads."""
+        """Starts a launcher on a host, whose clock is ahead; its output goes to files that `said` reads."""
         name, value = self.mark.split("=")
         environment = {**ENVIRONMENT, name: value, "GLOO_SOCKET_IFNAME": "eth0", **(more or {})}
         if secret is not None:
             environment["PACELINE_SECRET"] = secret or self.secret
         words = [sys.executable, "-m", "paceline", verb, *arguments]
+        words = shifted(shift_s, *words) if shift_s else words
         number = len(self._started)
 
         def inside() -> subprocess.Popen[str]:
