@@ -1,39 +1,84 @@
 """When a job hangs or fails, are the right rank and the right cause named, and how soon?
 
     python bench/verdicts.py [--runs 5] [--faults skip stop ...] [--ranks 2 4] [--hosts 1 2] [--stall-after 15]
-                             [--healthy 5] [--busy-for 25] [--torch] [--show] [--json FILE]
+                             [--healthy 5] [--busy-for 25] [--at-once 1] [--torch] [--show] [--json FILE]
 
 Each run makes one fault in the last rank of a small training loop, and judges the sentences that the launcher prints.
 In healthy runs rank 0 evaluates, saves or compiles for longer than a call may last; a sentence that says something is
 wrong is a false verdict. Two hosts are network namespaces, which need root. With --torch, torch's flight recorder and
 its analyzer look at the same faults, on gloo: there it only counts whether the rank was named.
+
+Most runs mostly wait, so --at-once has several go side by side; those that need the machine for themselves (slow cores
+and links, and the one that fills its memory) follow one by one. Without it, times are those of a quiet machine.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from report import parser, show
 from verdict_cases.faults import FAULTS, HEALTHY, Fault, is_accused
-from verdict_cases.jobs import paceline, torchs
+from verdict_cases.jobs import Said, paceline, torchs
 
 
-def faulty(fault: Fault, ranks: int, hosts: int, runs: int, stall_after_s: float, shows: bool) -> dict[str, object]:
-    """Returns a row for a class of faults."""
-    bad, right, times = ranks - 1, 0, []
-    for _ in range(runs):
-        said = paceline(fault.name, ranks, hosts, stall_after_s, lambda text: fault.is_right(text, bad))
-        right += fault.is_right(said.text, bad)
-        if said.after_s is not None and not fault.at_the_end:
-            times.append(said.after_s)
-        if shows:
-            print(said.text, flush=True)
-    row: dict[str, object] = {"fault": fault.name, "ranks": ranks, "hosts": hosts, "right": f"{right} of {runs}"}
-    return {**row, "median s": statistics.median(times) if times else None, "longest s": max(times, default=None)}
+@dataclass(frozen=True)
+class Case:
+    """A class of faults on so many ranks and hosts."""
+
+    fault: Fault
+    ranks: int
+    hosts: int
+
+    def run(self, stall_after_s: float) -> Said:
+        """Makes the fault once, and waits for the right sentence."""
+        patience_s = 0.3 if self.fault.at_the_end else stall_after_s
+        return paceline(self.fault.name, self.ranks, self.hosts, patience_s, self.is_right)
+
+    def is_right(self, text: str) -> bool:
+        """Returns whether the right rank and cause were named."""
+        return self.fault.is_right(text, self.ranks - 1)
+
+    def row(self, said: Sequence[Said]) -> dict[str, object]:
+        """Returns what came of the runs."""
+        right = sum(self.is_right(each.text) for each in said)
+        times = [each.after_s for each in said if each.after_s is not None and not self.fault.at_the_end]
+        row: dict[str, object] = {"fault": self.fault.name, "ranks": self.ranks, "hosts": self.hosts}
+        row["right"] = f"{right} of {len(said)}"
+        return {**row, "median s": statistics.median(times) if times else None, "longest s": max(times, default=None)}
+
+
+def made(cases: Sequence[Case], options: Namespace) -> list[dict[str, object]]:
+    """Makes all faults as often as asked for; returns a row for each case."""
+
+    def run(case: Case) -> Said:
+        said = case.run(options.stall_after)
+        if options.show:
+            mark = "right" if case.is_right(said.text) else "WRONG"
+            print(f"== {case.fault.name}, {case.ranks} ranks, {case.hosts} hosts: {mark}\n{said.text}", flush=True)
+        return said
+
+    runs: dict[Case, list[Said]] = {}
+    for at_once, chosen in (
+        (options.at_once, [case for case in cases if not case.fault.is_alone]),
+        (1, [case for case in cases if case.fault.is_alone]),
+    ):
+        turns = chosen * options.runs
+        with ThreadPoolExecutor(at_once) as threads:
+            for case, said in zip(turns, threads.map(run, turns), strict=True):
+                runs.setdefault(case, []).append(said)
+    rows = [case.row(runs[case]) for case in cases]
+    for case, row in zip(cases, rows, strict=True):
+        if options.torch and case.hosts == 1 and not case.fault.at_the_end:
+            row["torch names the rank"] = of_torch(case.fault, case.ranks, options.runs, options.show)
+    return rows
 
 
 def of_torch(fault: Fault, ranks: int, runs: int, shows: bool) -> str:
@@ -47,15 +92,32 @@ def of_torch(fault: Fault, ranks: int, runs: int, shows: bool) -> str:
     return f"{right} of {runs}"
 
 
-def healthy(kind: str, ranks: int, hosts: int, runs: int, stall_after_s: float, busy_s: float) -> dict[str, object]:
-    """Returns a row for healthy runs."""
-    accused, told = 0, 0
-    for _ in range(runs):
-        text = paceline(f"healthy-{kind}-{busy_s}", ranks, hosts, stall_after_s, lambda _: False).text
-        accused += is_accused(text)
-        told += "the job goes on" in text
-    row: dict[str, object] = {"healthy": kind, "ranks": ranks, "hosts": hosts, "runs": runs}
-    return {**row, "false verdicts": accused, "told that others wait": told}
+def healthy(cases: Sequence[tuple[str, int, int]], options: Namespace) -> list[dict[str, object]]:
+    """Returns a row for healthy runs of each kind, on so many ranks and hosts."""
+
+    def run(case: tuple[str, int, int]) -> str:
+        kind, ranks, hosts = case
+        said = paceline(f"healthy-{kind}-{options.busy_for}", ranks, hosts, options.stall_after, lambda _: False).text
+        if options.show:
+            print(f"== healthy, {kind}, {ranks} ranks, {hosts} hosts:\n{said}", flush=True)
+        return said
+
+    turns = list(cases) * options.healthy
+    texts: dict[tuple[str, int, int], list[str]] = {}
+    with ThreadPoolExecutor(options.at_once) as threads:
+        for case, text in zip(turns, threads.map(run, turns), strict=True):
+            texts.setdefault(case, []).append(text)
+    return [
+        {
+            "healthy": kind,
+            "ranks": ranks,
+            "hosts": hosts,
+            "runs": len(said),
+            "false verdicts": sum(map(is_accused, said)),
+            "told that others wait": sum("the job goes on" in text for text in said),
+        }
+        for (kind, ranks, hosts), said in texts.items()
+    ]
 
 
 def main() -> None:
@@ -68,27 +130,23 @@ def main() -> None:
     arguments.add_argument("--stall-after", type=float, default=15.0)
     arguments.add_argument("--healthy", type=int, default=5)
     arguments.add_argument("--busy-for", type=float, default=25.0)
+    arguments.add_argument("--at-once", type=int, default=1, help="so many runs side by side")
     arguments.add_argument("--torch", action="store_true")
     arguments.add_argument("--show", action="store_true", help="print what was said")
     options = arguments.parse_args()
-    rows = []
-    for fault in (each for each in FAULTS if each.name in options.faults):
-        for hosts in (each for each in options.hosts if not fault.hosts or each in fault.hosts):
-            for ranks in options.ranks:
-                stall_after_s = 0.3 if fault.at_the_end else options.stall_after
-                row = faulty(fault, ranks, hosts, options.runs, stall_after_s, options.show)
-                if options.torch and hosts == 1 and not fault.at_the_end:
-                    row["torch names the rank"] = of_torch(fault, ranks, options.runs, options.show)
-                rows.append(row)
-    if rows:
-        show("The right rank and cause, by classes of faults", rows, options.json)
+    cases = [
+        Case(fault, ranks, hosts)
+        for fault in FAULTS
+        if fault.name in options.faults
+        for hosts in options.hosts
+        if not fault.hosts or hosts in fault.hosts
+        for ranks in options.ranks
+    ]
+    if cases and options.runs:
+        show("The right rank and cause, by classes of faults", made(cases, options), options.json)
     if options.healthy:
-        rows = [
-            healthy(kind, ranks, hosts, options.healthy, options.stall_after, options.busy_for)
-            for kind in HEALTHY
-            for hosts in options.hosts
-            for ranks in options.ranks
-        ]
+        kinds = [(kind, ranks, hosts) for kind in HEALTHY for hosts in options.hosts for ranks in options.ranks]
+        rows = healthy(kinds, options)
         show("False verdicts in healthy runs", rows, options.json and f"{options.json}.healthy")
 
 

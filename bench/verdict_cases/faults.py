@@ -16,6 +16,7 @@ class Fault:
         torchs: the same for torch's analyzer, in its words: of the rank only, since it names no causes.
         hosts: on how many hosts it is tried; all if empty.
         at_the_end: whether it is told when the job ends, and not while it runs.
+        is_alone: whether nothing else may run beside it.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Fault:
     torchs: str = r"missing ranks: \{BAD\}|Missing dump files from ranks \{BAD\}|[Cc]ulprit rank\(?s?\)?:? *\{?\[?BAD\b"
     hosts: tuple[int, ...] = ()
     at_the_end: bool = False
+    is_alone: bool = False
 
     def is_right(self, text: str, bad: int) -> bool:
         """Returns whether one of the lines names the right rank and cause."""
@@ -41,9 +43,9 @@ FAULTS = (
     Fault("stuck", _THERE + r"in happen \(program\.py"),
     Fault("deadlock", r"deadlock: .*no\. \d of 2.*no\. \d of 2"),
     Fault("raise", r"rank BAD failed: ValueError: bad sample"),
-    Fault("memory", r"rank BAD failed: killed by the kernel, out of memory", hosts=(1,)),
-    Fault("slow_core", r"rank BAD came last .*computes more slowly", at_the_end=True),
-    Fault("slow_link", r"the network between h0, h1 took", hosts=(2,), at_the_end=True),
+    Fault("memory", r"rank BAD failed: killed by the kernel, out of memory", hosts=(1,), is_alone=True),
+    Fault("slow_core", r"rank BAD came last .*computes more slowly", at_the_end=True, is_alone=True),
+    Fault("slow_link", r"the network between h0, h1 took", hosts=(2,), at_the_end=True, is_alone=True),
 )
 HEALTHY = ("evaluate", "save", "compile")
 ACCUSATION = re.compile(r"is not there|deadlock|as call \d|failed|it has not ended|came last|the network between")
