@@ -12,7 +12,7 @@ from launching import ENVIRONMENT, command, run, wait_until
 from paceline.cli.main import main
 
 JOB = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 import torch
 import paceline as dist
 from torch.utils.data import DataLoader, Dataset
@@ -46,7 +46,9 @@ for step in range(20):
                 pass
         if fault == "busy":
             evaluate(4)
-        if fault == "raise":
+        if fault == "linger":
+            atexit.register(time.sleep, 60)
+        if fault in ("raise", "linger"):
             raise ValueError("bad sample")
         if fault == "shape":
             a = torch.ones(77)
@@ -127,6 +129,11 @@ def test_the_cause_of_a_failure_is_told_last(said, tmp_path, capsys, fault, caus
         found = json.loads(capsys.readouterr().out)
         assert missing or [each["cause"] for each in found["verdicts"]] == [cause]
         assert (found["ranks"], found["world_size"]) == (1 if missing else 2, 2)
+
+
+def test_an_exception_is_told_before_its_process_ends(said):
+    told = said("linger", "rank 1 failed: ValueError: bad sample (script.py:")  # its end comes after a minute
+    assert "rank 1 failed first (" not in told, "which is said at the end"
 
 
 def test_a_good_job_ends_without_a_word(script, tmp_path, capsys):

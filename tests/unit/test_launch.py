@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import select
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.main import main, parser
+from paceline.launch.alarm import Alarm
 from paceline.launch.environment import allowed_cores, threads_per_worker, worker_environment
 from paceline.launch.failures import (
     Failure,
@@ -72,11 +73,21 @@ def test_an_exception_is_recorded_and_read_back(tmp_path: Path):
     assert record.text.endswith("ValueError: boom\n")
 
 
-def test_an_exception_that_cannot_be_recorded_is_printed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    record_uncaught("/nowhere/error.json")
-    sys.excepthook(ValueError, ValueError("seen"), None)
-    assert "ValueError: seen" in capsys.readouterr().err
+def test_an_exception_that_is_recorded_rings_the_alarm(tmp_path: Path):
+    path, error = str(tmp_path / "error.json"), ValueError("boom")
+    record_uncaught(path, error)  # nobody listens yet
+    alarm = Alarm(str(tmp_path))
+    try:
+        bell = alarm.fileno()
+        assert bell is not None and not select.select([bell], [], [], 0)[0]
+        record_uncaught(path, error)
+        record_uncaught(path, error)
+        assert select.select([bell], [], [], 0)[0] and read_record(path) is not None
+        alarm.quiet()
+        assert not select.select([bell], [], [], 0)[0]
+    finally:
+        alarm.close()
+    record_uncaught("/nowhere/error.json", error)  # the script must be left all the same
 
 
 def test_what_is_told_between_machines_fits_into_a_message(tmp_path: Path):

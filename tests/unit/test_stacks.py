@@ -70,7 +70,7 @@ def test_an_empty_stack_says_nothing():
 
 def test_the_bootstrap_answers_the_signal_that_is_sent():
     source = Path(bootstrap.__file__).read_text()
-    assert f'memfd_create("{taking.FILE}")' in source
+    assert f'memfd_create(f"{taking.FILE}-{{os.getpid()}}")' in source
     assert "faulthandler.register(signal.SIGRTMAX - 7" in source
     assert taking.SIGNAL == signal.SIGRTMAX - 7
 
@@ -78,8 +78,8 @@ def test_the_bootstrap_answers_the_signal_that_is_sent():
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from bootstrap import _offer_stack
-_offer_stack()
+from bootstrap import offer_stack
+offer_stack()
 import ctypes, threading, time
 def in_native_code():
     ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock

@@ -9,7 +9,7 @@ from observed_world import loop, play
 
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told, decode, encode
-from paceline.launch.nodes.sightings import PATIENCE_S, Sightings
+from paceline.launch.nodes.sightings import FAILURE_PATIENCE_S, PATIENCE_S, Sightings
 from paceline.observe import picture
 from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, State
 from paceline.observe.picture import Picture
@@ -132,10 +132,44 @@ def test_the_cause_of_a_failure_is_told_with_its_end():
     assert isinstance(end[1], End)
 
 
+def failed(seen, ranks, stray=None):
+    """The picture of the node that runs these ranks, of which one may have raised an exception."""
+    ending = Ending(Manner.EXCEPTION, seen.now_s, "ValueError: bad", "train.py:5")
+    shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)
+    return Sighting(picture.encode(Picture(seen.now_s, shown)), is_failure=True)
+
+
+def test_a_failure_is_told_as_soon_as_all_nodes_have_looked():
+    sightings, seen = nodes(), scene()
+    assert sightings.reported("b", failed(seen, [2, 3], 3), 1.0) == [("a", Look(is_failure=True))]
+    [(node, told)] = sightings.reported("a", failed(seen, [0, 1]), 1.1)
+    assert (node, told.blamed, told.is_last) == ("a", (3,), False)
+    assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text and "ranks 0-2 wait in" in told.text
+    assert sightings.reported("a", failed(seen, [0, 1], 1), 1.2) == [], "one failure of a generation is told at once"
+
+
+def test_a_failure_is_told_without_a_node_that_does_not_look():
+    sightings, seen = nodes(), scene()
+    sightings.reported("b", failed(seen, [2, 3], 3), 1.0)
+    assert sightings.tick(1.0 + FAILURE_PATIENCE_S / 2) == []
+    [(_, told)] = sightings.tick(1.0 + FAILURE_PATIENCE_S)
+    assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text
+
+
+def test_an_error_that_others_caused_is_not_told_without_them():
+    sightings, seen = nodes(), scene()
+    ended = replace(seen.ranks[0], ending=Ending(Manner.CONSEQUENCE, seen.now_s, "PeerLostError"))
+    picture_of_it = picture.encode(Picture(seen.now_s, (ended, seen.ranks[1])))
+    sightings.reported("a", Sighting(picture_of_it, is_failure=True), 1.0)
+    assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
+
+
 def test_a_picture_that_is_none_is_ignored():
     assert nodes(1).reported("a", Sighting('{"taken_s": "x"}'), 1.0) == []
 
 
-@pytest.mark.parametrize("message", [Sighting("{}", is_last=True), Look(), Told("text")])
+@pytest.mark.parametrize(
+    "message", [Sighting("{}", is_last=True), Sighting("", is_failure=True), Look(), Look(True), Told("text")]
+)
 def test_messages_survive_the_wire(message):
     assert decode(encode(message)[4:]) == message

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.environment import free_port
@@ -26,6 +27,9 @@ from paceline.observe.watching import Watched
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
+
+if TYPE_CHECKING:
+    from paceline.observe.evidence import Ending
 
 
 def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
@@ -78,6 +82,7 @@ class _Agent(Loop):
         self._secret_fd = -1
         self._interrupted: set[int] = set()  # ranks that were sent a Ctrl-C of their own
         self._was_told_to_stop = False
+        self._has_explained = False  # a failure of this generation, before the workers have ended
         self._started_s = 0.0  # when (monotonic) the generation was started
 
     def _crew(self) -> Crew | None:
@@ -86,14 +91,15 @@ class _Agent(Loop):
     def _watched(self) -> list[Watched]:
         if self._generation is None:
             return []
-        failures = {failure.rank: failure for failure in self._generation.failures}
+        failures = {**self._generation.exceptions, **{each.rank: each for each in self._generation.failures}}
+
+        def ending(worker: Worker) -> Ending | None:
+            failure = failures.get(worker.rank)
+            has_ended = worker.exit_code is not None or failure is not None
+            return ending_of(worker.exit_code or 0, failure) if has_ended else None
+
         return [
-            Watched(
-                worker.rank,
-                worker.pid,
-                self._generation.recordings.get(worker.rank),
-                None if worker.exit_code is None else ending_of(worker.exit_code, failures.get(worker.rank)),
-            )
+            Watched(worker.rank, worker.pid, self._generation.recordings.get(worker.rank), ending(worker))
             for worker in self._generation.workers
         ]
 
@@ -128,7 +134,7 @@ class _Agent(Loop):
                     self._generation.end()
 
     def _start(self, start: Start) -> None:
-        self._was_told_to_stop = False
+        self._was_told_to_stop = self._has_explained = False
         self._started_s = time.monotonic()
         self._watcher.resume()
         if self._job.rendezvous.is_static:
@@ -160,6 +166,7 @@ class _Agent(Loop):
             around,
             selector=self._selector,
             on_start=self._cleanup.watch,
+            on_exception=self._explain,
             on_failure=lambda failure: self._on_failure(start, failure),
         )
 
@@ -181,7 +188,15 @@ class _Agent(Loop):
             environment["PACELINE_STORE"] = f"unix:{path}"
         return environment
 
+    def _explain(self, failure: Failure) -> None:
+        """Has it told at once what a failure was, if it may be the cause of others: workers take their time to end."""
+        is_cause = failure.manner != "CONSEQUENCE" and not failure.is_interrupt
+        if is_cause and not self._has_explained and self._stopped_by is None:
+            self._has_explained = True
+            self._watcher.glance()
+
     def _on_failure(self, start: Start, failure: Failure) -> None:
+        self._explain(failure)
         self._watcher.pause()
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:

@@ -1,6 +1,7 @@
 """The first thing that runs in a worker: `python bootstrap.py LAUNCHER_PID [-m|--path|--exec] SCRIPT ARGS...`.
 
-Ties the worker to its launcher and records its uncaught exception; then runs the script as `python SCRIPT` would.
+Ties the worker to its launcher, which learns of an exception that leaves the script; then runs the script as
+`python SCRIPT` would.
 Kept apart from the package's imports, since every worker pays for it.
 """
 
@@ -14,11 +15,14 @@ _OWN_NAMES = (
     "run",
     "die_with_parent",
     "annotations",
+    "offer_stack",
     "_join_cgroup",
-    "_offer_stack",
+    "_package",
     "_prepare_stdin",
+    "_print_uncaught",
     "_record_exit",
-    "_record_uncaught",
+    "_run_script",
+    "_Uncaught",
     "_OWN_NAMES",
 )
 
@@ -37,13 +41,26 @@ def run(arguments: list[str]) -> None:
             )
     if (channel := os.environ.get("PACELINE_ELASTIC_FD")) is not None:
         os.set_inheritable(int(channel), False)  # what the script starts does not speak for this worker
-    _record_uncaught(os.environ["PACELINE_ERROR_FILE"])
-    _record_exit(os.environ["PACELINE_ERROR_FILE"])
+    error_file = os.environ["PACELINE_ERROR_FILE"]
+    uncaught = _Uncaught(error_file)
+    _print_uncaught()
+    _record_exit(error_file)
     import faulthandler
 
     _prepare_stdin()
     faulthandler.enable()  # the Python stack of a worker that crashes in native code
-    _offer_stack()
+    offer_stack()
+    try:
+        _run_script(rest)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        uncaught.record(error)
+        raise
+
+
+def _run_script(rest: list[str]) -> None:
+    """Runs what the arguments name, without a trace of this file in its namespace."""
     if rest[0] == "-m":
         import runpy
 
@@ -105,7 +122,7 @@ def _prepare_stdin() -> None:
     sys.breakpointhook = skip
 
 
-def _offer_stack() -> None:
+def offer_stack() -> None:
     """Lets the launcher take this process's Python stack with a signal; `observe/taking.py` does it.
 
     The file is closed in programs that this process starts, which have no handler for the signal either.
@@ -114,7 +131,7 @@ def _offer_stack() -> None:
     import signal
 
     try:
-        file = os.memfd_create("paceline-stack")
+        file = os.memfd_create(f"paceline-stack-{os.getpid()}")
         appending = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         os.close(file)
     except OSError:  # there are no memory files here, or no descriptors
@@ -150,18 +167,50 @@ def _record_exit(path: str) -> None:
     atexit.register(record_end)
 
 
-def _record_uncaught(path: str) -> None:
-    """Records an uncaught exception; the imports for it happen only if there is one."""
-    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+class _Uncaught:
+    """Records an exception that leaves the script, and tells the launcher of it at once.
+
+    The process itself may take seconds to end: its threads, what it has registered to run at exit, its memory. The
+    imports happen only if there is an exception.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._package = _package()
+        self._worker = os.getpid()
+
+    def record(self, error: BaseException) -> None:
+        """Records the exception, unless it left the script in a fork of this process."""
+        import sys  # the script, which shares this module's names, may give them another meaning
+        from os import getpid
+
+        if getpid() != self._worker:
+            return
+        try:
+            sys.path.insert(0, self._package)
+            from paceline.launch.failures import record_uncaught
+
+            record_uncaught(self._path, error)
+        except Exception:  # what was raised must leave the script in any case
+            pass
+
+
+def _print_uncaught() -> None:
+    """Has an uncaught exception printed in the launcher's way; the imports for it happen only if there is one."""
+    package = _package()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.path.insert(0, package)
-        from paceline.launch.failures import record_uncaught
+        from paceline.launch.failures import print_uncaught
 
-        record_uncaught(path)
-        sys.excepthook(kind, error, trace)
+        print_uncaught(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _package() -> str:
+    """Returns the directory that `paceline` is imported from."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 if __name__ == "__main__":

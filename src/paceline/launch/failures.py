@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+from paceline.launch.alarm import ring
+
 # Errors that another rank's failure causes: Paceline's own, and what gloo, NCCL and sockets report about a lost peer.
 _CONSEQUENCES = {"PeerLostError", "CollectiveTimeoutError", "StoreConnectionError", "ConnectionResetError"}
 _CONSEQUENCE_TEXTS = re.compile(
@@ -207,28 +209,29 @@ def came_to_its_end(path: str) -> bool:
     return os.path.exists(f"{path}.at-exit")
 
 
-def record_uncaught(path: str) -> None:
-    """Has an uncaught exception of this process recorded in `path`, and printed without the launcher's own frames.
+def record_uncaught(path: str, error: BaseException) -> None:
+    """Records in `path` the exception that leaves this process's script, and tells the launcher that it has."""
+    with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed all the same
+        write_record(path, type(error), error, error.__traceback__)
+        ring(os.path.dirname(path))
+
+
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an exception without the launcher's own frames.
 
     If another rank caused the exception, only the user's own frames are printed, so that the cause stays in view; the
     launcher prints all of it if this rank turns out to be the cause.
     """
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with contextlib.suppress(OSError):  # for example, the disk is full; the exception is printed all the same
-            write_record(path, kind, error, trace)
-        if issubclass(kind, KeyboardInterrupt):
-            return  # the launcher reports the interrupt; a traceback from each rank would add nothing
-        shown = traceback.TracebackException(kind, error, _without_own(trace))
-        text = "".join(shown.format())
-        if _is_consequence(kind.__name__, text):
-            ours = [frame for frame in shown.stack if not _is_installed(frame.filename)]
-            shown.stack = traceback.StackSummary.from_list(ours)
-            shown.__cause__ = shown.__context__ = None
-            text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
-        sys.stderr.write(text)
-
-    sys.excepthook = hook
+    if issubclass(kind, KeyboardInterrupt):
+        return  # the launcher reports the interrupt; a traceback from each rank would add nothing
+    shown = traceback.TracebackException(kind, error, _without_own(trace))
+    text = "".join(shown.format())
+    if _is_consequence(kind.__name__, text):
+        ours = [frame for frame in shown.stack if not _is_installed(frame.filename)]
+        shown.stack = traceback.StackSummary.from_list(ours)
+        shown.__cause__ = shown.__context__ = None
+        text = "".join(shown.format()).replace("Traceback (", "Another rank's failure led to this (", 1)
+    sys.stderr.write(text)
 
 
 def _is_installed(file: str) -> bool:

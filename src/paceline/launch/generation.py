@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from paceline.launch.alarm import Alarm
 from paceline.launch.failures import Failure, keep, read_record
 from paceline.launch.following import Following, failure_of
 from paceline.launch.keyboard import Keyboard
@@ -27,7 +28,9 @@ class Generation:
         shutdown_timeout_s: how long workers that are asked to end have until SIGKILL.
         keyboard: the launcher's stdin, which one of the workers may read.
         selector: its keys carry functions that the launcher's loop calls without arguments.
-        on_failure: is called with the first failure.
+        alarm: rings when an exception has left a worker's script.
+        on_exception: is called with such a failure, before the worker has ended.
+        on_failure: is called with the first failure of a worker that has ended.
     """
 
     def __init__(
@@ -36,16 +39,23 @@ class Generation:
         shutdown_timeout_s: float,
         keyboard: Keyboard,
         selector: selectors.BaseSelector,
+        alarm: Alarm,
+        on_exception: Callable[[Failure], None],
         on_failure: Callable[[Failure], None],
     ) -> None:
         self.number = number
         self.failures: list[Failure] = []
+        self.exceptions: dict[int, Failure] = {}  # by rank, of workers that had not ended when it was told
         self.workers: list[Worker] = []
         self.recordings: dict[
             int, int
         ] = {}  # by rank, descriptors of what the workers record, also of those that ended
         self._selector = selector
+        self._on_exception = on_exception
         self._on_failure = on_failure
+        self._alarm = alarm
+        if (bell := alarm.fileno()) is not None:
+            selector.register(bell, selectors.EVENT_READ, self._rung)
         self._keyboard = keyboard
         self._followings: list[Following] = []
         self._memory = MemoryWatch()
@@ -133,7 +143,20 @@ class Generation:
         for recording in self.recordings.values():
             os.close(recording)
         self.recordings.clear()
+        if (bell := self._alarm.fileno()) is not None:
+            self._selector.unregister(bell)
+            self._alarm.close()
         self._keyboard.restore()
+
+    def _rung(self) -> None:
+        self._alarm.quiet()
+        for worker in self.workers:
+            if worker.exit_code is None and worker.rank not in self.exceptions:
+                record = read_record(worker.error_file)
+                if record is not None:
+                    failure = Failure(worker.rank, worker.pid, 1, time.time(), record, log=worker.log)
+                    self.exceptions[worker.rank] = failure
+                    self._on_exception(failure)
 
     def _ended(self, worker: Worker, code: int) -> None:
         if code == 0:

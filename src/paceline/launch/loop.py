@@ -234,6 +234,8 @@ class Loop(ABC):
     def _on_orders(self) -> None:
         for order in self._connection.client.receive():
             match order:
+                case Look(is_failure=True):
+                    self._watcher.glance()
                 case Look():
                     self._watcher.look(is_asked=True)
                 case Told(text, is_last=True):
@@ -264,10 +266,10 @@ class Loop(ABC):
         offset = self._connection.client.clock_offset()
         return offset.offset_ns / 1e9 if offset is not None else 0.0
 
-    def _on_picture(self, picture: str) -> None:
+    def _on_picture(self, picture: str, is_failure: bool) -> None:
         """Reports what was seen of the workers; nothing if they go on."""
-        self._connection.client.send(Sighting(picture))
-        if picture and self._directory.path is not None:
+        self._connection.client.send(Sighting(picture, is_failure=is_failure))
+        if picture and not is_failure and self._directory.path is not None:
             with contextlib.suppress(OSError):  # for example, the disk is full
                 (self._directory.path / f"stall-{socket.gethostname()}-{os.getpid()}.json").write_text(picture)
 

@@ -7,6 +7,7 @@ import selectors
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.launch.alarm import Alarm
 from paceline.launch.environment import Place, place_variables
 from paceline.launch.failures import Failure
 from paceline.launch.generation import Generation
@@ -168,6 +169,7 @@ def start_workers(
     *,
     selector: selectors.BaseSelector,
     on_start: Callable[[int], None],
+    on_exception: Callable[[Failure], None],
     on_failure: Callable[[Failure], None],
 ) -> Generation:
     """Starts this machine's workers of the generation that `start` orders; returns the generation, which watches them.
@@ -178,12 +180,20 @@ def start_workers(
         around: what the workers have in common.
         selector: the launcher's loop; see `Generation`.
         on_start: is called with the process id of each worker.
-        on_failure: is called with the first failure.
+        on_exception, on_failure: see `Generation`.
 
     Raises:
         OSError: a process could not be started.
     """
-    generation = Generation(start.generation, job.shutdown_timeout_s, around.keyboard, selector, on_failure)
+    generation = Generation(
+        start.generation,
+        job.shutdown_timeout_s,
+        around.keyboard,
+        selector,
+        Alarm(around.directory),
+        on_exception=on_exception,
+        on_failure=on_failure,
+    )
     descriptors = allow_descriptors(job.workers)
     starter: Starter = (Template if job.forks else Interpreters)(around.environment, around.pass_fds, descriptors)
     with starter, open(os.devnull, "rb") as nothing:

@@ -33,12 +33,12 @@ class Watcher:
     Args:
         stall_after_s: how long a call may last before it is explained; 0 watches nothing.
         workers: returns the workers that run.
-        report: is called by `tick` or `arrived`, in the launcher's thread, with each picture as JSON; with nothing
-            when the workers whose stall was reported go on.
+        report: is called by `tick` or `arrived`, in the launcher's thread, with each picture as JSON, and whether it
+            is of a failure; with nothing when the workers whose stall was reported go on.
     """
 
     def __init__(
-        self, stall_after_s: float, workers: Callable[[], Sequence[Watched]], report: Callable[[str], None]
+        self, stall_after_s: float, workers: Callable[[], Sequence[Watched]], report: Callable[[str, bool], None]
     ) -> None:
         self.patience = Patience.of(stall_after_s)
         self._is_on = stall_after_s > 0
@@ -51,9 +51,9 @@ class Watcher:
         self._next_look_s = 0.0
         self._pause_s = 0.0
         self._has_reported = False
-        self._looking: threading.Thread | None = None
+        self._threads: dict[bool, threading.Thread] = {}  # those that look now, by whether it is at a failure
         self._is_paused = False
-        self._pictures: queue.SimpleQueue[Picture | None] = queue.SimpleQueue()
+        self._pictures: queue.SimpleQueue[tuple[Picture | None, bool]] = queue.SimpleQueue()
         self._waiting, self._waking = os.pipe()
 
     def fileno(self) -> int:
@@ -81,45 +81,65 @@ class Watcher:
             self._next_look_s = self._pause_s = 0.0
             if self._has_reported:
                 self._has_reported = False
-                self._report("")
+                self._report("", False)
         elif now_s >= self._next_look_s:
             self.look(is_asked=False)
 
     def look(self, is_asked: bool) -> None:
         """Begins a look, unless one goes on; `is_asked` if another machine needs the picture in any case."""
-        if self._looking is not None or self._is_paused:
+
+        def see(workers: Sequence[Watched]) -> Picture | None:
+            from paceline.observe.looking import look
+
+            return look(workers, self.patience, is_asked, self._look_s)
+
+        if not self._is_paused:
+            self._begin(see, is_failure=False)
+
+    def glance(self) -> None:
+        """Takes a picture at once, also while paused: a worker here or elsewhere has failed, and all end soon."""
+
+        def see(workers: Sequence[Watched]) -> Picture | None:
+            from paceline.observe.looking import glance
+
+            return glance(workers)
+
+        if self._is_on:
+            self._begin(see, is_failure=True)
+
+    def _begin(self, see: Callable[[Sequence[Watched]], Picture | None], is_failure: bool) -> None:
+        if is_failure in self._threads:
             return
         workers = [_with_a_descriptor_of_its_own(worker) for worker in self._workers()]
 
         def run() -> None:
             picture = None
             try:
-                from paceline.observe.looking import look
-
-                picture = look(workers, self.patience, is_asked, self._look_s)
+                picture = see(workers)
             finally:
                 for worker in workers:
                     if worker.recording is not None:
                         os.close(worker.recording)
-                self._pictures.put(picture)
+                self._pictures.put((picture, is_failure))
                 with contextlib.suppress(OSError):  # closed meanwhile
                     os.write(self._waking, b".")
 
-        self._looking = threading.Thread(target=run, name="paceline-look", daemon=True)
-        self._looking.start()
+        self._threads[is_failure] = threading.Thread(target=run, name="paceline-look", daemon=True)
+        self._threads[is_failure].start()
 
     def arrived(self) -> None:
         """Reports the picture of a look that has ended."""
-        os.read(self._waiting, 64)
-        picture = self._pictures.get()
-        self._looking = None
-        self._pause_s = min(_LONGEST_PAUSE_S, max(2 * self._pause_s, self.patience.floor_s / 2))
-        self._next_look_s = time.monotonic() + self._pause_s
-        if picture is not None and not self._is_paused:
+        os.read(self._waiting, 1)
+        picture, is_failure = self._pictures.get()
+        del self._threads[is_failure]
+        if not is_failure:
+            self._pause_s = min(_LONGEST_PAUSE_S, max(2 * self._pause_s, self.patience.floor_s / 2))
+            self._next_look_s = time.monotonic() + self._pause_s
+        if picture is not None and (is_failure or not self._is_paused):
             self._has_reported = self._has_reported or picture.stalled_since_s is not None
             from paceline.observe.picture import encode
 
-            self._report(encode(picture))
+            self._report(encode(picture), is_failure)
 
     def pause(self) -> None:
         """Looks at nothing, and drops what is being looked at, since the workers are ending."""
@@ -138,8 +158,8 @@ class Watcher:
     def close(self) -> None:
         """Waits for a look that goes on; idempotent."""
         if self._waiting >= 0:
-            if self._looking is not None:
-                self._looking.join()
+            for thread in self._threads.values():
+                thread.join()
             os.close(self._waiting)
             os.close(self._waking)
             self._waiting = -1

@@ -17,6 +17,9 @@ from paceline.observe.taking import take
 from paceline.observe.watching import LOOK_S, Patience, Watched, overdue
 from paceline.observe.witnesses import witness
 
+_GLANCE_S = 0.1  # for a stack, of a process that may be about to end
+_MOST_STACKS = 8
+
 
 def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s: float = LOOK_S) -> Picture | None:
     """Returns what the workers do; takes `look_s`, except that it returns None at once if none of them waits too long.
@@ -41,6 +44,22 @@ def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s:
         process = replace(process, moves=frames != before[worker.pid])
         ranks.append(_seen(worker, process, frames))
     return Picture(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
+
+
+def glance(workers: Sequence[Watched]) -> Picture | None:
+    """Returns what the workers do just now, without a second look; None if they have recorded no call.
+
+    Only the stacks of a few are taken: they show in which line of the program the others wait.
+    """
+    ranks, stacks_left = [], _MOST_STACKS
+    for worker in workers:
+        now = None if worker.ending is not None else processes.sample(worker.pid)
+        frames: tuple[Frame, ...] = ()
+        if now is not None and stacks_left:
+            stacks_left -= 1
+            frames = _stack(worker.pid, now, _GLANCE_S)
+        ranks.append(_seen(worker, processes.between(now, now), frames))
+    return Picture(time.monotonic(), tuple(ranks)) if any(rank.calls for rank in ranks) else None
 
 
 def _waits_too_long(worker: Watched, patience: Patience) -> bool:
@@ -79,6 +98,6 @@ def _stalled_since_s(ranks: Sequence[Rank], patience: Patience) -> float | None:
     return min((call.arrived_s for call in calls), default=None)
 
 
-def _stack(pid: int, sample: processes.Sample | None) -> tuple[Frame, ...]:
+def _stack(pid: int, sample: processes.Sample | None, timeout_s: float = 1.0) -> tuple[Frame, ...]:
     is_still = sample is None or processes.between(sample, sample).state in STILL
-    return () if is_still else take(pid)
+    return () if is_still else take(pid, timeout_s)

@@ -20,7 +20,7 @@ from paceline.observe.evidence import Frame
 from paceline.observe.processes import threads
 
 SIGNAL = signal.SIGRTMAX - 7  # programs rarely use it; `launch/bootstrap.py` names it too
-FILE = "paceline-stack"
+FILE = "paceline-stack"  # and the process's number, since a fork inherits the file of its parent
 
 _PAUSE_S = 0.005
 _MOST_THREADS = 16
@@ -81,7 +81,7 @@ def _open(pid: int) -> int | None:
         if not caught >> (SIGNAL - 1) & 1:
             return None
         for name in os.listdir(f"/proc/{pid}/fd"):
-            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{FILE}"):
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(f"/memfd:{FILE}-{pid} "):
                 return os.open(f"/proc/{pid}/fd/{name}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # it has just ended
         pass

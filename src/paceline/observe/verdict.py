@@ -32,6 +32,9 @@ class Cause(Enum):
     SLOW_LINK = "a link is slower than the others"
 
 
+FAILURES = (Cause.EXCEPTION, Cause.KILLED, Cause.OUT_OF_MEMORY, Cause.EXITED)  # of one rank, by itself
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A diagnosis.
@@ -47,3 +50,8 @@ class Verdict:
     blamed: tuple[int, ...]
     sentence: str
     is_fault: bool = True
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a rank failed by itself; what other ranks do cannot change that."""
+        return self.cause in FAILURES

@@ -122,12 +122,13 @@ class Knows:
 class Sighting:
     """What is seen of the node's workers, as JSON of `observe/picture.py`.
 
-    The node sends it when a call lasts too long, when it is ordered to look, when its calls go on (then `body` is
-    empty), and when its workers have ended.
+    The node sends it when a call lasts too long, when a worker fails, when it is ordered to look, when its calls go on
+    (then `body` is empty), and when its workers have ended.
     """
 
     body: str
     is_last: bool = False  # the workers have ended
+    is_failure: bool = False  # a worker has failed, here or where the order to look came from
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,9 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Look:
-    """Report a `Sighting`, since another node's workers make no progress."""
+    """Report a `Sighting`, since another node's workers make no progress, or one of them has failed."""
+
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)

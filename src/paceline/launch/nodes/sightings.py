@@ -5,6 +5,7 @@ It stands around the state machine that decides what the nodes do, and is one it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,31 @@ if TYPE_CHECKING:
     from paceline.observe.verdict import Verdict
 
 PATIENCE_S = 4.0  # for the other nodes' pictures, which take as long as a look
+FAILURE_PATIENCE_S = 0.3  # likewise when a worker has failed, for pictures that are taken at once
+
+
+@dataclass
+class Round:
+    """Pictures that are being collected.
+
+    Attributes:
+        missing: the nodes whose pictures have not come.
+        deadline_s: when to make do with those that have.
+        pictures: by node.
+    """
+
+    missing: set[str]
+    deadline_s: float
+    pictures: dict[str, Picture] = field(default_factory=dict)
+
+    def add(self, node: str, picture: Picture) -> None:
+        """Takes a node's picture, asked for or not."""
+        self.pictures[node] = picture
+        self.missing.discard(node)
+
+    def is_over(self, now_s: float) -> bool:
+        """Returns whether nothing is waited for any longer."""
+        return not self.missing or now_s >= self.deadline_s
 
 
 @dataclass
@@ -31,16 +57,19 @@ class Sightings:
     inner: Steering
     word: str = "rank"
     _serves: dict[str, bool] = field(default_factory=dict)  # of each node, whether it serves the meeting
-    _pictures: dict[str, Picture] = field(default_factory=dict)
-    _asked: set[str] = field(default_factory=set)
-    _deadline_s: float | None = None  # when to make do with the pictures that have come
+    _stall: Round | None = None
+    _failure: Round | None = None  # one in each generation
+    _last: dict[str, Picture] = field(default_factory=dict)  # of workers that have ended
     _said: Said = field(default_factory=Said)
+    _has_failed: bool = False  # a worker of this generation
     _has_ended: bool = False
 
     @property
     def deadline_s(self) -> float | None:
         """When `tick` must be called if nothing else happens before; None for never."""
-        known = [each for each in (self.inner.deadline_s, self._deadline_s) if each is not None]
+        rounds = [each.deadline_s for each in (self._stall, self._failure) if each is not None]
+        own_s = min(rounds, default=None)
+        known = [each for each in (self.inner.deadline_s, own_s) if each is not None]
         return min(known, default=None)
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
@@ -63,10 +92,7 @@ class Sightings:
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""
-        orders = self._with_the_last_word(self.inner.tick(now_s))
-        if self._deadline_s is not None and now_s >= self._deadline_s:
-            orders = [*orders, *self._conclude(now_s)]
-        return orders
+        return [*self._with_the_last_word(self.inner.tick(now_s)), *self._conclude(now_s)]
 
     def _sighted(self, node: str, sighting: Sighting, now_s: float) -> Orders:
         if not sighting.body:
@@ -78,39 +104,60 @@ class Sightings:
             picture = decode(sighting.body)
         except ValueError:
             return []
-        self._pictures[node] = picture
-        self._asked.discard(node)
+        orders: Orders = []
         if sighting.is_last:
-            return []
-        others: Orders = []
-        if picture.stalled_since_s is not None and self._deadline_s is None:
-            self._asked = set(self._serves) - {node}
-            self._pictures = {node: picture}
-            self._deadline_s = now_s + PATIENCE_S
-            others = [(other, Look()) for other in sorted(self._asked)]
-        return [*others, *(self._conclude(now_s) if not self._asked else [])]
+            self._last[node] = picture
+            if self._failure is not None:
+                self._failure.add(node, picture)
+        elif sighting.is_failure:
+            if not self._has_failed:
+                self._has_failed = True
+                self._failure, orders = self._round(node, now_s + FAILURE_PATIENCE_S, Look(is_failure=True))
+                for other, last in self._last.items():
+                    self._failure.add(other, last)
+            if self._failure is not None:
+                self._failure.add(node, picture)
+        else:
+            if self._stall is None and picture.stalled_since_s is not None:
+                self._stall, orders = self._round(node, now_s + PATIENCE_S, Look())
+            if self._stall is not None:
+                self._stall.add(node, picture)
+        return [*orders, *self._conclude(now_s)]
+
+    def _round(self, node: str, deadline_s: float, order: Look) -> tuple[Round, Orders]:
+        """Returns a round that a node's picture has begun, and the orders to all others."""
+        others = set(self._serves) - {node}
+        return Round(others, deadline_s), [(other, order) for other in sorted(others)]
 
     def _conclude(self, now_s: float) -> Orders:
-        """Says what the pictures show."""
-        self._deadline_s = None
-        self._asked.clear()
+        """Says what the pictures of a round show that is over."""
+        if self._failure is not None and self._failure.is_over(now_s):
+            finished, self._failure = self._failure, None
+            verdict = self._verdict(finished.pictures)
+            if verdict is None or not (verdict.is_failure or (verdict.is_fault and not finished.missing)):
+                return []  # what is missing may be the cause
+            return self._tell_verdict(verdict, now_s)
+        if self._stall is None or not self._stall.is_over(now_s):
+            return []
+        pictures, self._stall = self._stall.pictures, None
         stalls = [
             picture.taken_s - picture.stalled_since_s
-            for picture in self._pictures.values()
+            for picture in pictures.values()
             if picture.stalled_since_s is not None
         ]
-        verdict = self._verdict()
-        self._pictures.clear()
-        if verdict is None or not stalls:
-            return []
-        text = self._said.tell(verdict, now_s - max(stalls))
+        verdict = self._verdict(pictures)
+        return [] if verdict is None or not stalls else self._tell_verdict(verdict, now_s - max(stalls))
+
+    def _tell_verdict(self, verdict: Verdict, since_s: float) -> Orders:
+        """Says it, unless that was said before."""
+        text = self._said.tell(verdict, since_s)
         return self._tell(text, verdict.blamed) if text is not None else []
 
-    def _verdict(self) -> Verdict | None:
+    def _verdict(self, pictures: Mapping[str, Picture]) -> Verdict | None:
         from paceline.observe.diagnosis import diagnose
         from paceline.observe.picture import scene_of
 
-        return diagnose(scene_of(self._pictures.values(), self.word))
+        return diagnose(scene_of(pictures.values(), self.word))
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = Told(text, is_stall=blamed is not None, blamed=blamed or ())
@@ -120,32 +167,27 @@ class Sightings:
     def _with_the_last_word(self, orders: Orders) -> Orders:
         """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
         if any(isinstance(order, Start) for _, order in orders):
-            self._pictures.clear()
+            self._stall = self._failure = None
+            self._has_failed = False
+            self._last.clear()
             self._said = Said()
         ends = [(node, order) for node, order in orders if isinstance(order, End)]
         if self._has_ended or not ends:
             return orders
         self._has_ended = True
         texts = []
-        if self._pictures and ends[0][1].failures:
-            verdict = self._verdict()
+        if self._last and ends[0][1].failures:
+            verdict = self._verdict(self._last)
             texts = [verdict.sentence] if verdict is not None and verdict.is_fault else []
-        elif self._pictures and ends[0][1].code == 0:
-            texts = self._late()
+        elif self._last and ends[0][1].code == 0:
+            from paceline.observe.lateness import lateness
+
+            texts = lateness(self._last.values(), self.word)
         told = [(node, Told(text, is_last=True)) for text in texts for node, _ in ends]
         return [*told, *orders]
 
-    def _late(self) -> list[str]:
-        """Returns what to say of ranks that the others waited for as a rule."""
-        from paceline.observe.alignment import aligned
-        from paceline.observe.picture import scene_of
-        from paceline.observe.stragglers import worth_telling
-        from paceline.observe.transfers import slow_network
-
-        seen = scene_of(self._pictures.values()).ranks
-        ranks = aligned(seen, [rank.host for rank in seen])
-        return [each.sentence for each in (*worth_telling(ranks, self.word), *slow_network(ranks))]
-
     def _forget(self, node: str) -> None:
         self._serves.pop(node, None)
-        self._asked.discard(node)
+        for each in (self._stall, self._failure):
+            if each is not None:
+                each.missing.discard(node)
