@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -19,8 +20,14 @@ from multiprocessing.process import BaseProcess
 from typing import cast
 
 from paceline.errors import WorkerError
+from paceline.launch.bootstrap import offer_stack
 from paceline.launch.environment import allowed_cores, free_port, threads_per_worker, worker_environment
+from paceline.launch.failures import Record
 from paceline.launch.lifeline import die_with_parent
+from paceline.launch.spawn_watch import SpawnWatch
+from paceline.record.memory import DIRECTORY_VARIABLE, directory_of_files
+from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.store.server import StoreServer
 
 _GRACE_S = 5.0
@@ -29,10 +36,19 @@ _GRACE_S = 5.0
 class Spawned:
     """The processes that `spawn(..., join=False)` started."""
 
-    def __init__(self, processes: list[BaseProcess], failures: list[Connection], store: StoreServer, directory: str):
+    def __init__(
+        self,
+        processes: list[BaseProcess],
+        failures: list[Connection],
+        store: StoreServer,
+        directory: str,
+        watch: SpawnWatch,
+    ) -> None:
         self._processes = processes
-        self._failures = failures
-        self._release = weakref.finalize(self, _release, store, directory)
+        self._failures = dict(enumerate(failures))  # by rank, of those from which one may still come
+        self._reports: dict[int, Record] = {}  # by rank
+        self._watch = watch
+        self._release = weakref.finalize(self, _release, store, directory, self._watch)
 
     def pids(self) -> list[int]:
         """Returns their process ids, by rank."""
@@ -40,6 +56,8 @@ class Spawned:
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for all processes to end; returns False if some still run after `timeout` seconds.
+
+        When they make no progress meanwhile, one sentence on stderr says which rank is the cause.
 
         Raises:
             WorkerError: a process failed; the message has the first failure's traceback, and the others were ended.
@@ -51,12 +69,12 @@ class Spawned:
                     self._fail(rank)
             running = [process.sentinel for process in self._processes if process.exitcode is None]
             if not running:
+                self._watch.conclude()
                 self._release()
                 return True
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if deadline is not None and time.monotonic() >= deadline:
                 return False
-            wait(running, left)
+            self._wait(running, deadline)
 
     def end(self) -> None:
         """Ends the processes that still run."""
@@ -71,26 +89,42 @@ class Spawned:
                 process.join()
         self._release()
 
+    def _wait(self, running: list[int], deadline_s: float | None) -> None:
+        """Waits until a process has ended or failed, or something else is to be done."""
+        known = [each for each in (deadline_s, self._watch.deadline_s) if each is not None]
+        timeout_s = max(0.0, min(known) - time.monotonic()) if known else None
+        watched = self._watch.fileno()
+        ready = wait([*running, watched, *self._failures.values()], timeout_s)
+        self._collect()
+        if watched in ready:
+            self._watch.arrived()
+        self._watch.tick()
+
+    def _collect(self) -> None:
+        """Takes in the exceptions that have been reported."""
+        for rank, failure in list(self._failures.items()):
+            if failure.poll():
+                del self._failures[rank]  # each reports one at most, and closes the pipe
+                with contextlib.suppress(EOFError):
+                    self._reports[rank] = Record(*failure.recv())
+                    self._watch.raised(rank, self._reports[rank])
+
     def _fail(self, seen: int) -> None:
         time.sleep(0.1)  # lets the failure that caused this one arrive
+        self._collect()
+        why = self._watch.why()
         self.end()
-        reports: list[tuple[float, int, str]] = []
-        for rank, failure in enumerate(self._failures):
-            if failure.poll():
-                try:
-                    reports.append(_received(failure, rank))
-                except EOFError:
-                    continue
+        self._collect()
         host = socket.gethostname()
-        first = min(reports)[1] if reports else seen
+        first = min(self._reports, key=lambda rank: self._reports[rank].time_s) if self._reports else seen
         code = self._processes[first].exitcode
-        text = min(reports)[2] if reports else "it left no traceback, look at its output"
-        raise WorkerError(
-            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; "
-            f"the other ranks were ended:\n{text}",
-            rank=first,
-            exit_code=code,
+        text = self._reports[first].text if self._reports else "it left no traceback, look at its output"
+        told = (
+            f"rank {first} ({host}, pid {self._processes[first].pid}, exit code {code}) failed first; the other ranks "
+            "were ended:"
         )
+        parts = [told, text.rstrip(), why]
+        raise WorkerError("\n".join(part for part in parts if part), rank=first, exit_code=code)
 
 
 def spawn(
@@ -100,6 +134,7 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
+    stall_after: float = 15.0,
 ) -> Spawned | None:
     """Calls `fn(rank, *args)` on `nprocs` processes, in each of which `init_process_group()` needs no arguments.
 
@@ -108,6 +143,8 @@ def spawn(
         join: wait for the processes; without, return a `Spawned` to wait on.
         daemon: whether they end with this process even when it ends well (they always do when it is killed).
         start_method: "spawn", "forkserver" or "fork".
+        stall_after: while somebody waits for the processes: if a call lasts longer than so many seconds, one sentence
+            on stderr says which rank is not there and why; 0: never.
 
     Raises:
         ValueError: `nprocs` is less than 1, or `fn` cannot be imported by the processes.
@@ -126,6 +163,7 @@ def spawn(
     store = StoreServer.on_unix_path(os.path.join(directory, "store"), secret.encode())
     port, run_id = free_port(), secrets.token_hex(8)
     threads = threads_per_worker(allowed_cores(), nprocs, os.environ)
+    recordings, started_ns = directory_of_files(), time.time_ns()
     processes: list[BaseProcess] = []
     failures: list[Connection] = []
     for rank in range(nprocs):
@@ -133,6 +171,7 @@ def spawn(
             **worker_environment(rank, nprocs, port, run_id),
             "PACELINE_STORE": f"unix:{directory}/store",
             "PACELINE_SECRET": secret,
+            DIRECTORY_VARIABLE: recordings,
         }
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
@@ -144,7 +183,8 @@ def spawn(
         sending.close()
         processes.append(process)
         failures.append(receiving)
-    spawned = Spawned(processes, failures, store, directory)
+    watch = SpawnWatch(processes, started_ns, recordings, stall_after)
+    spawned = Spawned(processes, failures, store, directory, watch)
     if not join:
         return spawned
     spawned.join()
@@ -204,23 +244,21 @@ def _work(
     if start_method != "forkserver":  # there the parent is the server, which ends with the launching process
         die_with_parent(parent)
     os.environ.update(environment)
-    os.environ.pop("PACELINE_SECRET_FD", None)
+    for name in (SECRET_FD, RECORD_FD):  # of the job in which this one may run
+        os.environ.pop(name, None)
+    offer_stack()
     if threads is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     try:
         fn(rank, *args)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except Exception:
-        failure.send((time.time(), traceback.format_exc()))
+    except Exception as error:
+        failure.send((time.time(), type(error).__name__, traceback.format_exc()))
         raise SystemExit(1) from None
 
 
-def _received(failure: Connection, rank: int) -> tuple[float, int, str]:
-    time_s, text = failure.recv()
-    return time_s, rank, text
-
-
-def _release(store: StoreServer, directory: str) -> None:
+def _release(store: StoreServer, directory: str, watch: SpawnWatch) -> None:
+    watch.close()
     store.close()
     shutil.rmtree(directory, ignore_errors=True)

@@ -26,6 +26,7 @@ DIRECTORY_VARIABLE = "PACELINE_RECORD_DIR"
 SUFFIX = ".record"
 
 MOST_FILES = 8
+_MOST_RUNNING = 128  # of processes that still run
 _ROOM = 32  # the share of the file system's free room that a recording may take, as a fraction
 
 
@@ -129,7 +130,7 @@ def _prune(directory: str) -> None:
         if not _writer_runs(name):
             with contextlib.suppress(FileNotFoundError):  # another process is pruning too
                 os.unlink(os.path.join(directory, name))
-    if len(names) >= 4 * MOST_FILES:
+    if len(names) >= _MOST_RUNNING:
         raise FileExistsError(directory)
 
 

@@ -1,0 +1,65 @@
+"""What is said of the processes of `spawn` that hang or fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import paceline as dist
+
+
+def evaluate() -> None:
+    time.sleep(60)
+
+
+def train(rank: int, fault: str) -> None:
+    dist.init_process_group()
+    tensor = torch.ones(4096)
+    for step in range(20):
+        if step == 10 and rank == 1:
+            if fault == "stuck":
+                evaluate()
+            if fault == "raise":
+                raise ValueError("bad sample")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(tensor)
+
+
+@pytest.fixture(autouse=True)
+def records_of_its_own(monkeypatch, tmp_path):
+    """Keeps the recordings apart from those of other tests, which would push them out."""
+    directory = tmp_path / "recordings"
+    monkeypatch.setenv("PACELINE_RECORD_DIR", str(directory))
+
+
+def test_a_hang_of_spawned_ranks_is_explained(capfd):
+    spawned = dist.spawn(train, ("stuck",), 2, join=False, start_method="forkserver", stall_after=1.5)
+    assert spawned is not None
+    said, deadline_s = "", time.monotonic() + 60
+    try:
+        while "is not there" not in said:
+            assert time.monotonic() < deadline_s, said
+            assert not spawned.join(0.2)
+            said += capfd.readouterr().err
+    finally:
+        spawned.end()
+    assert "paceline: rank 0 waits in all_reduce(float32, 4096) call " in said
+    assert "rank 1 is not there: it is in evaluate (test_spawn_verdicts.py:" in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("raise", "rank 1 failed: ValueError: bad sample (test_spawn_verdicts.py:"),
+        ("kill", "rank 1 failed: killed by SIGKILL, after all_reduce(float32, 4096) call "),
+    ],
+)
+def test_the_failure_of_a_spawned_rank_ends_with_its_cause(fault, sentence):
+    with pytest.raises(dist.WorkerError) as caught:
+        dist.spawn(train, (fault,), 2, start_method="forkserver")
+    assert sentence in str(caught.value).splitlines()[-1]
