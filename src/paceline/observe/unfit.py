@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.observe.evidence import Scene
 from paceline.observe.histories import Difference, Slip
 from paceline.observe.sentences import beginning, line_of, named
@@ -20,8 +22,7 @@ _CAUSES = {
 def of_difference(scene: Scene, found: Difference) -> Verdict:
     """Returns the verdict on ranks whose calls differ from the others'."""
     strays = named(found.strays, scene.word)
-    lines = {line_of(rank) for rank in scene.ranks if rank.rank in found.strays} - {""}
-    where = f" ({sorted(lines)[0]})" if len(lines) == 1 else ""
+    where, there = _where(scene, found.strays), _where(scene, found.regular)
     start = beginning(scene, found.strays) if found.step is None else f"step {found.step}: "
     if found.is_guess:
         sentence = (
@@ -29,7 +30,7 @@ def of_difference(scene: Scene, found: Difference) -> Verdict:
             f"{found.expected} and {found.theirs}, and nothing says which is right"
         )
         return Verdict(_CAUSES[found.slip], found.strays, sentence)
-    due = f"where {named(found.regular, scene.word)} called {found.expected}"
+    due = f"where {named(found.regular, scene.word)} called {found.expected}{there}"
     does = {
         Slip.SKIPPED: f"it skipped {found.expected}, or makes it later",
         Slip.ORDER: "it makes its calls in another order",
@@ -40,3 +41,9 @@ def of_difference(scene: Scene, found: Difference) -> Verdict:
     }[found.slip]
     sentence = f"{start}{strays} called {found.theirs} as call {found.sequence}{where}, {due}: {does}"
     return Verdict(_CAUSES[found.slip], found.strays, sentence)
+
+
+def _where(scene: Scene, ranks: Sequence[int]) -> str:
+    """Returns the user's line in which these ranks made the call, if it is known and the same for all."""
+    lines = {line_of(rank) for rank in scene.ranks if rank.rank in ranks} - {""}
+    return f" ({lines.pop()})" if len(lines) == 1 else ""
