@@ -21,6 +21,7 @@ NB_MODULE(_core, module) {
     nanobind::register_exception_translator(translate);
     module.doc() = "Paceline's native core: links, host collectives, reductions, the store server.";
     nanobind::set_leak_warnings(false);
+    paceline::bindings::register_process(module);
     paceline::bindings::register_engine(module);
     paceline::bindings::register_links(module);
     paceline::bindings::register_store(module);

@@ -44,7 +44,6 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
         else
             peer_mask_ |= bit(members_[static_cast<std::size_t>(r)]);
     }
-    crowded_ = size_ > usable_cores();
     segments_.resize(members_.size());
     controls_.resize(members_.size());
     sources_.resize(members_.size());
@@ -59,7 +58,7 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
         if (r == group->rank_) {
             segment = shm::Segment::create(nbytes);
             if (!segment) throw std::system_error(errno, std::generic_category(), "memfd_create");
-            new (segment->data()) Control;
+            (new (segment->data()) Control)->cores = usable_cores();
             mesh.offer(id, *segment, group->peer_mask_);
         }
     }
@@ -72,6 +71,9 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
         if (!segment || segment->size() < nbytes) return nullptr;
         group->controls_[static_cast<std::size_t>(r)] = reinterpret_cast<Control*>(segment->data());
     }
+    std::vector<Cores> everyones;
+    for (const Control* each : group->controls_) everyones.push_back(each->cores);
+    group->crowded_ = is_crowded(everyones, static_cast<std::size_t>(group->rank_));
     return group;
 }
 

@@ -100,7 +100,7 @@ class Group final : public Collectives {
     CallHeader header_{};
     Outcome outcome_;
     bool broken_ = false;
-    bool crowded_ = false;  // more ranks than cores
+    bool crowded_ = false;  // a rank that waits may take time from another one
 
     const Interrupted* interrupted_ = nullptr;
     bool background_ = false;

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "call/call.hpp"
+#include "process/cores.hpp"
 
 namespace paceline::host {
 
@@ -63,6 +64,7 @@ struct Control {
     // Not 0 once the rank has aborted the group. A word of its own, because any thread of the rank may set it while the
     // thread that runs a call writes the fields above.
     alignas(128) std::atomic<std::uint32_t> aborted{0};
+    Cores cores;  // those of the rank, from the beginning
 };
 static_assert(std::is_standard_layout_v<Control>);
 

@@ -1,16 +1,110 @@
 #include "process/cores.hpp"
 
 #include <sched.h>
+#include <sys/stat.h>
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <fstream>
+#include <optional>
+#include <sstream>
 #include <thread>
 
 namespace paceline {
 
-int usable_cores() {
+namespace {
+
+// The path of this process's cgroup that has the controller of CPU time, below `base`.
+struct Place {
+    std::string base;
+    std::string path;
+};
+
+std::optional<Place> place_of_this_process(const std::string& root) {
+    std::ifstream file(root + "/proc/self/cgroup");
+    std::optional<Place> unified;
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream fields(line);
+        std::string number, controllers, path;
+        if (!std::getline(fields, number, ':') || !std::getline(fields, controllers, ':') ||
+            !std::getline(fields, path))
+            continue;
+        if (path == "/") path.clear();
+        std::istringstream names(controllers);
+        for (std::string name; std::getline(names, name, ',');)
+            if (name == "cpu") return Place{root + "/sys/fs/cgroup/cpu", path};
+        if (number == "0" && controllers.empty()) unified = Place{root + "/sys/fs/cgroup", path};
+    }
+    return unified;
+}
+
+double quota_in(const std::string& directory) {
+    double quota = 0, period = 0;
+    if (std::ifstream file(directory + "/cpu.max"); file >> quota >> period) return period > 0 ? quota / period : 0;
+    std::ifstream quota_file(directory + "/cpu.cfs_quota_us"), period_file(directory + "/cpu.cfs_period_us");
+    if (quota_file >> quota && period_file >> period && quota > 0 && period > 0) return quota / period;
+    return 0;
+}
+
+std::uint64_t inode(const std::string& directory) {
+    struct stat found{};
+    return stat(directory.c_str(), &found) == 0 ? static_cast<std::uint64_t>(found.st_ino) : 0;
+}
+
+bool overlap(const Cores& a, const Cores& b) {
+    for (std::size_t i = 0; i < a.allowed.size(); ++i)
+        if ((a.allowed[i] & b.allowed[i]) != 0) return true;
+    return false;
+}
+
+}  // namespace
+
+Quota cpu_quota(const std::string& root) {
+    Quota smallest;
+    const std::optional<Place> place = place_of_this_process(root);
+    if (!place) return smallest;
+    // In a container the path may be one of the host's, of which only the part below the container's own is visible.
+    for (std::string path = place->path;; path.erase(path.rfind('/'))) {
+        const std::string directory = place->base + path;
+        const double cores = quota_in(directory);
+        if (cores > 0 && (smallest.cores == 0 || cores < smallest.cores)) smallest = {cores, inode(directory)};
+        if (path.empty()) return smallest;
+    }
+}
+
+int Cores::count() const {
+    int cores = 0;
+    for (const std::uint64_t each : allowed) cores += std::popcount(each);
+    if (quota.cores > 0) cores = std::min(cores, static_cast<int>(std::ceil(quota.cores)));
+    return std::max(1, cores);
+}
+
+Cores usable_cores() {
+    Cores mine;
+    mine.quota = cpu_quota();
     cpu_set_t allowed;
     CPU_ZERO(&allowed);
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
-    return static_cast<int>(std::thread::hardware_concurrency());
+    static_assert(CPU_SETSIZE == Cores::kMost);
+    const bool known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+    const std::size_t all = std::min<std::size_t>(std::thread::hardware_concurrency(), Cores::kMost);
+    for (std::size_t core = 0; core < Cores::kMost; ++core)
+        if (known ? CPU_ISSET(core, &allowed) : core < all) mine.allowed[core / 64] |= std::uint64_t{1} << (core % 64);
+    return mine;
+}
+
+bool is_crowded(std::span<const Cores> ranks, std::size_t mine) {
+    const Cores& me = ranks[mine];
+    Cores together;
+    std::size_t beside = 0;
+    std::size_t in_cgroup = 0;
+    for (const Cores& each : ranks) {
+        if (me.quota.cores > 0 && each.quota.cgroup == me.quota.cgroup) ++in_cgroup;
+        if (!overlap(me, each)) continue;
+        ++beside;
+        for (std::size_t i = 0; i < together.allowed.size(); ++i) together.allowed[i] |= each.allowed[i];
+    }
+    return beside > static_cast<std::size_t>(together.count()) || static_cast<double>(in_cgroup) > me.quota.cores;
 }
 
 }  // namespace paceline

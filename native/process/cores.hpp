@@ -1,9 +1,36 @@
-// The number of usable cores, which decides whether a waiting rank may keep its core busy.
+// The cores that the kernel lets this process use, which decide whether a waiting rank may keep its core busy.
 #pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
 
 namespace paceline {
 
-// The number of cores this process may run on.
-int usable_cores();
+// How much of the machine's time the processes of a cgroup get, in versions 2 and 1.
+struct Quota {
+    double cores = 0;          // 0: as much as there is
+    std::uint64_t cgroup = 0;  // tells the cgroups apart that share a quota; their directory's inode number
+};
+
+// The smallest quota of this process's cgroup and those around it. `root` stands before /proc and /sys.
+Quota cpu_quota(const std::string& root = "");
+
+struct Cores {
+    static constexpr std::size_t kMost = 1024;
+
+    std::array<std::uint64_t, kMost / 64> allowed{};  // by affinity, a bit for each of the first `kMost` cores
+    Quota quota;
+
+    // How many cores this process can keep busy, at least 1; a part of a core counts as one.
+    int count() const;
+};
+
+Cores usable_cores();
+
+// Whether `ranks[mine]`, when it waits with its core busy, takes time from another of these processes, which compete
+// for cores that their affinities share and for a quota that their cgroup has.
+bool is_crowded(std::span<const Cores> ranks, std::size_t mine);
 
 }  // namespace paceline

@@ -6,6 +6,15 @@ import torch
 
 from paceline.engine.channel import Call
 
+def usable_cores() -> int:
+    """Returns how many cores this process can keep busy, by its affinity and its cgroup's quota; at least 1."""
+
+def cpu_quota(root: str = "") -> tuple[float, int]:
+    """Returns how many cores' time this process's cgroup gets, 0 for no limit, and a number that tells cgroups apart.
+
+    `root` stands before /proc and /sys.
+    """
+
 class Outcome:
     """Why a collective call failed."""
 

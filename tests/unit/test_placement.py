@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.environment import cpu_quota
+from paceline import _core
 from paceline.launch.gpus import count_gpus, device_of, numa_node_of_gpu, visible_devices
 from paceline.launch.job import Command, Job
 from paceline.launch.machine import Machine
@@ -85,16 +85,29 @@ def test_binding_modes(system):
     assert cores_of_workers("exclusive", 9, 0, range(8), system) is None
 
 
-def test_quotas_of_both_versions(tmp_path):
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("150000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert cpu_quota(tmp_path) == 1.5
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("200000 100000\n")
-    assert cpu_quota(tmp_path) == 2.0
+def quota_in(root: Path, membership: str, **limits: str) -> float:
+    """Makes the files that describe a process in a cgroup, and returns the quota; `limits` are paths and texts."""
+    files = {"proc/self/cgroup": membership, **{f"sys/fs/cgroup/{name}": text for name, text in limits.items()}}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return _core.cpu_quota(str(root))[0]
+
+
+def test_quotas_are_those_of_the_own_cgroup_and_its_parents(tmp_path):
+    assert _core.cpu_quota(str(tmp_path))[0] == 0
+    mine = "0::/job/step\n"
+    assert quota_in(tmp_path, mine, **{"cpu.max": "100000 100000\n"}) == 1  # a container may see its own as the root
+    assert quota_in(tmp_path, mine, **{"cpu.max": "max 100000\n", "job/cpu.max": "200000 100000\n"}) == 2
+    assert quota_in(tmp_path, mine, **{"job/step/cpu.max": "50000 100000\n"}) == 0.5
+    assert _core.cpu_quota(str(tmp_path))[1] == (tmp_path / "sys/fs/cgroup/job/step").stat().st_ino
+
+
+def test_quotas_of_cgroups_of_version_1(tmp_path):
+    mine = "3:cpu,cpuacct:/job\n0::/\n"
+    period = {"cpu/cpu.cfs_period_us": "100000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}
+    assert quota_in(tmp_path, mine, **period, **{"cpu/cpu.cfs_quota_us": "-1\n"}) == 0
+    assert quota_in(tmp_path, mine, **{"cpu/job/cpu.cfs_quota_us": "150000\n"}) == 1.5
 
 
 def test_gpus_are_counted_as_the_driver_shows_them(tmp_path):

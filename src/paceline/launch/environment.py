@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from paceline import _core
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,12 @@ def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> di
 
 def allowed_cores() -> int:
     """Returns how many cores this process may use, by affinity and by its cgroup's quota; at least 1."""
-    quota = cpu_quota()
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores if quota is None else min(cores, -int(-quota // 1)))
+    return _core.usable_cores()
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Returns how many cores the cgroup's quota allows, in version 2 or 1; None for no limit."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        limit = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return limit / int((root / "cpu/cpu.cfs_period_us").read_text()) if limit > 0 else None
-    except (OSError, ValueError):
-        return None
+def cpu_quota() -> float | None:
+    """Returns how many cores' time this process's cgroup gets, in version 2 or 1; None for no limit."""
+    return _core.cpu_quota()[0] or None
 
 
 def threads_per_worker(cores: int, workers: int, environment: Mapping[str, str]) -> int | None:

@@ -19,12 +19,23 @@ Entry = list[object]
 class RankFacts:
     """What a rank reports about itself to all ranks.
 
-    `overlaps`: whether this rank can, or was told to, overlap reduction with backward; `threads`: torch's threads.
+    Attributes:
+        overlaps: whether it was told to overlap reduction with backward, or can since its tensors are on a GPU; None if
+            that depends on the cores.
+        host: the name of its host.
+        local_ranks: how many ranks its host has, those of other groups too; 0 if it does not know.
+        cores: those that it may run on.
+        quota: how many cores' time its cgroup gets; 0 for no limit.
+        cgroup: which cgroup that is.
+        threads: torch's threads.
     """
 
-    overlaps: bool
+    overlaps: bool | None
     host: str
+    local_ranks: int
     cores: list[int]
+    quota: float
+    cgroup: int
     threads: int
 
 

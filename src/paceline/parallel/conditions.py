@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline import _core
 from paceline.engine.codes import DTYPE_CODES
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import RankFacts
@@ -62,15 +64,36 @@ def unsupported_reason(
 
 def rank_facts(group: ProcessGroup, overlap: bool | None, on_cpu: bool = True) -> RankFacts:
     """Returns what this rank reports about itself; on a GPU, reducing during backward needs no core."""
-    overlaps = (not on_cpu or _has_core_to_spare(group)) if overlap is None else overlap
-    return RankFacts(overlaps, socket.gethostname(), sorted(os.sched_getaffinity(0)), torch.get_num_threads())
-
-
-def _has_core_to_spare(group: ProcessGroup) -> bool:
-    """Returns whether this host has a core for each rank's progress thread besides those that the ranks compute on."""
     named = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(named) if named.isdecimal() else group.size()
-    return len(os.sched_getaffinity(0)) >= ranks * (torch.get_num_threads() + 1)
+    quota, cgroup = _core.cpu_quota()
+    return RankFacts(
+        overlaps=True if overlap is None and not on_cpu else overlap,
+        host=socket.gethostname(),
+        local_ranks=int(named) if named.isdecimal() else 0,
+        cores=sorted(os.sched_getaffinity(0)),
+        quota=quota,
+        cgroup=cgroup,
+        threads=torch.get_num_threads(),
+    )
+
+
+def reduces_during_backward(everyones: Sequence[RankFacts]) -> bool:
+    """Returns whether every rank was told to, or has a core for its progress thread besides those it computes on."""
+    return all(
+        _has_core_to_spare(facts, everyones) if facts.overlaps is None else facts.overlaps for facts in everyones
+    )
+
+
+def _has_core_to_spare(mine: RankFacts, everyones: Sequence[RankFacts]) -> bool:
+    here = [facts for facts in everyones if facts.host == mine.host]
+    beside = [facts for facts in here if not set(facts.cores).isdisjoint(mine.cores)]
+    sharing = [facts for facts in here if facts.cgroup == mine.cgroup]
+    if mine.quota and sum(facts.threads + 1 for facts in sharing) > mine.quota:
+        return False
+    # Ranks that are not in this group compete as well, unless the ranks of this host have cores of their own.
+    absent = max(0, mine.local_ranks - len(here)) if len(beside) == len(here) else 0
+    needed = sum(facts.threads + 1 for facts in beside) + absent * (mine.threads + 1)
+    return len({core for facts in beside for core in facts.cores}) >= needed
 
 
 def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup) -> None:
@@ -80,6 +103,8 @@ def warn_of_too_many_threads(everyones: Sequence[RankFacts], group: ProcessGroup
     here = [rank for rank, facts in enumerate(everyones) if facts.host == mine.host]
     threads = sum(everyones[rank].threads for rank in here)
     cores = len({core for rank in here for core in everyones[rank].cores})
+    if mine.quota and all(everyones[rank].cgroup == mine.cgroup for rank in here):
+        cores = min(cores, math.ceil(mine.quota))
     if threads <= cores or len(here) < 2 or here[0] != group.rank() or _warned:
         return
     _warned = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.agreement import require_same_module
 from paceline.parallel.broadcast import broadcast_tensors
-from paceline.parallel.conditions import rank_facts, warn_of_too_many_threads
+from paceline.parallel.conditions import rank_facts, reduces_during_backward, warn_of_too_many_threads
 from paceline.parallel.tracked_tensors import TrackedTensors
 
 
@@ -37,4 +37,4 @@ def start_alike(
     everyones = require_same_module(tracked, compared, facts, problem, group)
     warn_of_too_many_threads(everyones, group)
     broadcast_tensors(tracked.tensors(with_buffers), group)
-    return all(each.overlaps for each in everyones)
+    return reduces_during_backward(everyones)
