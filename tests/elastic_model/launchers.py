@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from elastic_model.members import Site
 from paceline.elastic.account import Account
 from paceline.elastic.coordinator import Coordinator
-from paceline.elastic.election import Answer, Candidacy, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
+from paceline.elastic.election import Answer, Candidacy, Deserted, GiveUp, Loss, Pause, Seeker, Try, knowledge_of
 from paceline.elastic.knowledge import next_term
 from paceline.elastic.messages import View
-from paceline.elastic.orders import Begin, End, Know, Order, StopReplacing, Tell
+from paceline.elastic.orders import Begin, End, HandOver, Know, Order, StopReplacing, Tell
 
 if TYPE_CHECKING:
     from elastic_model.realm import Realm
@@ -68,6 +68,8 @@ class Launcher:
             getattr(self.account, note)(*args)
         elif kind == "slots":
             self.account.slots = int(args[0])  # type: ignore[call-overload]
+        elif kind == "leaves":
+            self.account.is_leaving = True
         if self.link is not None:
             self.realm.send_up(self.link, kind, args)
 
@@ -90,8 +92,24 @@ class Launcher:
             self.realm.begins(self.site)
         elif type(order) is StopReplacing:
             self.site.replaces = False
+        elif type(order) is HandOver:
+            self.link, link.is_open_below = None, False
+            self.realm.send_up(link, "away", ())
+            self.seeker.handed_over(order.to, self.realm.now_s)
+            self.seek()
         elif type(order) is End:
             self.realm.launcher_over(self, order)
+
+    def leaves(self) -> None:
+        """SIGTERM: the workers leave, and then the launcher does."""
+        if self.account.is_leaving:
+            return
+        self.site.replaces, self.site.slots = False, 0
+        self.report("slots", 0)
+        self.report("leaves")
+        for member in list(self.realm.members.values()):
+            if member.site is self.site:
+                member.asked_to_leave()
 
     def lost(self, link: Link, loss: Loss) -> None:
         """The connection to whom it follows is at its end."""
@@ -114,9 +132,11 @@ class Launcher:
             return
         known = self.account.knowledge
         peers = [peer.number for peer in known.peers if peer.number not in known.ended]
-        match self.seeker.next(peers, self.realm.now_s):
+        match self.seeker.next(peers, self.realm.now_s, is_done=self.account.is_done):
             case GiveUp():
                 self.realm.launcher_over(self, End(1, "nobody coordinates"))
+            case Deserted():
+                self.realm.deserted(self)
             case Pause(for_s):
                 self.realm.after(for_s, None, self.seek)
             case Try(number, stand_s):
@@ -162,12 +182,17 @@ class Launcher:
         policy, home = realm.policy, str(self.number)
         self.coordinator = Coordinator(policy, realm.now_s, term, home=home, store=home)
         waiting, self.waiting = self.waiting, []
-        self.obey(self.coordinator.resume(reports, realm.now_s))
+        stores = {each.number: str(each.number) for each in reports}
+        self.obey(self.coordinator.resume(reports, realm.now_s, stores=stores))
         for link, kind, args in waiting:
             self.takes(link, kind, args)
 
     def joins(self, follower: Launcher) -> tuple[Answer, int | None]:
         """Another launcher asks to follow this one."""
+        retirement = self.coordinator.retirement if self.coordinator is not None else None
+        if retirement is not None and retirement.has_resigned:
+            assert retirement.successor is not None
+            return Answer.ELSEWHERE, int(retirement.successor.name)
         if self.coordinator is None and self.candidacy is None:
             leader = self.link.leader.number if self.link is not None else None
             return (Answer.SEEKING if leader is None or self.seeker.is_seeking else Answer.ELSEWHERE), leader
@@ -177,7 +202,8 @@ class Launcher:
         link = follower.link = self.followers[follower.number] = Link(follower, self)
         now_s = self.realm.now_s
         if self.coordinator is not None:
-            self.obey(self.coordinator.machine_returned(follower.account.report(), now_s, f"to-{follower.number}"))
+            told = follower.account.report()
+            self.obey(self.coordinator.machine_returned(told, now_s, f"to-{told.number}", str(told.number)))
         else:
             assert self.candidacy is not None
             self.candidacy.follows(follower.account.report(), now_s)
@@ -208,6 +234,8 @@ class Launcher:
             self.obey(coordinator.machine_knows(name, args[0], now_s))  # type: ignore[arg-type]
         elif kind == "slots":
             self.obey(coordinator.slots_changed(name, args[0], now_s))  # type: ignore[arg-type]
+        elif kind == "leaves":
+            self.obey(coordinator.machine_leaves(name, now_s))
 
     def drops(self, link: Link, why: str, *, has_ended: bool = False) -> None:
         """The connection of a follower is at its end, as far as this launcher knows."""
@@ -240,7 +268,10 @@ class Launcher:
             if isinstance(order, End):
                 for link in list(self.followers.values()):
                     realm.send_down(link, order)
-            elif isinstance(order, (Tell, Know, Begin, StopReplacing)):
+            elif isinstance(order, HandOver) and int(order.machine) == self.number:
+                realm.hands_over(self)
+                return
+            elif isinstance(order, (Tell, Know, Begin, HandOver, StopReplacing)):
                 link = self.followers.get(int(order.machine))
                 if link is not None:
                     realm.send_down(link, order)

@@ -89,7 +89,7 @@ class Learner:
         logs = self.donors()
         if not logs:
             member.state = "ready"
-            self.world.up(member, Ready(member.site.fingerprint, True))
+            self.world.up(member, Ready(member.site.fingerprint, True, self.lesson))
             return
         first = logs[0]
         if first.round % self.world.batch:

@@ -189,7 +189,7 @@ class Member:
             self.leave_group()
             self.state, self.round, self.is_inside = "ready", NO_STATE, False
             self.is_learner, self.logs, self.lessons = False, {}, []
-            self.world.up(self, Ready(self.site.fingerprint, self.world.learns))
+            self.world.up(self, Ready(self.site.fingerprint, self.world.learns, self.learner.lesson))
 
     def enter(self, view: View) -> None:
         """Meets the members of a view."""

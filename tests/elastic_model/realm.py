@@ -24,8 +24,9 @@ SILENT_S = 2.0
 FAULTS = (
     *("kill", "kill", "kill newest", "freeze", "leave", "reset", "cut", "cut", "cut control", "split", "split"),
     *("crash coordinator", "crash coordinator", "crash", "power", "reset links", "reset links", "shrink"),
-    *("freeze machine", "split at view", "split at view"),
+    *("freeze machine", "split at view", "split at view", "leave coordinator", "leave coordinator"),
 )  # fmt: skip
+HANDED_OVER = End(0, "handed over")
 LASTING = {"power", "crash", "crash coordinator"}
 TEARING = {
     "cut",
@@ -92,6 +93,9 @@ class Realm(World):
         self.launchers: dict[int, Launcher] = {}
         self.terms: dict[int, int] = {}
         self.elections = 0
+        self.elected_s: list[float] = []
+        self.handed_over_s: list[float] = []
+        self.stores_lost: list[str] = []  # workers in a view whose store ended with a launcher that handed over
         self.is_lasting = self.was_torn = False
         self.splits_at_view = False  # the next forced view's coordinator is cut off before anybody hears of the view
         for at, count in enumerate(slots):
@@ -124,7 +128,10 @@ class Realm(World):
             return
         link = launcher.link = first.followers[launcher.number] = Link(launcher, first)
         assert link is not None
-        first.obey(first.coordinator.machine_joined(site.name, f"host-{site.name}", site.slots, self.now_s, "there"))
+        came = first.coordinator.machine_joined(
+            site.name, f"host-{site.name}", site.slots, self.now_s, "there", site.name
+        )
+        first.obey(came)
         first.obey(first.coordinator.machine_listed(site.name, self.now_s))
 
     def run(self) -> Realm:
@@ -193,6 +200,8 @@ class Realm(World):
             self.at(self.now_s + 0.1, None, self.arrives_up, link, kind, args)  # sent again until it arrives
         elif kind == "end":
             link.leader.drops(link, "its launcher has ended", has_ended=True)
+        elif kind == "away":
+            link.leader.drops(link, "it follows another")
         else:
             link.leader.takes(link, kind, args)
 
@@ -279,10 +288,30 @@ class Realm(World):
     def elected(self, launcher: Launcher, term: int) -> None:
         """A launcher takes the office."""
         self.elections += 1
+        self.elected_s.append(self.now_s)
         if self.terms.setdefault(term, launcher.number) != launcher.number:
             raise Violation(f"the term {term} has two coordinators: {self.story()}")
         if self.log is not None:
             self.log.append(f"{self.now_s:9.4f} ELECTED {launcher.number} {term}")
+
+    def hands_over(self, launcher: Launcher) -> None:
+        """A launcher that coordinated has told the others whom they follow now, and ends."""
+        self.handed_over_s.append(self.now_s)
+        for member in self.members.values():
+            if member.state == "dead":
+                continue
+            if member.site is launcher.site:
+                raise Violation(f"{member.uid} runs when its launcher has handed over; {self.story()}")
+            if member.group is not None and member.group.view.store == str(launcher.number):
+                self.stores_lost.append(member.uid)
+        self.launcher_over(launcher, HANDED_OVER)
+
+    def deserted(self, launcher: Launcher) -> None:
+        """A launcher thinks that the job is over."""
+        if not launcher.account.is_done and any(each.lives for each in self.launchers.values() if each is not launcher):
+            raise Violation(f"{launcher.number} thinks that all others have ended; {self.story()}")
+        done = launcher.account.has_finished
+        self.launcher_over(launcher, End(0) if done else End(1, "nobody listens any more"))
 
     def launcher_over(self, launcher: Launcher, end: End) -> None:
         """A launcher ends, and its workers with it."""
@@ -338,6 +367,8 @@ class Realm(World):
             for each in up:
                 if each.link is not None and self.chance() < 0.5 and each.link.leader is not each:
                     self.reset(each.link)
+        elif kind == "leave coordinator" and leaders:
+            random.choice(leaders).leaves()
         elif kind == "crash coordinator" and leaders:
             self.crash(random.choice(leaders))
         elif kind == "crash" and up:
@@ -405,7 +436,7 @@ class Realm(World):
 
     def check_ends(self) -> None:
         """Checks how the launchers ended that were not killed."""
-        ends = [each.end for each in self.launchers.values() if each.end is not None]
+        ends = [each.end for each in self.launchers.values() if each.end not in (None, HANDED_OVER)]
         if not ends:
             return
         done = len(self.results) == self.rounds

@@ -13,8 +13,11 @@ from elastic_model.launchers import Launcher
 from elastic_model.members import Violation
 from elastic_model.realm import Realm
 
-from paceline.elastic.election import Loss
+from paceline.elastic import coordinator, retiring
+from paceline.elastic.election import GATHER_S, Loss
+from paceline.elastic.job import Job
 from paceline.elastic.knowledge import Knowledge
+from paceline.elastic.retiring import Retirement
 from paceline.elastic.views import Views
 
 BLOCK = 1_000
@@ -55,6 +58,52 @@ def test_the_schedules_notice_views_that_others_do_not_know(monkeypatch):
     with pytest.raises(Violation, match="two views at once"):
         for seed in range(300):
             Realm(seed, *CUT_OFF_AS_IT_DECIDES).run()
+
+
+def leaves(seed: int) -> Realm:
+    """Plays a schedule in which the launcher that coordinates gets a SIGTERM, and nothing else happens."""
+    return Realm(seed, [(100 + seed % 100, "leave coordinator")], rounds=60).run()
+
+
+def check_that_nobody_was_disturbed(realm: Realm) -> None:
+    story = realm.story()
+    assert sum(not view.is_planned for view in realm.views.values()) == 1, story
+    assert len(realm.elected_s) == len(realm.handed_over_s), story
+    for elected_s, handed_s in zip(realm.elected_s, realm.handed_over_s, strict=True):
+        assert elected_s - handed_s < GATHER_S, f"it has waited for a time-out; {story}"
+    assert not realm.stores_lost, story
+
+
+def test_a_planned_handover_disturbs_nobody():
+    handed = 0
+    for realm in filter(lambda each: not each.is_rude, map(leaves, range(400))):
+        check_that_nobody_was_disturbed(realm)
+        handed += len(realm.handed_over_s)
+    assert handed > 200
+
+
+def without_moving_the_store(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(coordinator, "choose", keeps_the_store)
+
+
+def keeps_the_store(job: Job, retirement: Retirement) -> None:
+    retiring.choose(job, retirement)
+    job.views.store, job.must_move = retirement.store, False
+
+
+def without_waiting_for_the_members(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(retiring, "_has_settled", lambda job: True)
+
+
+CARELESS = [without_moving_the_store, without_waiting_for_the_members]
+
+
+@pytest.mark.parametrize("mutate", CARELESS, ids=lambda each: each.__name__)
+def test_the_schedules_notice_a_careless_handover(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        for realm in filter(lambda each: not each.is_rude, map(leaves, range(100))):
+            check_that_nobody_was_disturbed(realm)
 
 
 def without_a_quorum_of_followers(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ order in which they are applied:
    been committed, the job begins again; otherwise its state is lost, and it ends.
 4. When everybody has entered the latest view, those who are ready come in, and those who leave go, by a planned view
    (`planning.py`). Those who can catch up while the others train do so first (`lessons.py`).
+5. When the coordinator's own launcher is about to end, another coordinates (`retiring.py`).
 
 What is expected of workers: a forced view is entered at once, wherever a worker is, also while it meets the members of
 another view. A planned view is entered at the beginning of a batch, by agreement, or by workers that wait there in a
@@ -31,19 +32,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from paceline.elastic.arrivals import came, has_gone, is_away, runs, was_listed
 from paceline.elastic.election import knowledge_of
 from paceline.elastic.ending import finish, has_closed
 from paceline.elastic.forcing import force, lacks_quorum, why_forced
-from paceline.elastic.hearing import hear, hear_again
+from paceline.elastic.hearing import hear
 from paceline.elastic.job import Job
 from paceline.elastic.knowledge import Report, next_term
 from paceline.elastic.lessons import teach
-from paceline.elastic.messages import Dismissed, FromWorker
-from paceline.elastic.orders import Orders, Tell
+from paceline.elastic.messages import FromWorker
+from paceline.elastic.orders import Orders
 from paceline.elastic.planning import grow
 from paceline.elastic.policy import Policy
 from paceline.elastic.resuming import inform, resume, succession
-from paceline.elastic.roster import Machine, Place, Roster, Worker
+from paceline.elastic.retiring import Retirement, choose, deadline_s, may_hand_over, tell_others, tell_successor
+from paceline.elastic.roster import Place, Roster
 from paceline.elastic.starting import begin_machines, give_first
 from paceline.elastic.views import Views
 
@@ -72,10 +75,17 @@ class Coordinator:
         self._home = home
         self._job = Job(policy, now_s, self._roster, Views(self._roster, term, store=store), is_shared=home is not None)
         self._is_resuming = False
+        self.retirement: Retirement | None = None  # once this coordinator's launcher is about to end
         self.lacks_quorum_s: float | None = None  # since when it waits for those without whom it may not decide
         self.deadline_s: float | None = now_s + policy.join_timeout_s  # None: nothing is waited for
 
-    def resume(self, reports: Collection[Report], now_s: float, addresses: Mapping[int, str] = {}) -> Orders:
+    def resume(
+        self,
+        reports: Collection[Report],
+        now_s: float,
+        addresses: Mapping[int, str] = {},
+        stores: Mapping[int, str] = {},
+    ) -> Orders:
         """Goes on with a job that another coordinator has begun, from what the machines know that follow this one.
 
         It repeats what that one has said last, to those that may have missed it. Who was left out by then stays out.
@@ -84,24 +94,25 @@ class Coordinator:
             reports: of the machines.
             now_s: the time.
             addresses: where their launchers can be reached, by machine, if not as before.
+            stores: where the members of views meet if they coordinate.
         """
         known = knowledge_of(reports)
         resume(self._job, known, now_s)
         self._job.say(succession(known, int(self._home or 0)))
         self._is_resuming = True
         for each in reports:
-            self.machine_returned(each, now_s, addresses.get(each.number, ""))
+            self.machine_returned(each, now_s, addresses.get(each.number, ""), stores.get(each.number, ""))
         self._is_resuming = False
         return self._settle(now_s)
 
-    def machine_returned(self, report: Report, now_s: float, address: str = "") -> Orders:
+    def machine_returned(self, report: Report, now_s: float, address: str = "", store: str = "") -> Orders:
         """Takes in a machine that has begun already, and was out of reach or followed another coordinator."""
         machine = str(report.number)
         was_resuming, self._is_resuming = self._is_resuming, True
         self._raise_term(report.knowledge.term)
-        self.machine_joined(machine, report.host, report.slots, now_s, address)
+        self.machine_joined(machine, report.host, report.slots, now_s, address, store)
         if (found := self._roster.machines.get(machine)) is not None:
-            found.has_begun, found.told = True, None
+            found.has_begun, found.told, found.is_leaving = True, None, report.is_leaving
             if not was_resuming:
                 self._job.say(f"{found.host} is back")
         for worker in report.workers:
@@ -121,7 +132,9 @@ class Coordinator:
             found.known = max(found.known, generation)
         return self._settle(now_s)
 
-    def machine_joined(self, machine: str, host: str, slots: int, now_s: float, address: str = "") -> Orders:
+    def machine_joined(
+        self, machine: str, host: str, slots: int, now_s: float, address: str = "", store: str = ""
+    ) -> Orders:
         """Adds a machine that keeps `slots` workers running once it is told to Begin, or one that comes back.
 
         The launcher goes on by reporting, for each of its workers that runs, that it started and what its Standing
@@ -129,10 +142,7 @@ class Coordinator:
         """
         if (over := self._job.over) is not None:
             return [over]
-        found = self._roster.machines.setdefault(machine, Machine(machine, host, slots))
-        found.slots, found.is_reachable, found.named = slots, True, set()
-        found.address = address or found.address
-        found.replaces, found.has_left = found.replaces or found.has_left, False
+        came(self._job, machine, host, slots, address, store)
         return []
 
     def machine_listed(self, machine: str, now_s: float) -> Orders:
@@ -140,11 +150,7 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or found.named is None:
             return []
-        for worker in self._roster.workers.values():
-            if worker.machine is found and worker.lives and worker.uid not in found.named:
-                worker.ended, worker.was_drained = "while its machine was out of reach", False
-        found.named = None
-        begin_machines(self._job)
+        was_listed(self._job, found)
         return self._settle(now_s)
 
     def machine_lost(self, machine: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
@@ -159,22 +165,21 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or not found.is_reachable:
             return []
-        found.is_reachable, found.lost_s = False, now_s - silent_s
-        self._job.say(f"{found.host} cannot be reached: {why}")
-        begin_machines(self._job)
+        is_away(self._job, found, why, now_s - silent_s)
         return self._settle(now_s)
 
-    def machine_left(self, machine: str, why: str, now_s: float) -> Orders:
+    def machine_leaves(self, machine: str, now_s: float) -> Orders:
+        """Notes that the machine's launcher ends as soon as its workers have; they have been asked to."""
+        if (found := self._roster.machines.get(machine)) is not None:
+            found.is_leaving = True
+        return self._settle(now_s)
+
+    def machine_left(self, machine: str, why: str, now_s: float, *, has_said_so: bool = False) -> Orders:
         """Removes a machine whose launcher has ended its workers, and goes."""
         found = self._roster.machines.get(machine)
         if found is None:
             return []
-        found.slots, found.has_begun, found.replaces, found.has_left = 0, False, False, True
-        for worker in self._roster.workers.values():
-            if worker.machine is found and worker.lives:
-                worker.ended, worker.was_drained = f"its machine left: {why}", False
-        self._job.say(f"{found.host} left: {why}")
-        begin_machines(self._job)
+        has_gone(self._job, found, why, has_said_so=has_said_so)
         return self._settle(now_s)
 
     def slots_changed(self, machine: str, slots: int, now_s: float) -> Orders:
@@ -198,17 +203,7 @@ class Coordinator:
         found = self._roster.machines.get(machine)
         if found is None or self._job.over is not None:
             return []
-        if found.named is not None:
-            found.named.add(uid)
-        is_known = uid in self._roster.workers
-        worker = self._roster.workers.setdefault(uid, Worker(uid, found))
-        if not worker.lives:  # its machine was taken for dead, wrongly, and the others have gone on without it
-            self._job.orders.append(Tell(machine, uid, Dismissed("the others have gone on without it")))
-            return self._settle(now_s)
-        worker.stalled = None
-        if is_known:
-            self._job.remind(worker)
-        hear_again(self._job, worker, said, is_known, now_s)
+        runs(self._job, found, uid, said, now_s)
         return self._settle(now_s)
 
     def worker_stalled(self, uid: str, why: str, now_s: float) -> Orders:
@@ -250,11 +245,18 @@ class Coordinator:
         job = self._job
         if self._is_resuming:
             return []
+        if (retirement := self._retirement()) is not None and retirement.has_resigned:
+            return self._give_way(retirement, now_s)
         while job.over is None:
             job.due_s, job.lacks_quorum = [], False
+            if retirement is not None:
+                choose(job, retirement)
             if not self._step(job, now_s):
                 break
         job.release()
+        if retirement is not None and may_hand_over(job, retirement, now_s):
+            tell_successor(job, retirement, now_s)
+            job.due_s = [now_s]
         self.lacks_quorum_s = (self.lacks_quorum_s or now_s) if job.lacks_quorum else None
         self.deadline_s = min(job.due_s, default=None) if job.over is None else None
         orders, job.orders = job.orders, []
@@ -278,6 +280,19 @@ class Coordinator:
             return False
         teach(job)
         return grow(job, now_s)
+
+    def _retirement(self) -> Retirement | None:
+        home = self._roster.machines.get(self._home or "")
+        if self.retirement is None and home is not None and home.is_leaving:
+            self.retirement = Retirement(home, self._job.views.store)
+        return self.retirement
+
+    def _give_way(self, retirement: Retirement, now_s: float) -> Orders:
+        """Hands the office over. What happens meanwhile is for the next coordinator, which hears of it too."""
+        self._job.orders = []
+        orders = tell_others(self._job, retirement, now_s)
+        self.lacks_quorum_s, self.deadline_s = None, deadline_s(retirement)
+        return [] if orders is None else [*inform(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:
         """Gives later views larger numbers than any that a machine has heard of from another coordinator."""

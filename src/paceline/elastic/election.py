@@ -27,6 +27,7 @@ from paceline.elastic.messages import Installed
 GATHER_S = 0.4  # a candidate with enough followers waits so long for those that may be on their way
 _STAND_S = 0.6  # a candidacy lasts so long, and at random up to twice that
 _PAUSE_S = 0.1
+ALONE_S = 2.0  # after which a launcher believes that all others have ended
 _PATIENCE_S = 1.0  # how long to wait for machines before this one in the order that have not lost the coordinator yet
 
 
@@ -77,7 +78,12 @@ class GiveUp:
     """Nobody was found for too long."""
 
 
-Step = Try | Pause | GiveUp
+@dataclass(frozen=True)
+class Deserted:
+    """The job is over: nobody listens where its launchers did, or this machine has nothing more to do in it."""
+
+
+Step = Try | Pause | GiveUp | Deserted
 
 
 @dataclass
@@ -101,24 +107,45 @@ class Seeker:
     _since_s: float = 0.0
     _waits_until_s: float = 0.0
     _order: list[int | None] = field(default_factory=list)  # None stands for a pause
+    _is_turning: bool = False  # the coordinator has named another one, which was not tried in vain yet
+    _alone_s: float | None = None  # since when all others seem to have ended
 
     def lost(self, leader: int, loss: Loss, now_s: float) -> None:
         """The connection to a coordinator, or a candidate, is lost; the time runs since the last coordinator was."""
         if not self.is_seeking:
             self.is_seeking, self._since_s = True, now_s
             self._leader, self._loss = leader, loss
-            self.answers, self._order = {}, []
-            self._waits_until_s = now_s + _PATIENCE_S
+            self._begin([], now_s)
+
+    def handed_over(self, to: int, now_s: float) -> None:
+        """The coordinator that was followed ends in good order, and machine `to` takes its place."""
+        self.is_seeking, self._since_s, self._leader = True, now_s, None
+        self._begin([to], now_s)
+        self._is_turning = True
 
     def found(self) -> None:
         """A coordinator was found."""
-        self.is_seeking = False
+        self.is_seeking = self._is_turning = False
 
-    def next(self, peers: Sequence[int], now_s: float) -> Step:
-        """Returns what to do now; `peers` are the numbers of the machines that may live."""
+    @property
+    def has_lost(self) -> bool:
+        """Whether there is nobody to follow, as far as this launcher knows."""
+        return self.is_seeking and not self._is_turning
+
+    def next(self, peers: Sequence[int], now_s: float, *, is_done: bool = False) -> Step:
+        """Returns what to do now.
+
+        Args:
+            peers: the numbers of the machines that may live.
+            now_s: the time.
+            is_done: this machine's workers have come to the end of the training, so the job is about to end.
+        """
         if now_s >= self._since_s + self.timeout_s:
             return GiveUp()
+        if self._is_alone(peers, now_s, is_done):
+            return Deserted()
         if not self._order:
+            self._is_turning = False
             first = [] if self._leader in (None, self.me) else [self._leader]
             self._order = [*first, *sorted({*peers, self.me} - {*first}), None]
         number = self._order.pop(0)
@@ -148,6 +175,26 @@ class Seeker:
             return False
         self._leader = None
         return True
+
+    def _begin(self, order: list[int | None], now_s: float) -> None:
+        self.answers, self._order, self._alone_s = {}, order, None
+        self._is_turning = False
+        self._waits_until_s = now_s + _PATIENCE_S
+
+    def _is_alone(self, peers: Sequence[int], now_s: float, is_done: bool) -> bool:
+        """Returns whether nobody is left to be found.
+
+        A machine that answers, and where nobody listens at the launcher's port any more, says that this launcher has
+        ended. That all have, for a while, happens when a job is over, or when all of them were killed: both ways
+        nobody will come back. A path that is cut gives no answer, and is no sign of anything.
+        """
+        others = [number for number in peers if number != self.me]
+        have_ended = bool(others) and all(self.answers.get(number) is Answer.ENDED for number in others)
+        if not (have_ended or is_done):
+            self._alone_s = None
+        elif self._alone_s is None:
+            self._alone_s = now_s
+        return self._alone_s is not None and now_s >= self._alone_s + ALONE_S
 
     def _is_away(self, number: int | None) -> bool:
         return number is not None and self.answers.get(number) in (Answer.ENDED, Answer.SILENT)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.elastic.breaks import Break
 from paceline.elastic.job import Job
-from paceline.elastic.lessons import donated, is_asked_again, learned
+from paceline.elastic.lessons import donated, go_on, is_asked_again, learned
 from paceline.elastic.messages import Broken, Donating, Finished, FromWorker, Installed, Learned, Leaving, Ready
 from paceline.elastic.roster import Place, Worker
 from paceline.elastic.starting import refuse
@@ -41,7 +41,7 @@ def _asked(job: Job, worker: Worker, message: Ready, now_s: float) -> None:
     if worker.place is Place.MEMBER and worker.has_state:
         worker.place, worker.has_state = Place.OUTSIDE, False
     fingerprint = message.fingerprint
-    is_asked_again(worker, message)
+    is_asked_again(job, worker, message)
     if worker.place is not Place.OUTSIDE:
         return
     worker.fingerprint = fingerprint
@@ -51,6 +51,7 @@ def _asked(job: Job, worker: Worker, message: Ready, now_s: float) -> None:
         refuse(job, worker, job.fingerprint)
     else:
         worker.place, worker.ready_s = Place.READY, now_s
+        go_on(job, worker)
 
 
 def _broke(job: Job, worker: Worker, message: Broken, now_s: float) -> None:

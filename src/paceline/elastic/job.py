@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.elastic.breaks import Breaks
-from paceline.elastic.messages import Dismissed, ToWorker
+from paceline.elastic.messages import Dismissed, Donating, Lesson, ToWorker
 from paceline.elastic.orders import End, Order, Say, Tell
 from paceline.elastic.policy import Policy
 from paceline.elastic.roster import Place, Roster, Worker
@@ -32,6 +32,9 @@ class Job:
         is_shared: other launchers may have to coordinate the job when this one is lost.
         withheld: who is told the latest view once enough launchers know of it; None if it was told.
         lacks_quorum: the job waits for members without whom it may not go on.
+        lessons: of learners that another coordinator has known, and that have not been heard of yet.
+        donations: by lesson, what its donors have said.
+        must_move: the members are to meet in another store, since the one of the latest view is about to end.
     """
 
     policy: Policy
@@ -52,6 +55,9 @@ class Job:
     is_shared: bool = False
     withheld: list[Worker] | None = None
     lacks_quorum: bool = False
+    lessons: dict[str, Lesson] = field(default_factory=dict)
+    donations: dict[int, dict[str, Donating]] = field(default_factory=dict)
+    must_move: bool = False
     _said: str = ""
 
     def say(self, text: str) -> None:
@@ -108,12 +114,16 @@ class Job:
             self.tell(worker, base)
         if latest is not None:
             self.tell(worker, latest)
-        lessons = [each.lesson for each in self.roster.ready() if each.lesson is not None]
-        for lesson in sorted(lessons, key=lambda each: each.number):
-            if worker in self.views.team:
-                self.tell(worker, lesson)
+        for lesson in self.open_lessons() if worker in self.views.team else ():
+            self.tell(worker, lesson)
         for offer in worker.offers:
             self.tell(worker, offer)
+
+    def open_lessons(self) -> list[Lesson]:
+        """Returns the lessons of those that have not caught up with the others, as far as is known, oldest first."""
+        learners = [each for each in self.roster.workers.values() if each.lives and not each.has_state]
+        found = [each.lesson for each in learners if each.lesson is not None]
+        return sorted([*found, *self.lessons.values()], key=lambda each: each.number)
 
     def end(self, end: End) -> None:
         """Ends the job."""

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.elastic.messages import FromWorker, View
+from paceline.elastic.messages import FromWorker, Lesson, View
 from paceline.elastic.quorum import has_quorum
 
 _NUMBERS = 1 << 16  # of machines in a job
+_MOST_LESSONS = 16  # that are remembered
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +35,7 @@ class Knowledge(msgspec.Struct, frozen=True):
         dead: workers in them whose end was confirmed.
         ended: machines whose launchers have ended, and their workers with them.
         peers: the machines.
+        lessons: the last one of each learner that may not have caught up with the others.
     """
 
     term: int = 0
@@ -44,6 +46,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     dead: tuple[str, ...] = ()
     ended: tuple[int, ...] = ()
     peers: tuple[Peer, ...] = ()
+    lessons: tuple[Lesson, ...] = ()
 
     def is_dead(self, uid: str) -> bool:
         """Returns whether a worker's end was confirmed."""
@@ -80,6 +83,7 @@ class Report(msgspec.Struct, frozen=True):
         knowledge: what it knows of the job.
         workers: those that run.
         ended: the names of those that have ended, how, and their exit codes.
+        is_leaving: it ends as soon as its workers have.
     """
 
     number: int
@@ -89,6 +93,7 @@ class Report(msgspec.Struct, frozen=True):
     knowledge: Knowledge
     workers: tuple[WorkerReport, ...] = ()
     ended: tuple[tuple[str, str, int], ...] = ()
+    is_leaving: bool = False
 
 
 def machine_of(uid: str) -> int:
@@ -114,7 +119,17 @@ def merge(parts: Iterable[Knowledge]) -> Knowledge:
         dead=tuple(sorted({uid for each in known for uid in each.dead if uid in members})),
         ended=tuple(sorted({number for each in known for number in each.ended})),
         peers=tuple({peer.number: peer for each in known for peer in each.peers}.values()),
+        lessons=_open(
+            (lesson for each in known for lesson in each.lessons), views[complete].members if complete in views else ()
+        ),
     )
+
+
+def _open(lessons: Iterable[Lesson], members: Iterable[str]) -> tuple[Lesson, ...]:
+    """Returns the last lesson of each learner, without those of the members, which are over."""
+    latest = {each.learner: each for each in sorted(lessons, key=lambda each: each.number)}
+    kept = [each for each in latest.values() if each.learner not in members]
+    return tuple(sorted(kept, key=lambda each: each.number)[-_MOST_LESSONS:])
 
 
 def next_term(term: int, number: int) -> int:

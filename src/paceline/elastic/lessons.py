@@ -12,6 +12,7 @@ from paceline.elastic.messages import Donating, Learn, Lesson, Ready
 from paceline.elastic.roster import Place, Worker
 
 DONORS = 2  # of a lesson
+_REMEMBERED = 16  # lessons
 
 
 def teach(job: Job) -> None:
@@ -37,17 +38,13 @@ def may_come(job: Job) -> list[Worker]:
 
 def donated(job: Job, donor: Worker, message: Donating) -> None:
     """Tells the learner of a donor; if none can, the others will have to wait while it gets the state."""
+    said = job.donations.setdefault(message.lesson, {})
+    said[donor.uid] = message
+    while len(job.donations) > _REMEMBERED:
+        del job.donations[min(job.donations)]
     for learner in job.roster.ready():
-        if learner.lesson is None or learner.lesson.number != message.lesson:
-            continue
-        if message.address:
-            offer = Learn(message.lesson, donor.uid, message.round, message.address)
-            if offer not in learner.offers:
-                learner.offers.append(offer)
-                job.tell(learner, offer)
-        else:
-            learner.refusals.add(donor.uid)
-            learner.learns = not learner.refusals.issuperset(learner.lesson.donors)
+        if learner.lesson is not None and learner.lesson.number == message.lesson:
+            _offer(job, learner, learner.lesson, donor.uid, message)
 
 
 def learned(job: Job, worker: Worker, now_s: float) -> None:
@@ -60,18 +57,45 @@ def learned(job: Job, worker: Worker, now_s: float) -> None:
             worker.place, worker.ready_s = Place.READY, now_s
 
 
-def is_asked_again(worker: Worker, message: Ready) -> None:
-    """Forgets the lesson of a worker that asks to take part, perhaps since all its donors are gone."""
-    if worker.place in (Place.OUTSIDE, Place.READY):
-        worker.learns, worker.has_learned, worker.lesson = message.learns, False, None
+def is_asked_again(job: Job, worker: Worker, message: Ready) -> None:
+    """Forgets the lesson of a worker that asks to take part, unless it has only said again what it said before.
+
+    A lesson that another coordinator has begun goes on.
+    """
+    if worker.place not in (Place.OUTSIDE, Place.READY):
+        return
+    worker.learns = message.learns
+    known = job.lessons.pop(worker.uid, worker.lesson)
+    if known is None or message.after >= known.number:
+        worker.has_learned, worker.lesson = False, None
+    elif worker.lesson is None:
+        worker.lesson = known
+
+
+def go_on(job: Job, learner: Worker) -> None:
+    """Tells a learner of the donors that were heard of before itself."""
+    if (lesson := learner.lesson) is not None:
+        for uid, message in job.donations.get(lesson.number, {}).items():
+            _offer(job, learner, lesson, uid, message)
+
+
+def _offer(job: Job, learner: Worker, lesson: Lesson, donor: str, message: Donating) -> None:
+    if message.address:
+        offer = Learn(message.lesson, donor, message.round, message.address)
+        if offer not in learner.offers:
+            learner.offers.append(offer)
+            job.tell(learner, offer)
+    else:
+        learner.refusals.add(donor)
+        learner.learns = not learner.refusals.issuperset(lesson.donors)
 
 
 def _may_be_given(job: Job, learner: Worker) -> bool:
     """Whether the learner has a lesson, which it may complete; when donors have offered it, it knows that itself."""
     if learner.lesson is None:
         return False
-    able = [uid for uid in learner.lesson.donors if uid not in learner.refusals and job.roster.workers[uid].trains]
-    return bool(learner.offers or able)
+    donors = [job.roster.workers.get(uid) for uid in learner.lesson.donors if uid not in learner.refusals]
+    return bool(learner.offers) or any(each is not None and each.trains for each in donors)
 
 
 def _begin(job: Job, learner: Worker) -> None:

@@ -27,10 +27,12 @@ class Ready(_Message, frozen=True):
     Attributes:
         fingerprint: a text that is equal in all workers whose results have the same bits.
         learns: it can catch up with the others while they train; otherwise they wait for it while it gets the state.
+        after: the last lesson that it was offered, which has come to nothing, as have those before.
     """
 
     fingerprint: str
     learns: bool = False
+    after: int = 0
 
 
 class Donating(_Message, frozen=True):

@@ -36,6 +36,14 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class HandOver:
+    """The machine's launcher follows machine `to` from now on; on that machine it stands, on the coordinator's it ends."""
+
+    machine: str
+    to: int
+
+
+@dataclass(frozen=True)
 class StopReplacing:
     """The machine replaces no worker from now on; those that run go on."""
 
@@ -58,5 +66,5 @@ class Say:
     text: str
 
 
-Order = Tell | Know | Begin | StopReplacing | End | Say
+Order = Tell | Know | Begin | HandOver | StopReplacing | End | Say
 Orders = list[Order]

@@ -23,11 +23,12 @@ def grow(job: Job, now_s: float) -> bool:
     ready = may_come(job)
     if _are_too_few(job, views.latest, now_s):
         return True
-    if not leavers and not ready:
+    moves = job.must_move and views.latest.store != views.store
+    if not leavers and not ready and not moves:
         return False
     if not ready and len(leavers) == len(views.team):
         return _dismiss_last(job, leavers, now_s)
-    is_urgent = leavers or any(each.has_learned for each in ready)
+    is_urgent = leavers or moves or any(each.has_learned for each in ready)
     due_s = now_s if is_urgent else ready[0].ready_s + job.policy.gather_s
     if now_s < due_s:
         job.due_s.append(due_s)

@@ -35,7 +35,9 @@ def _knowledge(job: Job, home: int) -> Knowledge:
         complete=views.completed,
         views=tuple(views.since_complete),
         dead=tuple(sorted(uid for uid in members if not workers[uid].lives)),
+        ended=tuple(int(each.name) for each in machines if each.has_left and each.has_said_so),
         peers=tuple(Peer(int(each.name), each.host, each.address) for each in machines if not each.has_left),
+        lessons=tuple(job.open_lessons()),
     )
 
 
@@ -54,8 +56,9 @@ def resume(job: Job, known: Knowledge, now_s: float) -> None:
             worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
     for number in known.ended:
         if (found := job.roster.machines.get(str(number))) is not None:
-            found.replaces, found.has_left = False, True
+            found.replaces, found.has_left, found.has_said_so = False, True, True
     job.views.resume(known.views, known.complete)
+    job.lessons = {each.learner: each for each in known.lessons if not known.is_dead(each.learner)}
 
 
 def succession(known: Knowledge, home: int) -> str:

@@ -29,6 +29,9 @@ class Machine:
         known: the latest view that its launcher knows of.
         told: what it was told last in case that it has to coordinate.
         has_left: its launcher has ended.
+        has_said_so: it said that it would, so that this is no mistake.
+        is_leaving: its launcher ends as soon as its workers have.
+        store: where the members of views meet if its launcher coordinates.
     """
 
     name: str
@@ -43,6 +46,9 @@ class Machine:
     known: int = 0
     told: Knowledge | None = None
     has_left: bool = False
+    has_said_so: bool = False
+    is_leaving: bool = False
+    store: str = ""
 
 
 @dataclass(eq=False)

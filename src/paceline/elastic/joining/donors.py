@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealt
 from paceline.elastic.failpoints import reach
+from paceline.elastic.joining.delays import Delays
 from paceline.elastic.joining.snapshot import Snapshot
 from paceline.elastic.joining.wire import Entered, Item, Result
 from paceline.elastic.messages import Donating, Lesson, View
@@ -33,14 +35,14 @@ class Donor:
         self._connection = connection
         self._registry = registry
         self._given: dict[int, Snapshot] = {}
-        self._learners: dict[int, str] = {}
+        self._delays: dict[int, Delays] = {}
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: Dealt) -> None:
         """Begins the lessons that all members have heard of; `agreed` is the largest such number."""
         for number, snapshot in list(self._given.items()):
+            began_s = time.monotonic()
             if snapshot.make_room():
-                learner = self._learners[number]
-                sys.stderr.write(f"paceline: the others waited for worker {learner}, which learns more slowly\n")
+                _say(self._delays[number].waited(time.monotonic() - began_s))
         self._forget_those_over()
         for lesson in self._connection.lessons_until(agreed):
             self._begin(lesson, round_number, committed, dealt)
@@ -63,9 +65,8 @@ class Donor:
 
     def close(self) -> None:
         """Ends all lessons; idempotent."""
-        for snapshot in self._given.values():
-            snapshot.close()
-        self._given.clear()
+        for number in list(self._given):
+            self._forget(number)
 
     def _log(self, item: Item, memories: Sequence[memoryview] = ()) -> None:
         for snapshot in self._given.values():
@@ -83,7 +84,7 @@ class Donor:
             self._given[lesson.number] = Snapshot(
                 lesson.number, self._registry, round_number, committed, dealt, listener, key
             )
-            self._learners[lesson.number] = lesson.learner
+            self._delays[lesson.number] = Delays(lesson.learner)
             address = f"{host}:{port}"
         except (OSError, TypeError, ValueError, PacelineError) as error:
             sys.stderr.write(f"paceline: {self._connection} cannot serve its state to {lesson.learner}: {error}\n")
@@ -92,8 +93,16 @@ class Donor:
 
     def _forget_those_over(self) -> None:
         for number in [number for number, snapshot in self._given.items() if snapshot.is_over]:
-            self._given.pop(number).close()
-            del self._learners[number]
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._given.pop(number).close()
+        _say(self._delays.pop(number).over())
+
+
+def _say(text: str | None) -> None:
+    if text is not None:
+        sys.stderr.write(f"paceline: {text}\n")
 
 
 def _own_host() -> str:

@@ -23,10 +23,11 @@ class Newcomer:
     def ask(self, fingerprint: str, *, learns: bool) -> None:
         """Asks to take part; see `Ready`."""
         self._ready = Ready(fingerprint, learns)
-        self.ask_again()
+        self._connection.send(self._ready)
 
     def ask_again(self) -> None:
         """Asks again, since a view or a lesson has failed."""
+        self._ready = Ready(self._ready.fingerprint, self._failed < _MOST_LESSONS and self._ready.learns, self._latest)
         self._connection.send(self._ready)
 
     def await_way_in(self, after: int) -> View | Dismissed | Taught:
@@ -45,7 +46,6 @@ class Newcomer:
                 return taught
             if not self._has_a_place(after):
                 self._failed += 1
-                self._ready = Ready(self._ready.fingerprint, self._failed < _MOST_LESSONS)
                 self.ask_again()
 
     def _news(self, after: int) -> list[View | Dismissed | Learn]:

@@ -10,22 +10,23 @@ from paceline.elastic import messages
 from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.elastic.crew import Crew, Member
+from paceline.launch.elastic.endings import Endings
 from paceline.launch.elastic.frozen import PATIENCE_S
-from paceline.launch.elastic.notices import consequence, manner, of_slots
+from paceline.launch.elastic.notices import consequence, of_slots
 from paceline.launch.elastic.places import Places
 from paceline.launch.elastic.premises import Premises
 from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
+from paceline.launch.elastic.steering import ORDERLY
 from paceline.launch.elastic.unrest import Unrest
-from paceline.launch.failures import Failure, keep, read_record, shortened, signal_name
-from paceline.launch.following import failure_of
+from paceline.launch.failures import shortened, signal_name
 from paceline.launch.generation import CONSEQUENCES_S
 from paceline.launch.job import Job
 from paceline.launch.loop import Crew as LoopCrew
 from paceline.launch.loop import Loop
-from paceline.launch.memory import MemoryWatch
 from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.messages import (
     Begin,
+    Departing,
     End,
     Leave,
     Order,
@@ -54,20 +55,24 @@ class ElasticAgent(Loop):
         assert job.elastic is not None
         self._options = job.elastic
         self._premises = Premises(job, connection, secret, cleanup)
-        self._memory = MemoryWatch()
+        self._endings = Endings(job.stall_after_s > 0, self.word, self._say)
         self._members: Crew | None = None
         self._places: Places | None = None
         self._unrest: Unrest | None = None
-        self._failures: list[Failure] = []
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._has_left = False
+        self._has_left = self._took_part = False
         self._insists = False  # a second signal has come
 
     @property
     def _stays(self) -> bool:
-        """Whether this launcher, asked to leave, has to go on for the other machines, which meet here."""
+        """Whether this launcher, asked to leave, has yet to hand over to another one."""
         deputy = self._connection.deputy
-        return deputy is not None and deputy.coordinates and self._stopped_by == signal.SIGTERM
+        return deputy is not None and deputy.coordinates and self._stopped_by == ORDERLY
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the job runs, or may, on other machines too."""
+        return self._job.rendezvous.address is not None
 
     @property
     def _goes_on(self) -> bool:
@@ -134,7 +139,7 @@ class ElasticAgent(Loop):
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         if self._page is not None:
             self._page.generation(begin.slots, 0)
-        if self._job.rendezvous.address is not None:
+        if self._is_shared:
             self._say(of_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
@@ -153,7 +158,7 @@ class ElasticAgent(Loop):
         )
         self._places = Places(count, time.monotonic(), self._options.most_replacements)
         if self._options.chaos is not None:
-            spared = 1 if self._job.rendezvous.address is None else 0
+            spared = 0 if self._is_shared else 1
             self._unrest = Unrest(self._options.chaos, begin.machine, spared, self._say)
         self._tick(time.monotonic())
 
@@ -175,6 +180,7 @@ class ElasticAgent(Loop):
     def _on_start(self, member: Member) -> None:
         assert member.worker is not None
         self._cleanup.watch(member.worker.pid)
+        self._endings.began(member)
         self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
         self._connection.client.send(WorkerStarted(member.uid))
 
@@ -189,7 +195,7 @@ class ElasticAgent(Loop):
                 member.ready_s = member.ready_s or now_s
                 self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
             case Installed(generation):
-                is_new = member.life.took_part_s is None
+                is_new, self._took_part = member.life.took_part_s is None, True
                 member.life.took_part_s = member.life.took_part_s or now_s
                 self._events.tell("installed", uid=member.uid, view=generation)
                 if self._unrest is not None:
@@ -217,7 +223,7 @@ class ElasticAgent(Loop):
         self._connection.client.send(WorkerEnded(member.uid, how, code))
         self._on_orders()  # the others are to hear of it before anything that takes time
         now_s = time.monotonic()
-        failure = self._failure_of(member, code)
+        failure = self._endings.failure_of(member, code)
         record = failure.record if failure is not None else None
         is_exception = record is not None and not (failure is not None and failure.is_interrupt)
         fate = fate_of(member.life, code, is_exception, failure is not None and failure.memory is not None)
@@ -225,32 +231,16 @@ class ElasticAgent(Loop):
         if self._unrest is not None and isinstance(decision, Replace):
             self._unrest.lost(member, list(self._members.members.values()), now_s)
         if self._stopped_by is None:
-            self._report(member, fate, failure, decision)
+            self._endings.report(member, code, fate, failure, decision, self._end is not None)
+            if isinstance(decision, Close) and failure is not None and record is not None and self._places.count:
+                self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
+        self._endings.forget(member)
         if isinstance(decision, Close) and self._goes_on:
-            kept = shortened(self._failures) if fate is not Fate.LEFT else ()
+            kept = shortened(self._endings.failures) if fate is not Fate.LEFT else ()
             self._connection.client.send(Slots(self._places.count, kept))
         self._events.tell("ended", uid=member.uid, how=how)
         if member.worker is not None:
             self._cleanup.end_worker(member.uid, member.worker.pid, self._members.pids())
-
-    def _failure_of(self, member: Member, code: int) -> Failure | None:
-        if code == 0 or member.worker is None:
-            return None
-        failure = failure_of(member.worker, code, read_record(member.worker.error_file), self._memory)
-        keep(failure)
-        return failure
-
-    def _report(self, member: Member, fate: Fate, failure: Failure | None, decision: Replace | Close) -> None:
-        """Shows how a worker has ended, and what follows."""
-        if failure is not None and (fate in (Fate.FAILED, Fate.REFUSED) or member.life.has_finished):
-            self._failures.append(failure)
-        is_expected = fate in (Fate.LEFT, Fate.RELEASED) or member.life.took_part_s is None
-        if fate is Fate.DONE or (self._end is not None and is_expected):
-            return
-        follows = "the job is ending" if self._end is not None else consequence(decision)
-        self._say(f"{member}: {manner(member.life, failure)}; {follows}")
-        if isinstance(decision, Close) and failure is not None and failure.record is not None:
-            self._say(f"the last traceback of slot {member.number}:\n{failure.record.text.rstrip()}")
 
     def _fence(self, member: Member) -> None:
         """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it.
@@ -263,7 +253,7 @@ class ElasticAgent(Loop):
             member.signal(signal.SIGKILL)
 
     def _others_can_go_on(self, member: Member) -> bool:
-        if self._job.rendezvous.address is not None or self._members is None:
+        if self._is_shared or self._members is None:
             return True  # they may be on other machines
         others = [each.life for each in self._members.members.values() if each is not member]
         return member.life.took_part_s is None or any(
@@ -301,12 +291,14 @@ class ElasticAgent(Loop):
             self._leave()
             return
         self._connection.client.send(Slots(0))
+        if number == ORDERLY:
+            self._connection.client.send(Departing())
         self._say(
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
             f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
         )
         if self._stays:
-            self._say("this launcher goes on for the other machines, which meet here (again to end the job)")
+            self._say("this launcher coordinates the job; when they have ended, another will (again to end the job)")
         self._next_signal = (time.monotonic(), number)
 
     def _leave(self) -> None:
@@ -318,6 +310,7 @@ class ElasticAgent(Loop):
         if self._members is not None:
             self._members.close()
             self._cleanup.end_generation("0")
+        self._endings.close()
         self._premises.close()
 
     def _conclude(self, end: End) -> int:
@@ -325,5 +318,9 @@ class ElasticAgent(Loop):
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)
         if end.code and not end.failures:
-            end = replace(end, failures=shortened(self._failures))
+            end = replace(end, failures=shortened(self._endings.failures))
+        if end.code == 0 and self._stopped_by == ORDERLY and self._is_shared and (self._has_left or self._took_part):
+            if end.reason:
+                self._say(end.reason)
+            return 0  # it has left as it was asked to, and the others go on or have come to the end
         return super()._conclude(end)

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 
 from paceline.elastic.election import Candidacy
+from paceline.launch.elastic.notebook import report_in
 from paceline.launch.elastic.options import ElasticOptions
-from paceline.launch.elastic.steering import ElasticSteering, report_in
+from paceline.launch.elastic.steering import ElasticSteering
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Order, Report
 from paceline.launch.nodes.steering import Orders
@@ -32,6 +33,7 @@ class Deputy:
         self._steering = steering
         self._candidacy: Candidacy | None = None
         self._leader = (-1, "")  # whom this launcher follows, if it is another
+        self._successor: tuple[int, str] | None = None  # to whom it has handed the job over, since it ends
         self._number = -1
         self._nodes: dict[str, int] = {}  # the machines of those that follow a candidate
         self._said: list[tuple[str, Report]] = []  # to a candidate
@@ -74,8 +76,8 @@ class Deputy:
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Takes another launcher's report."""
         with self._changing:
-            if self._steering is not None:
-                return self._steering.reported(node, report, now_s)
+            if self._steering is not None and not (self._successor and isinstance(report, (Follow, Join))):
+                return self._with(self._steering.reported(node, report, now_s))
             if self._candidacy is None:
                 return self._turn_away(node, report)
             self._said.append((node, report))
@@ -94,14 +96,14 @@ class Deputy:
         """Removes a launcher that has ended."""
         with self._changing:
             if self._steering is not None:
-                return self._steering.ended(node, why, now_s)
+                return self._with(self._steering.ended(node, why, now_s))
             return self._gone(node, now_s)
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a launcher whose connection was lost."""
         with self._changing:
             if self._steering is not None:
-                return self._steering.lost(node, why, now_s, silent_s)
+                return self._with(self._steering.lost(node, why, now_s, silent_s))
             return self._gone(node, now_s)
 
     def tick(self, now_s: float) -> Orders:
@@ -109,18 +111,27 @@ class Deputy:
         with self._changing:
             if self._steering is None:
                 return self._consider(now_s)
-            given = self._steering.tick(now_s)
-            lacks_s = self._steering.lacks_quorum_s
+            steering = self._steering
+            given, lacks_s = self._with(steering.tick(now_s)), steering.lacks_quorum_s
             if lacks_s is None or now_s < lacks_s + RESIGN_S:
                 return given
-            nodes, self._steering = self._steering.nodes, None
+            nodes, self._steering = steering.nodes, None
             return given + [(node, Dropped()) for node in nodes]
+
+    def _with(self, given: Orders) -> Orders:
+        """Notes whether the coordinator, which has given these orders, has handed its office over."""
+        steering = self._steering
+        if steering is not None and steering.successor is not None:
+            self._successor = steering.successor
+            if steering.has_handed_over:
+                self._steering = None
+        return given
 
     def _turn_away(self, node: str, report: Report) -> Orders:
         """Shows a launcher where the coordinator is; one that takes part already says more after its Join."""
         if not isinstance(report, Follow) and not (isinstance(report, Join) and report.number < 0):
             return []
-        return [(node, Answered(False, *self._leader)), (node, Dropped())]
+        return [(node, Answered(False, *(self._successor or self._leader))), (node, Dropped())]
 
     def _gone(self, node: str, now_s: float) -> Orders:
         number = self._nodes.pop(node, None)
@@ -148,7 +159,8 @@ class Deputy:
         self._candidacy, self._said, self._nodes = None, [], {}
         joins = {nodes[node]: (node, report) for node, report in said if isinstance(report, Join) and node in nodes}
         self._steering = ElasticSteering(self._policy, self._options, now_s)
-        orders = self._steering.resume(self._number, candidacy.reports, joins, now_s)
+        failures = [each for node, report in said if isinstance(report, Follow) for each in report.failures]
+        orders = self._steering.resume(self._number, candidacy.reports, joins, failures, now_s)
         for node, report in said:
             is_new = node not in nodes and isinstance(report, Join)
             if is_new or (node in nodes and not isinstance(report, (Join, Follow))):

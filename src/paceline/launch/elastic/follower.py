@@ -6,46 +6,39 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
-from paceline.elastic import messages
 from paceline.elastic.account import Account
-from paceline.elastic.election import Answer, GiveUp, Loss, Pause, Seeker, Try
+from paceline.elastic.election import Answer, Deserted, GiveUp, Loss, Pause, Seeker, Try
 from paceline.elastic.knowledge import Knowledge
-from paceline.elastic.messages import View
-from paceline.errors import AuthenticationError
+from paceline.launch.elastic.asking import UnreachableError, addresses_of, attempts, reach
 from paceline.launch.elastic.deputy import Deputy
+from paceline.launch.elastic.notebook import Notebook
 from paceline.launch.job import Job
 from paceline.launch.nodes.messages import (
     Answered,
     Begin,
     Dropped,
     End,
-    Follow,
-    Join,
+    HandOver,
     Know,
     Knows,
-    Leave,
     Order,
+    Remember,
     Report,
-    Slots,
-    TellWorker,
     Wait,
-    WorkerEnded,
-    WorkerSaid,
-    WorkerStalled,
-    WorkerStarted,
 )
 from paceline.launch.nodes.remote_client import OrderQueue, lost_at
-from paceline.launch.nodes.wire import Lost, Wire, connect
+from paceline.launch.nodes.wire import Lost, Wire
 from paceline.observe.clocks import Offset
 from paceline.security.encryption import Connection
-from paceline.security.handshake import HandshakeUnfinishedError
 
 _DIAL_S = 0.5
 _ANSWER_S = 1.0
+_TAKES_OVER_S = 2.0  # how long a launcher stands that was told to coordinate
 _SAY_AFTER_S, _SAY_AGAIN_S = 2.0, 15.0
 _LOSSES = {Lost.ENDED: Loss.ENDED, Lost.RESET: Loss.RESET, Lost.SILENT: Loss.SILENT}
 
@@ -68,13 +61,13 @@ class Follower:
         self._queue = OrderQueue()
         self._changing = threading.RLock()
         self._account = Account(socket.gethostname(), job.workers)
+        self._notes = Notebook(self._account)
         self._seeker = Seeker(-1, self._seeks_s, random.random)
-        self._join: Join | None = None
         self._closed = threading.Event()
         self._answered = threading.Event()
         self._answer = Answered(False, -1)
         self._is_over = False
-        self._is_asking = self._is_leaving = False
+        self._is_asking = False
         self._say_at_s = 0.0
         self._leads = False  # whom this launcher follows has coordinated since
         self._was_dropped = False
@@ -96,10 +89,10 @@ class Follower:
     def send(self, report: Report) -> None:
         """Sends a report, and remembers it; without a coordinator, the next one is told."""
         with self._changing:
-            self._note(report)
+            self._notes.reported(report)
             if self._wire is not None:
                 self._wire.send(report)
-            if self._is_leaving and self._seeker.is_seeking:
+            if self._notes.leave is not None and self._seeker.has_lost:
                 self._over(End(1))  # there is nobody to take leave of
 
     def receive(self) -> list[Order]:
@@ -127,59 +120,41 @@ class Follower:
         wire.start()
         return wire
 
-    def _note(self, report: Report) -> None:
-        account = self._account
-        match report:
-            case Join():
-                self._join = report
-            case WorkerStarted(uid):
-                account.started(uid)
-            case WorkerSaid(uid, body):
-                account.said(uid, messages.from_worker(body.encode()))
-            case WorkerStalled(uid, why):
-                account.stalled(uid, why)
-            case WorkerEnded(uid, how, exit_code):
-                account.ended(uid, how, exit_code)
-            case Slots(count):
-                account.slots = count
-            case Leave():
-                self._is_leaving = True
-
     def _on_order(self, wire: Wire, order: Order) -> None:
         """Takes an order; what it says about views is noted before any worker hears of it."""
         with self._changing:
             if self._wire is not wire or self._is_over:
                 return
+            self._notes.ordered(order)
             match order:
                 case Answered():
                     self._answer = order
                     self._answered.set()
-                    return
                 case Dropped():
                     self._was_dropped = True
-                    return
+                case Remember():
+                    pass  # it is noted
                 case Know(body):
                     self._learn(wire, msgspec.json.decode(body, type=Knowledge))
-                    return
-                case Begin():
-                    self._account.number = self._seeker.me = order.machine
-                    self._account.first_slot = order.first_slot
-                case TellWorker(_, body):
-                    message = messages.to_worker(body.encode())
-                    if isinstance(message, View):
-                        self._account.passes_on(message)
-                case End():
-                    self._is_over = True
-            self._queue.put(order)
+                case HandOver():
+                    self._turn_over(wire, order)
+                case _:
+                    self._is_over = isinstance(order, End)
+                    if isinstance(order, Begin):
+                        self._seeker.me = order.machine
+                    self._queue.put(order)
 
     def _learn(self, wire: Wire, knowledge: Knowledge) -> None:
         self._account.learns(knowledge)
         self._leader, self._leads = knowledge.coordinator, True
-        address = next((each.address for each in knowledge.peers if each.number == knowledge.coordinator), "")
+        peers = self._account.knowledge.peers
+        address = next((each.address for each in peers if each.number == knowledge.coordinator), "")
         self._deputy.follows(knowledge.coordinator, address)
         if self._seeker.is_seeking:
             self._seeker.found()
             self._queue.put(Wait(f"machine {knowledge.coordinator} coordinates"))
+            if self._notes.leave is not None:
+                wire.send(self._notes.leave)  # the one before may not have heard it
         wire.send(Knows(knowledge.views[-1].generation if knowledge.views else 0))
 
     def _on_lost(self, wire: Wire, how: Lost, why: str) -> None:
@@ -192,9 +167,9 @@ class Follower:
             if self._is_asking:
                 return
             if self._account.number < 0 and self._answer.address:
-                threading.Thread(target=self._turn_to, args=(self._answer.address,), daemon=True).start()
+                self._begin(self._turn_to, self._answer.address)
                 return
-            if self._is_leaving or self._account.number < 0 or not self._account.knowledge.views:
+            if self._notes.leave is not None or self._account.number < 0 or not self._account.knowledge.views:
                 self._over(End(1, lost_at(wire.peer, why)))
                 return
             loss = Loss.DROPPED if self._was_dropped else _LOSSES[how]
@@ -202,17 +177,32 @@ class Follower:
                 loss = Loss.SILENT  # it may have passed on to its workers what this launcher does not know
             self._seek_after(loss, wire.peer, "it gave up" if self._was_dropped else why)
 
+    def _turn_over(self, wire: Wire, order: HandOver) -> None:
+        """Follows another launcher, since the coordinator is about to end; stands first, if it is this one's turn."""
+        if self._account.number == order.number:
+            self._deputy.stand(order.number, _TAKES_OVER_S)
+        self._wire = None
+        wire.close(lives_on=True)
+        if self._account.number < 0:
+            self._begin(self._turn_to, order.address)
+            return
+        self._seeker.handed_over(order.number, time.monotonic())
+        self._deputy.follows(-1, "")
+        self._say_at_s = time.monotonic() + _SAY_AFTER_S
+        if not self._is_asking:
+            self._begin(self._seek)
+
     def _turn_to(self, address: str) -> None:
         """Joins the job where it is coordinated now, having asked another of its launchers."""
         self._answer = Answered(False, -1)
         try:
-            connection = connect(_parsed(address), self._secret, self._silence_s)
-        except (OSError, ValueError, HandshakeUnfinishedError, AuthenticationError) as error:
+            connection = reach(address, self._secret, self._silence_s)
+        except UnreachableError as error:
             self._over(End(1, lost_at(address, str(error))))
             return
         with self._changing:
-            assert self._join is not None
-            self._listen_to(connection).send(self._join)
+            assert self._notes.join is not None
+            self._listen_to(connection).send(self._notes.join)
 
     def _seek_after(self, loss: Loss, peer: str, why: str) -> None:
         is_new = not self._seeker.is_seeking
@@ -221,23 +211,32 @@ class Follower:
         if is_new:
             self._say_at_s = time.monotonic() + _SAY_AFTER_S
             self._queue.put(Wait(f"the coordinator at {peer} was lost ({why}); looking for one, the workers go on"))
-        threading.Thread(target=self._seek, name="paceline-seek", daemon=True).start()
+        self._begin(self._seek)
+
+    def _begin(self, task: Callable[..., None], *args: str) -> None:
+        threading.Thread(target=task, args=args, name="paceline-seek", daemon=True).start()
 
     def _seek(self) -> None:
         """Looks for a coordinator until this launcher follows one, or a candidate."""
         while not self._closed.is_set() and not self._is_over:
             with self._changing:
                 known = self._account.knowledge
-                addresses = {each.number: each.address for each in known.peers if each.number not in known.ended}
-                step = self._seeker.next(list(addresses), time.monotonic())
+                addresses = addresses_of(known)
+                step = self._seeker.next(list(addresses), time.monotonic(), is_done=self._account.is_done)
+                asked = attempts(known, self._seeker.answers)
+                if self._notes.leave is not None and self._seeker.has_lost:
+                    step = GiveUp()
             match step:
                 case GiveUp():
-                    self._over(End(1, f"no coordinator was found for {self._seeks_s:.0f} s ({self._attempts(known)})"))
+                    self._over(End(1, f"no coordinator was found for {self._seeks_s:.0f} s ({asked})"))
+                    return
+                case Deserted():
+                    self._over(self._deserted(asked))
                     return
                 case Pause(for_s):
                     if time.monotonic() >= self._say_at_s:
                         self._say_at_s = time.monotonic() + _SAY_AGAIN_S
-                        self._queue.put(Wait(f"still looking for a coordinator: {self._attempts(known)}"))
+                        self._queue.put(Wait(f"still looking for a coordinator: {asked}"))
                     self._closed.wait(for_s)
                 case Try(number, stand_s):
                     if stand_s:
@@ -245,18 +244,15 @@ class Follower:
                     if self._follow(number, addresses.get(number, "")):
                         return
 
-    def _attempts(self, known: Knowledge) -> str:
-        """Returns what came of asking the others, for the user."""
-        words = {
-            Answer.ENDED: "nobody listens there",
-            Answer.SILENT: "no answer",
-            Answer.SEEKING: "it looks for one too",
-            Answer.ELSEWHERE: "it follows another",
-            Answer.FOLLOWED: "too few workers can be reached from there",
-        }
-        hosts = {each.number: each.host for each in known.peers}
-        answers = sorted(self._seeker.answers.items())
-        return ", ".join(f"machine {number} on {hosts.get(number, '?')}: {words[answer]}" for number, answer in answers)
+    def _deserted(self, asked: str) -> End:
+        """Returns how this launcher ends when nobody else is left."""
+        if self._account.has_finished:
+            return End(0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})")
+        return End(
+            1,
+            f"the job seems to be over: none of its launchers listens any more ({asked}). How it ended is in their "
+            "output; this machine had lost them, and its workers had not finished",
+        )
 
     def _follow(self, number: int, address: str) -> bool:
         """Asks a machine's launcher whether this one may follow it; returns whether it does."""
@@ -269,19 +265,17 @@ class Follower:
 
     def _ask(self, number: int, address: str) -> tuple[Answer, int | None]:
         try:
-            connection = connect(_parsed(address), self._secret, _DIAL_S)
-        except ConnectionRefusedError:
-            return Answer.ENDED, None
-        except (OSError, ValueError, HandshakeUnfinishedError, AuthenticationError):
-            return Answer.SILENT, None
+            connection = reach(address, self._secret, _DIAL_S)
+        except UnreachableError as error:
+            return error.answer, None
         self._answered.clear()
         self._answer = Answered(False, -1)
         with self._changing:
-            assert self._join is not None
+            assert self._notes.join is not None
             self._leader, self._is_asking = number, True
             wire = self._listen_to(connection)
-            wire.send(replace(self._join, number=self._account.number))
-            wire.send(Follow(msgspec.json.encode(self._account.report()).decode()))
+            wire.send(replace(self._notes.join, number=self._account.number))
+            wire.send(self._notes.follow())
         self._answered.wait(_ANSWER_S)
         with self._changing:
             self._is_asking = False
@@ -296,8 +290,3 @@ class Follower:
     def _over(self, end: End) -> None:
         self._is_over = True
         self._queue.put(end)
-
-
-def _parsed(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

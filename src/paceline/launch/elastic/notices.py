@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from paceline.launch.elastic.replacement import Close, Life, Replace
-from paceline.launch.failures import Failure, last_line
+from paceline.launch.failures import Failure
 
 
 def manner(life: Life, failure: Failure | None) -> str:
     """Returns how a worker has ended: in a few words, with its exception or the kernel's figures if there are any."""
     if life.is_fenced:
-        return "stopped by a signal, so it was killed"
+        return "was stopped by a signal, so it was killed"
     if failure is None:
-        return "ended"
+        return "has ended"
     if failure.record is not None:
-        return f"{failure.how}, {last_line(failure.record.text)}"
-    return failure.how if failure.memory is None else f"{failure.how}: {failure.memory}"
+        return f"failed: {failure.summary}"
+    return f"failed: {failure.how}" if failure.memory is None else f"failed: {failure.how}: {failure.memory}"
 
 
 def consequence(decision: Replace | Close) -> str:

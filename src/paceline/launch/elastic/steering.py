@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,18 +14,24 @@ from paceline.elastic.election import knowledge_of
 from paceline.elastic.knowledge import Report as MachineReport
 from paceline.elastic.knowledge import next_term
 from paceline.elastic.policy import Policy as CoordinatorPolicy
+from paceline.launch.elastic.allotment import Machines
+from paceline.launch.elastic.blame import Blame
+from paceline.launch.elastic.notebook import report_in
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.failures import Failure, shortened
 from paceline.launch.nodes.membership import Policy, misfit
 from paceline.launch.nodes.messages import (
     Answered,
-    Begin,
+    Departing,
     End,
     Follow,
+    HandOver,
     Join,
     Know,
     Knows,
     Leave,
+    Order,
+    Remember,
     Report,
     Slots,
     StopReplacing,
@@ -37,17 +44,8 @@ from paceline.launch.nodes.messages import (
 )
 from paceline.launch.nodes.steering import Orders
 
+ORDERLY = signal.SIGTERM  # has a machine leave at the end of a step, which is no failure
 _RETURN_PATIENCE_S = 2.0  # since a machine was heard of last
-
-
-@dataclass
-class _Machine:
-    """A node: what it said when it came, its number, and its first slot once it has begun."""
-
-    join: Join
-    number: int
-    slots: int
-    first_slot: int | None = None
 
 
 @dataclass
@@ -60,17 +58,15 @@ class ElasticSteering:
     policy: Policy
     options: ElasticOptions
     started_s: float = 0.0
-    _machines: dict[str, _Machine] = field(default_factory=dict)  # by node
-    _count: int = 0
+    successor: tuple[int, str] | None = None  # the machine that was told to coordinate, and its launcher's address
     _is_gathered: bool = False
     _has_spoken: bool = False  # a worker has said anything
-    _failures: list[Failure] = field(default_factory=list)
+    _blame: Blame = field(default_factory=Blame)
     _end: End | None = None
-    _home: int = -1  # the machine that this launcher is on, once the machines have gathered
-    _away: list[_Machine] = field(default_factory=list)  # those that are lost, and keep their slots
     _returning: dict[str, Join] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._machines = Machines(is_lone=self.policy.max_nodes == 1)
         self._coordinator = self._make_coordinator(None)
 
     def _make_coordinator(self, home: str | None, term: int = 1, store: str = "") -> Coordinator:
@@ -100,10 +96,21 @@ class ElasticSteering:
     @property
     def nodes(self) -> list[str]:
         """The machines that are connected."""
-        return list(self._machines)
+        return list(self._machines.here)
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether all have been told that another launcher coordinates."""
+        retirement = self._coordinator.retirement
+        return retirement is not None and retirement.is_over
 
     def resume(
-        self, home: int, reports: Mapping[int, MachineReport], joins: Mapping[int, tuple[str, Join]], now_s: float
+        self,
+        home: int,
+        reports: Mapping[int, MachineReport],
+        joins: Mapping[int, tuple[str, Join]],
+        failures: Iterable[Failure],
+        now_s: float,
     ) -> Orders:
         """Takes over a job from the machines that follow this launcher.
 
@@ -111,18 +118,19 @@ class ElasticSteering:
             home: the number of this launcher's machine.
             reports: of the machines, by number.
             joins: by machine, its node and how it introduced itself.
+            failures: that any of them knows of.
             now_s: the time.
         """
-        self._home, self._is_gathered, self._has_spoken = home, True, True
+        machines, known = self._machines, knowledge_of(reports.values())
+        machines.home, self._is_gathered, self._has_spoken = home, True, True
         for number, report in reports.items():
-            node, join = joins[number]
-            self._machines[node] = _Machine(join, number, report.slots, report.first_slot)
-        known = knowledge_of(reports.values())
-        self._count = 1 + max([*(peer.number for peer in known.peers), *reports])
-        term = next_term(known.term, home)
-        self._coordinator = self._make_coordinator(str(home), term, self._served_by(joins[home][1]))
+            machines.returns(*joins[number], report)
+        machines.count = 1 + max([*(peer.number for peer in known.peers), *reports])
+        self._coordinator = self._make_coordinator(str(home), next_term(known.term, home), machines.store() or "")
         addresses = {number: join.listens for number, (_, join) in joins.items()}
-        return self._carry(self._coordinator.resume(list(reports.values()), now_s, addresses))
+        stores = {each.number: machines.served_by(each) for each in machines.here.values()}
+        given = self._coordinator.resume(list(reports.values()), now_s, addresses, stores)
+        return [*self._learn_of(failures), *self._carry(given)]
 
     def reported(self, node: str, report: Report, now_s: float) -> Orders:
         """Takes a node's report."""
@@ -130,9 +138,9 @@ class ElasticSteering:
             return self._joined(node, report, now_s)
         if isinstance(report, Follow):
             return self._returned(node, report, now_s)
-        if self._end is not None or node not in self._machines:
+        if self._end is not None or node not in self._machines.here:
             return []
-        name = self._name(node)
+        name = self._machines.name(node)
         match report:
             case WorkerStarted(uid):
                 return self._carry(self._coordinator.worker_started(uid, name, now_s))
@@ -146,26 +154,26 @@ class ElasticSteering:
                 return self._said(node, uid, body, now_s)
             case Slots():
                 return self._slots_changed(node, report, now_s)
+            case Departing():
+                return self._carry(self._coordinator.machine_leaves(name, now_s))
             case Leave(reason):
                 return self._left(node, reason, now_s)
         return []
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has ended: the kernel has killed its workers."""
-        machine = self._machines.pop(node, None)
+        machine = self._machines.here.pop(node, None)
         if machine is None or machine.first_slot is None or self._end is not None:
             return []
         return self._carry(self._coordinator.machine_left(str(machine.number), why, now_s))
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Notes that a node's connection has ended, or that it fell silent."""
-        machine = self._machines.get(node)
-        if machine is None or self._end is not None:
+        if self._end is not None or (machine := self._machines.here.pop(node, None)) is None:
             return []
-        del self._machines[node]
         if machine.first_slot is None:
             return []
-        self._away.append(machine)
+        self._machines.away.append(machine)
         return self._carry(self._coordinator.machine_lost(str(machine.number), why, now_s, silent_s))
 
     def tick(self, now_s: float) -> Orders:
@@ -176,12 +184,12 @@ class ElasticSteering:
             return self._carry(self._coordinator.tick(now_s))
         if now_s < self.started_s + self.policy.join_timeout_s:
             return []
-        here = ", ".join(each.join.host for each in self._machines.values()) or "none"
+        hosts = [each.join.host for each in self._machines.here.values()]
         return self._over(
             End(
                 1,
                 f"waited {self.policy.join_timeout_s:.0f} s for {self.policy.min_nodes} machines; "
-                f"{len(self._machines)} came ({here}). Look at the output of the others; --rdzv-conf "
+                f"{len(hosts)} came ({', '.join(hosts) or 'none'}). Look at the output of the others; --rdzv-conf "
                 "join_timeout=SECONDS waits on",
             )
         )
@@ -195,30 +203,30 @@ class ElasticSteering:
         return self._carry(self._coordinator.worker_said(uid, message, now_s))
 
     def _joined(self, node: str, join: Join, now_s: float) -> Orders:
-        if self._end is not None:
-            return [(node, End(1, "the job is over"))]
         if wrong := misfit(join, is_elastic=True):
             return [(node, End(2, wrong))]
         if join.number >= 0:
             self._returning[node] = join
             return []
-        self._machines[node] = _Machine(join, self._count, join.workers)
-        self._count += 1
+        if self._end is not None:
+            return [(node, End(1, "the job is over"))]
+        self._machines.add(node, join)
         if self._is_gathered:
-            return self._hand_over(node, now_s)
-        here, wanted = len(self._machines), self.policy.min_nodes
-        if here < wanted or self._store() is None:
-            return [(node, Wait(f"{here} of {wanted} machines are here; waiting for the others"))]
+            return self._take_in(node, now_s)
+        machines, wanted = self._machines, self.policy.min_nodes
+        if len(machines.here) < wanted or machines.store() is None:
+            return [(node, Wait(f"{len(machines.here)} of {wanted} machines are here; waiting for the others"))]
         self._is_gathered = True
-        self._home = next(each.number for each in self._machines.values() if each.join.serves)
-        if self.policy.max_nodes > 1:
-            self._coordinator = self._make_coordinator(str(self._home), store=self._store() or "")
-        return [order for each in list(self._machines) for order in self._hand_over(each, now_s)]
+        machines.home = next(each.number for each in machines.here.values() if each.join.serves)
+        if not machines.is_lone:
+            self._coordinator = self._make_coordinator(str(machines.home), store=machines.store() or "")
+        return [order for each in list(machines.here) for order in self._take_in(each, now_s)]
 
-    def _hand_over(self, node: str, now_s: float) -> Orders:
-        machine, name = self._machines[node], self._name(node)
-        given = self._coordinator.machine_joined(name, machine.join.host, machine.slots, now_s, machine.join.listens)
-        return self._carry([*given, *self._coordinator.machine_listed(name, now_s)])
+    def _take_in(self, node: str, now_s: float) -> Orders:
+        machine, name, coordinator = self._machines.here[node], self._machines.name(node), self._coordinator
+        host, where, store = machine.join.host, machine.join.listens, self._machines.served_by(machine)
+        given = coordinator.machine_joined(name, host, machine.slots, now_s, where, store)
+        return [*self._remember(node), *self._carry([*given, *coordinator.machine_listed(name, now_s)])]
 
     def _returned(self, node: str, follow: Follow, now_s: float) -> Orders:
         """Takes in a machine that was out of reach, or followed another launcher."""
@@ -227,48 +235,42 @@ class ElasticSteering:
             return []
         if self._end is not None:
             return [(node, self._end)]
-        for before in [each for each, machine in self._machines.items() if machine.number == report.number]:
-            del self._machines[before]
-        self._away = [each for each in self._away if each.number != report.number]
-        self._machines[node] = _Machine(join, report.number, report.slots, report.first_slot)
-        given = self._carry(self._coordinator.machine_returned(report, now_s, join.listens))
-        return [(node, Answered(True, self._home)), *given]
-
-    def _name(self, node: str) -> str:
-        return str(self._machines[node].number)
-
-    def _store(self) -> str | None:
-        """Returns where the workers' store is served; None while the machine that serves it is not here."""
-        if self._home >= 0:
-            serving = next((each.join for each in self._machines.values() if each.number == self._home), None)
-        else:
-            serving = next((each.join for each in self._machines.values() if each.join.serves), None)
-        return None if serving is None else self._served_by(serving)
-
-    def _served_by(self, join: Join) -> str:
-        return "" if self.policy.max_nodes == 1 else f"tcp:{_bracketed(join.address)}:{join.port}"
+        machines = self._machines
+        store = machines.served_by(machines.returns(node, join, report))
+        told = [*self._learn_of(follow.failures), *self._remember(node)]
+        given = self._coordinator.machine_returned(report, now_s, join.listens, store)
+        return [(node, Answered(True, machines.home)), *told, *self._carry(given)]
 
     def _slots_changed(self, node: str, report: Slots, now_s: float) -> Orders:
-        machine = self._machines[node]
-        machine.slots = report.count
-        known = {(each.host, each.pid) for each in self._failures}
-        self._failures += [each for each in report.failures if (each.host, each.pid) not in known]
-        is_over = not any(each.slots for each in self._machines.values())
-        if is_over and not self._failures and not self._has_spoken:
+        machines = self._machines
+        machines.here[node].slots = report.count
+        told = self._learn_of(report.failures)
+        is_over = not any(each.slots for each in machines.here.values())
+        if is_over and not self._blame.failures and not self._has_spoken:
             return self._over(End(0))  # the script has no elastic loop, and has come to its end
-        return self._carry(self._coordinator.slots_changed(self._name(node), report.count, now_s))
+        return [*told, *self._carry(self._coordinator.slots_changed(machines.name(node), report.count, now_s))]
+
+    def _learn_of(self, failures: Iterable[Failure]) -> Orders:
+        """Notes failures, and has every machine remember them for the case that this launcher is lost."""
+        is_new = self._blame.add(failures)
+        return [order for node in self._machines.here for order in self._remember(node)] if is_new else []
+
+    def _remember(self, node: str) -> Orders:
+        is_kept = self._blame.failures and not self._machines.is_lone
+        return [(node, Remember(self._blame.failures))] if is_kept else []
 
     def _left(self, node: str, reason: str, now_s: float) -> Orders:
-        machine = self._machines[node]
-        if machine.number == self._home or (machine.join.serves and not self._is_gathered):
+        machine = self._machines.here[node]
+        if machine.number == self._machines.home or (machine.join.serves and not self._is_gathered):
             return self._over(End(1, f"{machine.join.host} was stopped ({reason})"))
-        del self._machines[node]
-        return [(node, End(1)), *self._carry(self._coordinator.machine_left(str(machine.number), reason, now_s))]
+        del self._machines.here[node]
+        left = self._coordinator.machine_left(str(machine.number), reason, now_s, has_said_so=True)
+        return [(node, End(0 if reason == ORDERLY.name else 1)), *self._carry(left)]
 
     def _carry(self, given: orders.Orders) -> Orders:
         """Returns the coordinator's orders as the nodes take them."""
         carried: Orders = []
-        nodes = {str(machine.number): node for node, machine in self._machines.items()}
+        nodes = self._machines.nodes()
         for order in given:
             match order:
                 case orders.Tell(name, uid, message) if name in nodes:
@@ -276,46 +278,27 @@ class ElasticSteering:
                 case orders.Know(name, knowledge) if name in nodes:
                     carried.append((nodes[name], Know(msgspec.json.encode(knowledge).decode())))
                 case orders.Begin(name) if name in nodes:
-                    carried.append((nodes[name], self._begin(nodes[name])))
+                    carried.append((nodes[name], self._machines.begin(nodes[name], self.policy.run_id)))
+                case orders.HandOver(name, to) if name in nodes:
+                    carried.append((nodes[name], self._hand_over(int(name), to)))
                 case orders.StopReplacing(name, reason) if name in nodes:
                     carried.append((nodes[name], StopReplacing(reason)))
                 case orders.Say(text):
-                    carried += [(each, Wait(text)) for each in self._machines]
+                    carried += [(each, Wait(text)) for each in self._machines.here]
                 case orders.End(code, reason):
                     carried += self._over(End(code, reason))
         return carried
 
-    def _begin(self, node: str) -> Begin:
-        machine = self._machines[node]
-        taken = sorted(
-            (each.first_slot, each.first_slot + each.join.workers)
-            for each in [*self._machines.values(), *self._away]
-            if each.first_slot is not None
-        )
-        first = 0
-        for begin, end in taken:
-            if first + machine.join.workers <= begin:
-                break
-            first = max(first, end)
-        machine.first_slot = first
-        ends = [end for _, end in taken]
-        slots = max(sum(each.join.workers for each in self._machines.values()), first + machine.join.workers, *ends, 0)
-        return Begin(machine.number, first, slots, self.policy.run_id, self._store() or "")
+    def _hand_over(self, number: int, to: int) -> Order:
+        """Returns what a machine is told when another coordinates from now on; this one is told that it may end."""
+        if self.successor is None or self.successor[0] != to:
+            self.successor = to, self._machines.listens(to)
+        is_home = number == self._machines.home
+        return End(0, f"machine {to} coordinates from now on") if is_home else HandOver(*self.successor)
 
     def _over(self, end: End) -> Orders:
         if self._end is not None:
             return []
-        self._end = End(end.code, end.reason, shortened(self._failures) if end.code else ())
-        return [(node, self._end) for node in self._machines]
+        self._end = End(end.code, end.reason, shortened(self._blame.failures) if end.code else ())
+        return [(node, self._end) for node in self._machines.here]
 
-
-def report_in(follow: Follow) -> MachineReport | None:
-    """Returns a machine's report; None if it is none, so that the machine gets no answer."""
-    try:
-        return msgspec.json.decode(follow.body, type=MachineReport)
-    except (msgspec.ValidationError, msgspec.DecodeError):
-        return None
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -65,6 +65,11 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class Departing:
+    """In an elastic job: the node ends as soon as its workers have; then it leaves, or hands over if it coordinates."""
+
+
+@dataclass(frozen=True)
 class WorkerStarted:
     """In an elastic job: a worker runs."""
 
@@ -106,9 +111,13 @@ class Slots:
 
 @dataclass(frozen=True)
 class Follow:
-    """In an elastic job: a machine that takes part already follows this launcher from now on; its report, as JSON."""
+    """In an elastic job: a machine that takes part already follows this launcher from now on; its report, as JSON.
+
+    `failures` are those that it has reported, or was told to remember.
+    """
 
     body: str
+    failures: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -238,6 +247,21 @@ class Know:
 
 
 @dataclass(frozen=True)
+class Remember:
+    """In an elastic job: failures that the user is shown at the end; the next coordinator has to be told of them."""
+
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """In an elastic job: the node follows the launcher of machine `number` from now on, or stands if that is itself."""
+
+    number: int
+    address: str
+
+
+@dataclass(frozen=True)
 class Answered:
     """In an elastic job: whether the node may follow this launcher, or whom this one follows, -1 if nobody."""
 
@@ -289,6 +313,7 @@ Report = (
     | Finished
     | Stopped
     | Leave
+    | Departing
     | Alive
     | AskTime
     | WorkerStarted
@@ -313,6 +338,8 @@ Order = (
     | TellWorker
     | StopReplacing
     | Know
+    | Remember
+    | HandOver
     | Answered
     | Dropped
     | Look
