@@ -84,7 +84,7 @@ def test_a_learner_that_lost_its_donors_asks_again():
     comes(play, "a2")
     (first,) = lessons(play, "a0")
     play.say("a0", Donating(first.number, 7, "a0:1"))
-    play.say("a2", Ready("same", learns=True))
+    play.say("a2", Ready("same", learns=True, after=first.number))
     assert len(lessons(play, "a0")) == 2
     play.say("a0", Donating(first.number, 7, "a0:1"))
     assert len(offers(play, "a2")) == 1, "what belongs to the lesson before is over"

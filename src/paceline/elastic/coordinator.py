@@ -250,13 +250,13 @@ class Coordinator:
         while job.over is None:
             job.due_s, job.lacks_quorum = [], False
             if retirement is not None:
-                choose(job, retirement)
+                choose(job, retirement, now_s)
             if not self._step(job, now_s):
                 break
         job.release()
         if retirement is not None and may_hand_over(job, retirement, now_s):
             tell_successor(job, retirement, now_s)
-            job.due_s = [now_s]
+            job.due_s = [deadline_s(retirement)]
         self.lacks_quorum_s = (self.lacks_quorum_s or now_s) if job.lacks_quorum else None
         self.deadline_s = min(job.due_s, default=None) if job.over is None else None
         orders, job.orders = job.orders, []
@@ -291,7 +291,7 @@ class Coordinator:
         """Hands the office over. What happens meanwhile is for the next coordinator, which hears of it too."""
         self._job.orders = []
         orders = tell_others(self._job, retirement, now_s)
-        self.lacks_quorum_s, self.deadline_s = None, deadline_s(retirement)
+        self.lacks_quorum_s, self.deadline_s = None, None if retirement.is_over else deadline_s(retirement)
         return [] if orders is None else [*inform(self._job, int(retirement.home.name)), *orders]
 
     def _raise_term(self, term: int) -> None:

@@ -12,13 +12,14 @@ any candidate, so nothing depends on whether this goes well. Whoever is lost mea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.elastic.job import Job
 from paceline.elastic.orders import HandOver, Orders
 from paceline.elastic.roster import Machine
 
 _STANDS_S = 1.0  # how long the successor has to stand, before the others are told in any case
+_UNFIT_S = 10.0  # how long a machine is passed over whose store some members have not reached
 _SETTLES_S = 5.0  # how long the members have to come to rest, once the last worker here has ended
 
 
@@ -30,6 +31,7 @@ class Retirement:
         home: the coordinator's machine.
         store: where the members of its views have met.
         successor: who is to coordinate next, if there is anybody.
+        unfit_s: until when machines are passed over.
         empty_s: since when no worker runs on the coordinator's machine.
         told_s: when the successor was told.
         is_over: the others were told too.
@@ -38,6 +40,7 @@ class Retirement:
     home: Machine
     store: str
     successor: Machine | None = None
+    unfit_s: dict[Machine, float] = field(default_factory=dict)
     empty_s: float | None = None
     told_s: float | None = None
     is_over: bool = False
@@ -48,10 +51,20 @@ class Retirement:
         return self.told_s is not None
 
 
-def choose(job: Job, retirement: Retirement) -> None:
-    """Chooses the successor, at whose machine the members of views to come meet."""
+def choose(job: Job, retirement: Retirement, now_s: float) -> None:
+    """Chooses the successor, at whose machine the members of views to come meet.
+
+    A broken network may keep some of them from its store, though all reach this coordinator.
+    """
+    views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
+    if views.latest is not None and before is not None and not views.is_complete and job.breaks.waiting:
+        if views.latest.store == before.store:
+            unfit_s[before] = now_s + _UNFIT_S
     able = [each for each in job.roster.machines.values() if each is not retirement.home and _may_succeed(each)]
-    retirement.successor = min(able, key=lambda each: (not each.slots, int(each.name)), default=None)
+    fit = [each for each in able if now_s >= unfit_s.get(each, now_s)]
+    if able and not fit:
+        job.due_s.append(min(unfit_s[each] for each in able))
+    retirement.successor = min(fit, key=lambda each: (not each.slots, int(each.name)), default=None)
     job.views.store = retirement.store if retirement.successor is None else retirement.successor.store
     job.must_move = retirement.successor is not None and not _has_workers(job, retirement.home)
 
@@ -85,19 +98,20 @@ def tell_successor(job: Job, retirement: Retirement, now_s: float) -> None:
 
 def tell_others(job: Job, retirement: Retirement, now_s: float) -> Orders | None:
     """Returns the orders that end the office, when the successor stands; None if that is still to be waited for."""
-    successor, told_s = retirement.successor, retirement.told_s
-    assert successor is not None and told_s is not None
+    successor = retirement.successor
+    assert successor is not None
     stands = not successor.is_reachable or successor.has_left  # it has left this launcher for itself, or was lost
-    if retirement.is_over or not (stands or now_s >= told_s + _STANDS_S):
+    if retirement.is_over or not (stands or now_s >= deadline_s(retirement)):
         return None
     retirement.is_over = True
     told = [each for each in job.roster.machines.values() if each.is_reachable and each is not retirement.home]
     return [HandOver(each.name, int(successor.name)) for each in [*told, retirement.home]]
 
 
-def deadline_s(retirement: Retirement) -> float | None:
-    """Returns when `tell_others` has to be asked again, after the successor was told."""
-    return None if retirement.is_over or retirement.told_s is None else retirement.told_s + _STANDS_S
+def deadline_s(retirement: Retirement) -> float:
+    """Returns when the others are told in any case."""
+    assert retirement.told_s is not None
+    return retirement.told_s + _STANDS_S
 
 
 def _may_succeed(machine: Machine) -> bool:
