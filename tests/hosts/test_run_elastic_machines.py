@@ -73,7 +73,7 @@ def test_a_machine_comes_and_goes_without_a_restart(machines):
     third = here.join(2, "2:3")
     here.wait_for_view(*before, "2.3.0")
     third.send_signal(signal.SIGTERM)
-    here.expect(third, 1)
+    here.expect(third, 0)
     here.wait_for_view(*before)
     assert {uid: pid for uid, (pid, *_) in here.workers().items() if uid in before} == before
     assert all(is_alive(int(pid)) for pid in before.values())
@@ -119,19 +119,6 @@ def test_the_others_go_on_when_a_launcher_is_killed(machines):
     here.wait(lambda: not any(is_alive(here.pid(uid)) for uid in lost))
     here.say("end")
     here.expect(serving, 0)
-
-
-def test_the_serving_launcher_stays_until_the_others_are_done(machines):
-    here = machines(2)
-    serving, other = here.join(0, "2"), here.join(1, "2")
-    here.wait(lambda: len(here.latest()) == 2)
-    serving.send_signal(signal.SIGTERM)
-    here.wait(lambda: sorted(map(len, here.latest().values())) == [1, 2])
-    assert serving.poll() is None
-    assert "this launcher goes on for the other machines, which meet here" in here.said(serving)
-    here.say("end")
-    here.expect(other, 0)
-    here.expect(serving, 1)
 
 
 def test_all_machines_must_be_elastic_or_none(machines):

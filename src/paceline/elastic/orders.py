@@ -37,7 +37,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The machine's launcher follows machine `to` from now on; on that machine it stands, on the coordinator's it ends."""
+    """The machine's launcher follows machine `to` from now on. That one stands; the one that gives this order ends."""
 
     machine: str
     to: int

@@ -57,9 +57,8 @@ def choose(job: Job, retirement: Retirement, now_s: float) -> None:
     A broken network may keep some of them from its store, though all reach this coordinator.
     """
     views, before, unfit_s = job.views, retirement.successor, retirement.unfit_s
-    if views.latest is not None and before is not None and not views.is_complete and job.breaks.waiting:
-        if views.latest.store == before.store:
-            unfit_s[before] = now_s + _UNFIT_S
+    if before is not None and job.breaks.waiting and views.is_on_its_way_to(before.store):
+        unfit_s[before] = now_s + _UNFIT_S
     able = [each for each in job.roster.machines.values() if each is not retirement.home and _may_succeed(each)]
     fit = [each for each in able if now_s >= unfit_s.get(each, now_s)]
     if able and not fit:

@@ -193,6 +193,10 @@ class Views:
         know = {each.uid for each in workers.values() if each.machine.known >= latest} | {*self.latest.members}
         return all(has_quorum(view.members, dead, know) for view in self.since_complete if view is not self.latest)
 
+    def is_on_its_way_to(self, store: str) -> bool:
+        """Returns whether members of the latest view are about to meet in a store."""
+        return self.latest is not None and not self.is_complete and self.latest.store == store
+
     def undecided(self) -> list[Worker]:
         """Returns the workers on whose launchers it depends who may go on, as far as they are not known to be dead."""
         members = {uid for view in self.since_complete for uid in view.members}

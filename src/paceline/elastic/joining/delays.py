@@ -32,4 +32,5 @@ class Delays:
     def _told(self) -> str:
         self._said_s = self.total_s
         times = "once" if self.count == 1 else f"{self.count} times"
-        return f"the others waited for worker {self.learner}, which learns more slowly: {times}, {self.total_s:.1f} s in all"
+        who = f"worker {self.learner}, which learns more slowly"
+        return f"the others waited for {who}: {times}, {self.total_s:.1f} s in all"

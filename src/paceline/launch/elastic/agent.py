@@ -9,6 +9,7 @@ from dataclasses import replace
 from paceline.elastic import messages
 from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready
 from paceline.launch.cleanup import Cleanup
+from paceline.launch.elastic.blame import Blame
 from paceline.launch.elastic.crew import Crew, Member
 from paceline.launch.elastic.endings import Endings
 from paceline.launch.elastic.frozen import PATIENCE_S
@@ -317,8 +318,10 @@ class ElasticAgent(Loop):
         if self._unrest is not None:
             for line in self._unrest.summary(time.monotonic()):
                 self._say(line)
-        if end.code and not end.failures:
-            end = replace(end, failures=shortened(self._endings.failures))
+        if end.code:  # the last failures may have ended the job before the coordinator heard of them
+            blame = Blame(end.failures)
+            blame.add(self._endings.failures)
+            end = replace(end, failures=blame.failures)
         if end.code == 0 and self._stopped_by == ORDERLY and self._is_shared and (self._has_left or self._took_part):
             if end.reason:
                 self._say(end.reason)

@@ -247,7 +247,9 @@ class Follower:
     def _deserted(self, asked: str) -> End:
         """Returns how this launcher ends when nobody else is left."""
         if self._account.has_finished:
-            return End(0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})")
+            return End(
+                0, f"the job is done: this machine's workers have finished, and no coordinator answers ({asked})"
+            )
         return End(
             1,
             f"the job seems to be over: none of its launchers listens any more ({asked}). How it ended is in their "

@@ -301,4 +301,3 @@ class ElasticSteering:
             return []
         self._end = End(end.code, end.reason, shortened(self._blame.failures) if end.code else ())
         return [(node, self._end) for node in self._machines.here]
-

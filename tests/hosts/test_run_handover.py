@@ -1,0 +1,81 @@
+"""`paceline run --elastic` on several machines, when the launcher that coordinates them is asked to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+from hosts.test_run_elastic_machines import machines
+
+__all__ = ["machines"]
+
+
+def test_the_launcher_that_coordinates_hands_over(machines):
+    here = machines(3)
+    launchers = [here.join(host, "3") for host in range(3)]
+    here.wait(lambda: len(here.latest()) == 3)
+    before = {uid: pid for uid, (pid, *_) in here.workers().items()}
+    left = [uid for uid in before if here.host_of(uid) != "h0"]
+    launchers[0].send_signal(signal.SIGTERM)
+    here.expect(launchers[0], 0)
+    here.wait_for_view(*left)
+    said = "".join(here.said(each) for each in launchers)
+    assert "coordinates from now on" in here.said(launchers[0])
+    assert "looking for one" not in said and "workers go on" not in said, "nobody was missed"
+    victim, other = left
+    os.kill(here.pid(victim), signal.SIGKILL)
+    here.wait_for_view(other, victim[:-1] + "1")
+    assert here.workers()[other][0] == before[other]
+    here.say("end")
+    for launcher in launchers[1:]:
+        here.expect(launcher, 0)
+
+
+def test_one_after_the_other_may_go(machines):
+    here = machines(3)
+    launchers = [here.join(host, "3") for host in range(3)]
+    here.wait(lambda: len(here.latest()) == 3)
+    for launcher in launchers[:2]:
+        launcher.send_signal(signal.SIGTERM)
+        here.expect(launcher, 0)
+    (last,) = [uid for uid in here.workers() if here.host_of(uid) == "h2"]
+    here.wait_for_view(last)
+    here.say("end")
+    here.expect(launchers[2], 0)
+
+
+def test_failures_outlive_the_launcher_that_collected_them(machines):
+    here = machines(3)
+    launchers = [here.join(host, "3", 1, "--max-restarts=0") for host in range(3)]
+    here.wait(lambda: len(here.latest()) == 3)
+    slots = {here.host_of(uid): slot for uid, (_, slot, _) in here.workers().items()}
+    here.say("fail" + slots["h1"])
+    here.expect_line(launchers[1], "nobody takes its place")
+    launchers[0].kill()
+    here.expect_line(launchers[2], "coordinates from now on")
+    here.say("fail" + slots["h2"])
+    for launcher in launchers[1:]:
+        here.expect(launcher, 1)
+        assert f"slot {slots['h1']} failed first (h1" in here.said(launcher)
+        assert "ValueError: told to fail" in here.said(launcher).partition("failed first (h1")[2]
+
+
+def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
+    here = machines(3, bridged=True)
+    launchers = [here.join(host, "3") for host in range(3)]
+    here.wait(lambda: len(here.latest()) == 3)
+    left = [uid for uid in here.workers() if here.host_of(uid) != "h2"]
+    (out,) = set(here.workers()) - {*left}
+    conditions = here.network.bridge.conditions
+    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
+    here.wait_for_view(*left)
+    here.expect_line(launchers[2], "looking for one")
+    os.kill(here.pid(out), signal.SIGKILL)
+    here.wait(lambda: out[:-1] + "1" in here.workers())
+    here.say("end")
+    for launcher in launchers[:2]:
+        here.expect(launcher, 0)
+    here.network.bridge.set(conditions)
+    here.expect(launchers[2], 1)
+    assert "the job seems to be over: none of its launchers listens any more (machine " in here.said(launchers[2])
