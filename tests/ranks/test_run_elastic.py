@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -107,7 +108,9 @@ def test_a_killed_worker_is_replaced_and_the_others_live(job):
     assert {(line[1], line[2]) for uid, line in job.log().items() if uid == "0.1.1"} == {("1", "3")}
     job.order("end")
     said = job.expect(0)
-    assert f"slot 1 (worker 0.1.0, pid {pids['0.1.0']}): killed by SIGKILL; another worker takes its place" in said
+    assert (
+        f"slot 1 (worker 0.1.0, pid {pids['0.1.0']}) failed: killed by SIGKILL; another worker takes its place" in said
+    )
     assert len(job.log()) == 4, "nobody else was started"
 
 
@@ -118,7 +121,9 @@ def test_a_worker_that_fails_after_each_start_is_given_up(job):
     job.wait_to_hear("nobody takes its place")
     said = job.said()
     assert "(worker 0.1.0, pid " in said
-    assert "): exit code 1, ValueError: told to fail; another worker takes its place\n" in said
+    assert re.search(
+        r"pid \d+\) failed: ValueError: told to fail \(elastic_toy.py:\d+\); another worker takes its place\n", said
+    )
     assert "another worker takes its place in 0.25 s" in said
     assert "nobody takes its place: 3 of its workers in a row failed within 60 s of taking part" in said
     assert said.rstrip().endswith("ValueError: told to fail"), "the last traceback"
@@ -161,7 +166,7 @@ def test_a_stopped_worker_is_killed_and_replaced(job):
     job.wait_for("0.0.0", "0.1.0")
     os.kill(job.pid("0.1.0"), signal.SIGSTOP)
     job.wait_for("0.0.0", "0.1.1")
-    assert "stopped by a signal, so it was killed; another worker takes its place" in job.said()
+    assert "was stopped by a signal, so it was killed; another worker takes its place" in job.said()
     assert not is_alive(job.pid("0.1.0"))
     job.order("end")
     job.expect(0)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.elastic import messages
-from paceline.elastic.messages import Dismissed, Finished, FromWorker, Installed, Leaving, Ready
+from paceline.elastic.messages import Dismissed, FromWorker, Installed, Ready
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.elastic.blame import Blame
 from paceline.launch.elastic.crew import Crew, Member
+from paceline.launch.elastic.departure import Departure
 from paceline.launch.elastic.endings import Endings
 from paceline.launch.elastic.frozen import PATIENCE_S
 from paceline.launch.elastic.notices import consequence, of_slots
 from paceline.launch.elastic.places import Places
 from paceline.launch.elastic.premises import Premises
 from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
-from paceline.launch.elastic.steering import ORDERLY
 from paceline.launch.elastic.unrest import Unrest
 from paceline.launch.failures import shortened, signal_name
 from paceline.launch.generation import CONSEQUENCES_S
@@ -27,10 +28,9 @@ from paceline.launch.loop import Loop
 from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.messages import (
     Begin,
-    Departing,
     End,
-    Leave,
     Order,
+    Report,
     Slots,
     StopReplacing,
     TellWorker,
@@ -61,19 +61,12 @@ class ElasticAgent(Loop):
         self._places: Places | None = None
         self._unrest: Unrest | None = None
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._has_left = self._took_part = False
-        self._insists = False  # a second signal has come
+        self._departure = Departure(job.rendezvous.address is not None)
 
     @property
-    def _stays(self) -> bool:
-        """Whether this launcher, asked to leave, has yet to hand over to another one."""
+    def _coordinates(self) -> bool:
         deputy = self._connection.deputy
-        return deputy is not None and deputy.coordinates and self._stopped_by == ORDERLY
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether the job runs, or may, on other machines too."""
-        return self._job.rendezvous.address is not None
+        return deputy is not None and deputy.coordinates
 
     @property
     def _goes_on(self) -> bool:
@@ -116,8 +109,8 @@ class ElasticAgent(Loop):
             self._unrest.tick(now_s, list(self._members.members.values()))
         for slot in self._places.due(now_s):
             self._fill(slot, now_s)
-        if self._stopped_by is not None and not self._members.members and (self._insists or not self._stays):
-            self._leave()
+        if not self._members.members:
+            self._send(self._departure.farewell(self._coordinates))
 
     def _follow(self, order: Order) -> None:
         match order:
@@ -140,7 +133,7 @@ class ElasticAgent(Loop):
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
         if self._page is not None:
             self._page.generation(begin.slots, 0)
-        if self._is_shared:
+        if self._departure.is_shared:
             self._say(of_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
@@ -159,7 +152,7 @@ class ElasticAgent(Loop):
         )
         self._places = Places(count, time.monotonic(), self._options.most_replacements)
         if self._options.chaos is not None:
-            spared = 0 if self._is_shared else 1
+            spared = 0 if self._departure.is_shared else 1
             self._unrest = Unrest(self._options.chaos, begin.machine, spared, self._say)
         self._tick(time.monotonic())
 
@@ -193,18 +186,13 @@ class ElasticAgent(Loop):
                 member.signal(signal.SIGKILL)
                 return
             case Ready():
-                member.ready_s = member.ready_s or now_s
                 self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
             case Installed(generation):
-                is_new, self._took_part = member.life.took_part_s is None, True
-                member.life.took_part_s = member.life.took_part_s or now_s
+                self._departure.took_part = True
                 self._events.tell("installed", uid=member.uid, view=generation)
                 if self._unrest is not None:
-                    self._unrest.entered(member, is_new, now_s)
-            case Leaving():
-                member.life.is_leaving = True
-            case Finished():
-                member.life.has_finished = True
+                    self._unrest.entered(member, member.life.took_part_s is None, now_s)
+        member.life.heard(message, now_s)
         self._connection.client.send(WorkerSaid(member.uid, datagram.decode()))
 
     def _tell(self, uid: str, body: str) -> None:
@@ -246,20 +234,13 @@ class ElasticAgent(Loop):
     def _fence(self, member: Member) -> None:
         """Kills a worker that is frozen, so that it cannot wake up among those that have gone on without it.
 
-        If there are no others, it is left alone: nobody else holds the job's state.
+        If there are no others, here or on other machines, it is left alone: nobody else holds the job's state.
         """
-        if not member.life.is_fenced and self._others_can_go_on(member):
+        others = [each.life for each in self._members.members.values()] if self._members is not None else []
+        if not member.life.is_fenced and (self._departure.is_shared or member.life.is_needless(others)):
             member.life.is_fenced = True
             self._connection.client.send(WorkerStalled(member.uid, f"stopped by a signal for {PATIENCE_S:g} s"))
             member.signal(signal.SIGKILL)
-
-    def _others_can_go_on(self, member: Member) -> bool:
-        if self._is_shared or self._members is None:
-            return True  # they may be on other machines
-        others = [each.life for each in self._members.members.values() if each is not member]
-        return member.life.took_part_s is None or any(
-            life.took_part_s is not None and not life.is_fenced for life in others
-        )
 
     def _close_places(self) -> None:
         if self._places is not None and self._members is not None:
@@ -281,31 +262,28 @@ class ElasticAgent(Loop):
         self._next_signal = (time.monotonic() + patience_s, signal.SIGTERM)
 
     def _on_end_signal(self, number: signal.Signals, crew: LoopCrew | None) -> None:
-        self._insists = self._stopped_by is not None
+        self._departure.insists = self._stopped_by is not None
         super()._on_end_signal(number, crew)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._stopped_by = number
+        self._stopped_by = self._departure.number = number
         self._watcher.pause()
         self._close_places()
         if self._members is None:
-            self._leave()
+            self._send(self._departure.farewell(coordinates=False))
             return
-        self._connection.client.send(Slots(0))
-        if number == ORDERLY:
-            self._connection.client.send(Departing())
+        self._send([Slots(0), *self._departure.announced()])
         self._say(
             f"{number.name}: passed on to {len(self._members.pids())} workers, which have "
             f"{self._job.shutdown_timeout_s:g} s to end (again to kill them)"
         )
-        if self._stays:
+        if self._departure.hands_over(self._coordinates):
             self._say("this launcher coordinates the job; when they have ended, another will (again to end the job)")
         self._next_signal = (time.monotonic(), number)
 
-    def _leave(self) -> None:
-        if not self._has_left and self._stopped_by is not None:
-            self._has_left = True
-            self._connection.client.send(Leave(self._stopped_by.name))
+    def _send(self, reports: Sequence[Report]) -> None:
+        for report in reports:
+            self._connection.client.send(report)
 
     def _close_workers(self) -> None:
         if self._members is not None:
@@ -322,8 +300,8 @@ class ElasticAgent(Loop):
             blame = Blame(end.failures)
             blame.add(self._endings.failures)
             end = replace(end, failures=blame.failures)
-        if end.code == 0 and self._stopped_by == ORDERLY and self._is_shared and (self._has_left or self._took_part):
+        if self._departure.is_well(end.code):
             if end.reason:
                 self._say(end.reason)
-            return 0  # it has left as it was asked to, and the others go on or have come to the end
+            return 0
         return super()._conclude(end)

@@ -38,7 +38,6 @@ class Member:
     life: Life = field(default_factory=Life)
     worker: Worker | None = None
     following: Following | None = None
-    ready_s: float | None = None
 
     def __str__(self) -> str:
         pid = f", pid {self.worker.pid}" if self.worker is not None else ""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from paceline.elastic.messages import LEFT_OUT
+from paceline.elastic.messages import LEFT_OUT, Finished, FromWorker, Installed, Leaving
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
@@ -48,6 +49,21 @@ class Life:
     has_finished: bool = False
     dismissed: int | None = None
     is_fenced: bool = False
+
+    def heard(self, message: FromWorker, now_s: float) -> None:
+        """Takes a message of the worker."""
+        match message:
+            case Installed():
+                self.took_part_s = self.took_part_s or now_s
+            case Leaving():
+                self.is_leaving = True
+            case Finished():
+                self.has_finished = True
+
+    def is_needless(self, all_here: Sequence[Life]) -> bool:
+        """Returns whether others of these lives hold the job's state, if this one does."""
+        others = [life for life in all_here if life is not self and life.took_part_s is not None]
+        return self.took_part_s is None or any(not life.is_fenced for life in others)
 
 
 def fate_of(life: Life, exit_code: int, has_record: bool, is_out_of_memory: bool) -> Fate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from paceline.elastic.knowledge import next_term
 from paceline.elastic.policy import Policy as CoordinatorPolicy
 from paceline.launch.elastic.allotment import Machines
 from paceline.launch.elastic.blame import Blame
+from paceline.launch.elastic.departure import ORDERLY
 from paceline.launch.elastic.notebook import report_in
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.failures import Failure, shortened
@@ -44,7 +44,6 @@ from paceline.launch.nodes.messages import (
 )
 from paceline.launch.nodes.steering import Orders
 
-ORDERLY = signal.SIGTERM  # has a machine leave at the end of a step, which is no failure
 _RETURN_PATIENCE_S = 2.0  # since a machine was heard of last
 
 
