@@ -27,21 +27,32 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 shards = dist.LogicalShards(model, 4)
 loader = dist.ShardLoader(torch.utils.data.TensorDataset(inputs), 4, shards, num_workers={num_workers})
 state = dist.ElasticState(shards, optimizer=optimizer, loader=loader)
+leaver = {leaver!r}
 for epoch in state.epochs({epochs}):
     for batches in loader:
         optimizer.zero_grad()
         shards.backward(lambda x: model(x[0]).square().mean(), batches)
         optimizer.step()
         time.sleep({step_s})
-        if epoch == 2 and os.environ.get("PACELINE_WORKER") == {leaver!r}:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if epoch == 2 and os.environ.get("PACELINE_WORKER") == leaver:
+            leaver = ""
+            os.kill({ended}, signal.SIGTERM)
 print("digest", state.digest())
 """
 TESTS = str(Path(__file__).parents[1])
 
 
-def write(path: Path, *, epochs: int, num_workers: int = 0, step_s: float = 0.02, leaver: str = "") -> Path:
-    text = SCRIPT.format(tests=TESTS, epochs=epochs, num_workers=num_workers, step_s=step_s, leaver=leaver)
+def write(
+    path: Path,
+    *,
+    epochs: int,
+    num_workers: int = 0,
+    step_s: float = 0.02,
+    leaver: str = "",
+    ended: str = "os.getpid()",
+) -> Path:
+    """Writes the script; in its worker `leaver`, the process `ended` gets a SIGTERM after a while."""
+    text = SCRIPT.format(tests=TESTS, epochs=epochs, num_workers=num_workers, step_s=step_s, leaver=leaver, ended=ended)
     path.write_text(text)
     return path
 
@@ -77,3 +88,12 @@ def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
     assert len(digests(done.stdout)) == 2
     assert set(digests(done.stdout)) == {alone(script)}
     assert "another worker takes its place" not in done.stderr
+
+
+def test_a_launcher_that_is_told_to_end_waits_for_one_step_only(tmp_path: Path) -> None:
+    script = write(tmp_path / "train.py", epochs=1_000_000, leaver="0.1.0", ended="os.getppid()")
+    flags = ("--elastic", "--nproc-per-node", "2", "--start-method=spawn", "--shutdown-timeout", "1000")
+    done = launching.run(*flags, str(script), timeout_s=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "SIGTERM: passed on to 2 workers" in done.stderr
+    assert done.stderr.count(" ends: asked to end: SIGTERM") >= 1, "the last one was dismissed, and nobody killed"

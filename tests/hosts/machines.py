@@ -88,6 +88,12 @@ class Machines:
             return [line.split() for line in (self.directory / "log").read_text().splitlines()]
         return []
 
+    def notes(self, name: str) -> list[str]:
+        """What workers have written to a file of that name."""
+        with contextlib.suppress(OSError):
+            return (self.directory / name).read_text().splitlines()
+        return []
+
     def runs(self, world_size: int, generations: int = 1) -> bool:
         """Whether `world_size` workers of one size have come, `generations` times."""
         ranks = sorted(int(line[3]) for line in self.log() if line[4] == str(world_size))

@@ -79,3 +79,48 @@ def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
     here.network.bridge.set(conditions)
     here.expect(launchers[2], 1)
     assert "the job seems to be over: none of its launchers listens any more (machine " in here.said(launchers[2])
+
+
+def test_a_machine_that_the_launchers_do_not_reach_comes_back(machines):
+    """The data of its workers still comes through. The others go on without them, and teach them when it is back."""
+    here = machines(3, bridged=True)
+    script = here.directory / "train.py"
+    script.write_text(TRAINS_ON)
+    launchers = [here.join(host, "3", script=str(script)) for host in range(3)]
+    here.wait(lambda: len(here.notes("began")) == 3, 60)
+    conditions = here.network.bridge.conditions
+    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)}), port=29400))
+    here.expect_line(launchers[0], "2 workers go on", 60)
+    here.expect_line(launchers[2], "looking for one", 60)
+    here.network.bridge.set(conditions)
+    here.wait(lambda: here.notes("learned") != [], 60)
+    assert not any(launcher.poll() for launcher in launchers)
+
+
+TRAINS_ON = """
+import os, sys, torch, paceline
+paceline.init_process_group(elastic=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
+shards = paceline.LogicalShards(model, 4)
+loader = paceline.ShardLoader(data, batch_size=2, shards=shards)
+state = paceline.ElasticState(shards, optimizer=optimizer, loader=loader)
+has_replayed = has_begun = False
+def note(name):
+    with open(sys.argv[1] + "/" + name, "a") as file:
+        file.write(os.environ["PACELINE_WORKER"] + "\\n")
+for epoch in state.epochs(1000000):
+    for batches in loader:
+        optimizer.zero_grad()
+        shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
+        optimizer.step()
+        if not has_begun:
+            has_begun = True
+            note("began")
+        if has_replayed and not state.is_replaying:
+            has_replayed = False
+            note("learned")
+        has_replayed = has_replayed or state.is_replaying
+"""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import socket
+import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,16 @@ _LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by an
 
 @dataclass(frozen=True)
 class Conditions:
-    """`delay_ms` is one way; `loss` is the probability for a packet; `cut` holds pairs of hosts, lower number first."""
+    """`delay_ms` is one way; `loss` is the probability for a packet; `cut` holds pairs of hosts, lower number first.
+
+    With `port`, only the TCP connections over IPv4 to this port are cut.
+    """
 
     delay_ms: float = 0.0
     loss: float = 0.0
     seed: int = 0
     cut: frozenset[tuple[int, int]] = frozenset()
+    port: int = 0
 
     def __post_init__(self) -> None:
         if self.delay_ms < 0 or not 0 <= self.loss <= 1:
@@ -44,7 +50,7 @@ class Wire:
     def send(self, source: int, frame: bytes, now_s: float) -> None:
         target = self._at.get(frame[VNET_HEADER : VNET_HEADER + 6])
         for port in self._others[source] if target is None else [target]:
-            if self._lost(source, port) or self._nbytes > _LIMIT:
+            if self._lost(source, port, frame) or self._nbytes > _LIMIT:
                 continue
             due_s = now_s + self.conditions.delay_ms / 1000
             if self._under_way:
@@ -62,8 +68,17 @@ class Wire:
             self._nbytes -= len(frame)
             yield port, frame
 
-    def _lost(self, source: int, target: int) -> bool:
+    def _lost(self, source: int, target: int, frame: bytes) -> bool:
         first, second = sorted((self._hosts[source], self._hosts[target]))
-        if (first, second) in self.conditions.cut:
+        if (first, second) in self.conditions.cut and self.conditions.port in (0, *_tcp_ports(frame)):
             return True
         return self.conditions.loss > 0 and self._random.random() < self.conditions.loss
+
+
+def _tcp_ports(frame: bytes) -> tuple[int, ...]:
+    """Returns the ports of a frame of TCP over IPv4; of any other, none."""
+    packet = frame[VNET_HEADER + 14 :]
+    if frame[VNET_HEADER + 12 : VNET_HEADER + 14] != b"\x08\x00" or packet[9] != socket.IPPROTO_TCP:
+        return ()
+    ports: tuple[int, ...] = struct.unpack_from(">HH", packet, 4 * (packet[0] & 15))
+    return ports

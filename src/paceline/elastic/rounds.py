@@ -168,6 +168,8 @@ class Rounds:
                 self.dealings.learn([dealt], is_new=False)
                 return self.dealings.begin(self.number, dealt.members)
             self._catching_up = None
+        if (order := self._connection.dismissed) is not None:  # all leave, so that no view follows; or the job is over
+            self._end(order.reason, order.code)
         self._donor.begin_batch(self._agreed, self.number, self._committed, self.dealings.latest)
         self._until_it_holds(attempt)
         self._has_begun = True
