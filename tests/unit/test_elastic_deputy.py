@@ -8,11 +8,23 @@ import msgspec
 
 import paceline
 from paceline.elastic.knowledge import Knowledge, Peer, Report, WorkerReport
-from paceline.elastic.messages import Finished, Installed, Ready, View, encode
+from paceline.elastic.messages import Finished, Installed, Leaving, Ready, View, encode, to_worker
 from paceline.launch.elastic.deputy import RESIGN_S, Deputy
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.nodes.membership import Policy
-from paceline.launch.nodes.messages import Answered, Dropped, Follow, Join, Know, Order, TellWorker, WorkerSaid
+from paceline.launch.nodes.messages import (
+    Answered,
+    Departing,
+    Dropped,
+    Follow,
+    HandOver,
+    Join,
+    Know,
+    Order,
+    TellWorker,
+    WorkerEnded,
+    WorkerSaid,
+)
 
 FIRST = View((1 << 32) + 1, ("0.0.0", "1.0.0", "2.0.0"), is_planned=False, store="tcp:h0:1")
 KNOWN = Knowledge(1, 0, "same", FIRST.generation, (FIRST,), peers=tuple(Peer(n, f"h{n}", f"h{n}:1") for n in range(3)))
@@ -110,3 +122,23 @@ def test_what_is_no_report_gets_no_answer():
     stands = deputy()
     stands.stand(1, 0.5)
     assert stands.reported("node-1", Follow("hello"), time.monotonic()) == []
+
+
+def test_one_that_hands_over_shows_newcomers_the_successor():
+    leaves, now_s = deputy(), time.monotonic()
+    leaves.stand(1, 0.5)
+    for number in range(3):
+        follows(leaves, number, now_s)
+    told = leaves.reported("node-1", Departing(), now_s)
+    told += leaves.reported("node-1", WorkerSaid("1.0.0", encode(Leaving("SIGTERM")).decode()), now_s)
+    told += leaves.reported("node-1", WorkerEnded("1.0.0", "exit code 0", 0), now_s)
+    (view,) = {to_worker(each.body.encode()) for _, each in told if isinstance(each, TellWorker)}
+    assert isinstance(view, View) and view.members == ("0.0.0", "2.0.0")
+    for number in (0, 2):
+        entered = WorkerSaid(f"{number}.0.0", encode(Installed(view.generation, 1)).decode())
+        told = leaves.reported(f"node-{number}", entered, now_s)
+    assert [each for each in told if isinstance(each[1], HandOver)] == [("node-0", HandOver(0, "x:1"))]
+    assert follows(leaves, 9, now_s) == [("node-9", Answered(False, 0, "x:1")), ("node-9", Dropped())]
+    assert leaves.coordinates
+    assert ("node-2", HandOver(0, "x:1")) in leaves.lost("node-0", "it follows another", now_s)
+    assert not leaves.coordinates

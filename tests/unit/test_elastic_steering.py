@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 import paceline
 from paceline.elastic import messages
-from paceline.elastic.messages import Installed, Ready, View
+from paceline.elastic.knowledge import Knowledge, Report
+from paceline.elastic.messages import Installed, Leaving, Ready, View
+from paceline.launch.elastic.departure import Departure
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.elastic.steering import ElasticSteering
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.messages import (
     Begin,
+    Departing,
     End,
+    Follow,
+    HandOver,
     Join,
     Leave,
     Order,
+    Remember,
     Slots,
     TellWorker,
     Wait,
@@ -209,3 +217,68 @@ def test_the_job_ends_with_the_machine_that_serves():
     play.asked("b")
     play.report("a", Leave("SIGINT"))
     assert End(1, "a was stopped (SIGINT)") in play.asked("b")
+
+
+def test_a_machine_that_comes_back_after_the_end_learns_how_it_ended():
+    play = Play(1, 2)
+    play.join("a", serves=True)
+    play.report("a", Leave("SIGINT"))
+    play.join("b", number=1)
+    play.report("b", Follow(msgspec.json.encode(Report(1, "b", 1, 1, Knowledge())).decode()))
+    assert play.asked("b") == [End(1, "a was stopped (SIGINT)")]
+
+
+def test_every_machine_remembers_failures_for_the_next_coordinator():
+    play = Play(2, 3)
+    play.join("a", serves=True)
+    play.join("b")
+    play.report("b", Slots(0, (failure(1),)))
+    for node in "ab":
+        assert Remember((failure(1),)) in play.asked(node)
+    play.report("b", Slots(0, (failure(1),)))
+    assert not any(isinstance(each, Remember) for each in play.asked("a")), "it is known"
+    play.join("c")
+    assert Remember((failure(1),)) in play.asked("c")
+
+
+def test_a_coordinator_whose_launcher_ends_names_its_successor():
+    play = Play(2, 3)
+    for node in "abc":
+        play.join(node, serves=node == "a", listens=f"{node}:29400")
+    play.run("a", "0.0.0")
+    play.run("b", "1.1.0")
+    play.run("c", "2.2.0")
+    play.report("a", Slots(0), Departing())
+    play.say("a", "0.0.0", Leaving("SIGTERM"))
+    play.enter()
+    play.report("a", WorkerEnded("0.0.0", "exit code 0", 0))
+    assert play.views["1.1.0"] == ("1.1.0", "2.2.0")
+    assert HandOver(1, "b:29400") in play.asked("b") and play.steering.successor == (1, "b:29400")
+    assert not play.steering.has_handed_over
+    play.take(play.steering.lost("b", "it follows another", play.now_s))
+    assert play.asked("c")[-1] == HandOver(1, "b:29400")
+    assert play.asked("a")[-1] == End(0, "machine 1 coordinates from now on")
+    assert play.steering.has_handed_over
+
+
+def departed(number: signal.Signals, **rest: bool) -> Departure:
+    return Departure(**{"is_shared": True, "took_part": True, **rest}, number=number)
+
+
+def test_a_launcher_that_coordinates_takes_no_leave():
+    departure = departed(signal.SIGTERM)
+    assert departure.announced() == [Departing()] and departure.farewell(coordinates=True) == []
+    assert departure.farewell(coordinates=False) == [Leave("SIGTERM")]
+    assert departure.farewell(coordinates=False) == [], "once"
+    assert departed(signal.SIGTERM, insists=True).farewell(coordinates=True) == [Leave("SIGTERM")]
+    assert departed(signal.SIGINT).announced() == []
+    assert departed(signal.SIGINT).farewell(coordinates=True) == [Leave("SIGINT")]
+
+
+def test_only_an_orderly_departure_is_well():
+    assert departed(signal.SIGTERM).is_well(0)
+    assert not departed(signal.SIGTERM).is_well(1)
+    assert not departed(signal.SIGINT).is_well(0)
+    assert not departed(signal.SIGTERM, insists=True).is_well(0)
+    assert not departed(signal.SIGTERM, is_shared=False).is_well(0), "a job of one machine was cut short"
+    assert not departed(signal.SIGTERM, took_part=False).is_well(0), "it has no elastic loop"
