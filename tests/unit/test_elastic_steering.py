@@ -219,7 +219,7 @@ def test_the_job_ends_with_the_machine_that_serves():
     assert End(1, "a was stopped (SIGINT)") in play.asked("b")
 
 
-def test_a_machine_that_comes_back_after_the_end_learns_how_it_ended():
+def test_who_comes_back_after_the_end_learns_how_it_ended():
     play = Play(1, 2)
     play.join("a", serves=True)
     play.report("a", Leave("SIGINT"))
@@ -228,7 +228,7 @@ def test_a_machine_that_comes_back_after_the_end_learns_how_it_ended():
     assert play.asked("b") == [End(1, "a was stopped (SIGINT)")]
 
 
-def test_every_machine_remembers_failures_for_the_next_coordinator():
+def test_machines_remember_failures_for_another_coordinator():
     play = Play(2, 3)
     play.join("a", serves=True)
     play.join("b")
