@@ -14,6 +14,7 @@ from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.nodes.membership import Policy
 from paceline.launch.nodes.messages import (
     Answered,
+    Begin,
     Departing,
     Dropped,
     Follow,
@@ -142,3 +143,17 @@ def test_one_that_hands_over_shows_newcomers_the_successor():
     assert leaves.coordinates
     assert ("node-2", HandOver(0, "x:1")) in leaves.lost("node-0", "it follows another", now_s)
     assert not leaves.coordinates
+
+
+def test_no_number_of_a_machine_is_given_again():
+    stands, now_s = deputy(), time.monotonic()
+    stands.stand(1, 0.5)
+    known = msgspec.structs.replace(KNOWN, ended=(0, 7))
+    for number in (1, 2):
+        workers = (WorkerReport(f"{number}.0.0", SAID),)
+        body = msgspec.json.encode(Report(number, f"h{number}", 1, number, known, workers)).decode()
+        stands.reported(f"node-{number}", join(number), now_s)
+        stands.reported(f"node-{number}", Follow(body), now_s)
+    assert stands.coordinates
+    (begin,) = [each for _, each in stands.reported("node-9", join(-1), now_s) if isinstance(each, Begin)]
+    assert begin.machine == 8

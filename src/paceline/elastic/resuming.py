@@ -55,8 +55,9 @@ def resume(job: Job, known: Knowledge, now_s: float) -> None:
         if known.is_dead(uid):
             worker.ended = "with its launcher" if machine_of(uid) in known.ended else "before"
     for number in known.ended:
-        if (found := job.roster.machines.get(str(number))) is not None:
-            found.replaces, found.has_left, found.has_said_so = False, True, True
+        name = str(number)
+        found = job.roster.machines.setdefault(name, _absent(name, f"machine {name}", lost_s))
+        found.replaces, found.has_left, found.has_said_so = False, True, True
     job.views.resume(known.views, known.complete)
     job.lessons = {each.learner: each for each in known.lessons if not known.is_dead(each.learner)}
 

@@ -124,7 +124,7 @@ class ElasticSteering:
         machines.home, self._is_gathered, self._has_spoken = home, True, True
         for number, report in reports.items():
             machines.returns(*joins[number], report)
-        machines.count = 1 + max([*(peer.number for peer in known.peers), *reports])
+        machines.count = 1 + max([*(peer.number for peer in known.peers), *known.ended, *reports])
         self._coordinator = self._make_coordinator(str(home), next_term(known.term, home), machines.store() or "")
         addresses = {number: join.listens for number, (_, join) in joins.items()}
         stores = {each.number: machines.served_by(each) for each in machines.here.values()}
