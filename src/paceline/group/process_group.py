@@ -76,6 +76,14 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         buffers.written += kept
         return self._run(Operation.ALL_REDUCE, dtype, op, -1, count, [], [pieces], buffers, async_op, None)
 
+    def reduce_scatter_memory(
+        self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
+    ) -> None:
+        """Does what `reduce_scatter` does, with `count` elements for each rank; the rest is as for `all_reduce_memory`."""
+        buffers = Buffers()
+        buffers.kept += kept
+        self._run(Operation.REDUCE_SCATTER, dtype, op, -1, count, inputs, [output], buffers, False, None)
+
     def broadcast(
         self,
         tensors: Tensors,
