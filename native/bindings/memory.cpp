@@ -54,7 +54,8 @@ std::optional<SharedMemory> find_memory(shm::Mesh& mesh, int owner, shm::RegionI
 }  // namespace
 
 void register_memory(nb::module_& module) {
-    nb::class_<SharedMemory>(module, "SharedMemory").def("tensor", &SharedMemory::tensor, nb::arg("offset"), nb::arg("nbytes"));
+    nb::class_<SharedMemory>(module, "SharedMemory")
+        .def("tensor", &SharedMemory::tensor, nb::arg("offset"), nb::arg("nbytes"));
     module.def("share_memory", &share_memory, nb::arg("mesh"), nb::arg("peers"), nb::arg("nbytes"),
                nb::call_guard<nb::gil_scoped_release>());
     module.def("find_memory", &find_memory, nb::arg("mesh"), nb::arg("owner"), nb::arg("id"), nb::arg("nbytes"),

@@ -79,7 +79,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
     def reduce_scatter_memory(
         self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
     ) -> None:
-        """Does what `reduce_scatter` does, with `count` elements for each rank; the rest is as for `all_reduce_memory`."""
+        """Does what `reduce_scatter` does, with `count` elements for each rank, as `all_reduce_memory` for `all_reduce`."""
         buffers = Buffers()
         buffers.kept += kept
         self._run(Operation.REDUCE_SCATTER, dtype, op, -1, count, inputs, [output], buffers, False, None)

@@ -53,31 +53,69 @@ class Exchange:
         self._buckets: list[tuple[list[int], BucketGradients]] = []
         self._addresses: list[int] = []  # 0 without a gradient
         self._kept: list[torch.Tensor] = []
+        self._source: list[tuple[torch.Tensor | None, int]] = []  # of the averages that `step` will find, and versions
         # - Where the averages go
         self._layouts: dict[tuple[bool, ...], Layout] = {}
         self._given: Layout | None = None  # the one in which the shards' gradients lie
 
-    def agree(self, changed: str | None, takes_part: bool = True) -> None:
-        """Waits until all ranks are in their step, and finds out which parameters have gradients.
+    def agree(self, changed: str | None, takes_part: bool, needs_averages: bool) -> bool:
+        """Waits until all ranks are in their step, so that none reads parameters any more.
 
         Args:
             changed: what somebody has done to the parameters that they must not do.
             takes_part: False on a rank that has run out of inputs.
+            needs_averages: whether this rank's gradients have still to be averaged.
+
+        Returns:
+            Whether any rank's gradients have to be averaged; then the ranks know which parameters have gradients.
 
         Raises:
             RuntimeError: parameters were changed on any rank; raised on every rank.
         """
         here = [takes_part and param.grad is not None for param in self._params]
-        facts = torch.tensor([here != self._anywhere, changed is not None, not takes_part], dtype=torch.int64)
+        facts = torch.tensor(
+            [changed is not None, needs_averages, here != self._anywhere, not takes_part], dtype=torch.int64
+        )
         self._groups.whole.all_reduce(facts)
-        differ, changes, self.idle = facts.tolist()
+        changes, needed, differ, self.idle = facts.tolist()
         if changes:
             self._raise_changed(changed)
-        if differ:
-            anywhere = torch.tensor(here, dtype=torch.uint8)
-            self._groups.whole.all_reduce(anywhere, ReduceOp.MAX)
-            self._anywhere = [bool(each) for each in anywhere.tolist()]
-        self._collect(here)
+        if needed:
+            if differ:
+                anywhere = torch.tensor(here, dtype=torch.uint8)
+                self._groups.whole.all_reduce(anywhere, ReduceOp.MAX)
+                self._anywhere = [bool(each) for each in anywhere.tolist()]
+            self._collect(here)
+        return bool(needed)
+
+    def remember(self) -> None:
+        """Notes from which gradients the averages were made."""
+        self._source = self._gradients()
+
+    def is_outdated(self) -> bool:
+        """Returns whether there are other gradients than those from which the averages were made.
+
+        Raises:
+            RuntimeError: somebody has written to those gradients.
+        """
+        now = self._gradients()
+        for name, (gradient, version), (other, earlier) in zip(self._names, now, self._source, strict=True):
+            if gradient is not None and gradient is other and version != earlier:
+                raise RuntimeError(
+                    f"{self._groups.whole.me}: the gradient of {name!r} was changed after clip_grad_norm_() or "
+                    "GradScaler had averaged it over the ranks; the average would not have the change. Before step(), "
+                    "param.grad is this rank's own gradient: clip with optimizer.clip_grad_norm_(), not with "
+                    "torch.nn.utils, and call optimizer.zero_grad() before the next backward"
+                )
+        return any(gradient is not other for (gradient, _), (other, _) in zip(now, self._source, strict=True))
+
+    def forget(self) -> None:
+        """Forgets the averages."""
+        self._source = []
+
+    def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
+        gradients = [param.grad for param in self._params]
+        return [(each, -1 if each is None else each._version) for each in gradients]
 
     def rounds(self, whole: bool) -> Sequence[ReadyRound]:
         """Returns the rounds that sum all gradients, and makes their results the gradients of the shards.
@@ -177,8 +215,8 @@ class Exchange:
         everyone = [json.loads(data) for data in group.all_gather_bytes(json.dumps(changed).encode())]
         told = [f"rank {rank} {what}" for rank, what in zip(group.ranks, everyone, strict=True) if what]
         raise RuntimeError(
-            f"{group.me}: since the last step, {and_more(told, 4)}. The ranks of a host share the parameters, so whatever "
-            "one writes to them the others read, even in the middle of a forward. Write to them, or load them, within "
+            f"{group.me}: since the last step, {and_more(told, 4)}. The ranks of a host share the parameters, so "
+            "whatever one writes to them the others read, even in the middle of a forward. Write to them, or load them, within "
             "`with optimizer.full_parameters():` on every rank"
         )
 

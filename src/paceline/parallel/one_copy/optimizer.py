@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -55,8 +55,9 @@ class SharedModelOptimizer(PartitionedOptimizer):
         module: the model, plain or in a `DistributedDataParallel`, which then no longer averages gradients. Its
             parameters are on the CPU; rank 0's parameters and buffers are copied to all ranks. Buffers remain each
             rank's own, and are copied from rank 0 after each step.
-        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Torch's own
-            that treat each element by itself, and `paceline.Lion`, get flat slices of parameters, others whole ones.
+        optimizer_class: an optimizer that updates each parameter independently, such as `torch.optim.AdamW`. Those
+            of torch that treat each element by itself, and `paceline.Lion`, get flat slices of parameters, others whole
+            parameters.
         params: parameters or parameter groups of the module, as for any optimizer; all parameters if None.
         process_group: the ranks; the default group if None. Several hosts must have equally many ranks.
         defaults: keyword arguments for `optimizer_class`.
@@ -91,15 +92,14 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._groups = groups_by_host(self.process_group)
         host, cuts = self._groups.host, is_elementwise(optimizer_class)
         self._shards: SharedShards = SharedShards(host.rank(), host.size(), cuts, ROUND_BYTES)
-        self._exchange: Exchange | None = None
-        self._averaged: Sequence[ReadyRound] | None = None  # once `own_part` has averaged this step's gradients
+        self._has_averages = False  # whether `own_part` has averaged the gradients already
         self._steps = 0
         Joinable.__init__(self)
         Optimizer.__init__(self, module.parameters() if params is None else params, {})
         named = self._named()
         arguments: dict[str, object] = {"optimizer_class": optimizer_class.__name__, "shared": True}
-        start_alike(module, self.param_groups, arguments, self.process_group, unshareable_reason(named))
-        self._parameters = SharedParameters(self.process_group, self._groups.ranks, module)
+        start_alike(module, self.param_groups, arguments, self.process_group, unshareable_reason(module, named))
+        self._parameters = SharedParameters.of(module, self.process_group, self._groups.ranks)
         self._parameters.add(named)
         self._shards.add(self._params())
         make: Callable[..., Optimizer] = optimizer_class
@@ -137,38 +137,35 @@ class SharedModelOptimizer(PartitionedOptimizer):
     @torch.no_grad()
     def _update(self, takes_part: bool = True) -> None:
         assert self._inner is not None
-        assert self._exchange is not None
         STEPS.begin(self, "one copy")
         self._consolidated = None
         copy_options(self.param_groups, self._inner.param_groups)
-        averaged, self._averaged = self._averaged, None
-        if averaged is None:
-            rounds = self._begin(takes_part, whole=False)
+        needs_averages = self._agree(takes_part)
         with self._parameters.updating():
-            if averaged is not None:
-                self._inner.step()
+            if needs_averages:
+                self._step_by_round()
             else:
-                self._step_by_round(rounds)
+                self._inner.step()
             self._send_buffers(takes_part)
             self._groups.host.barrier()  # nobody reads a parameter before all are updated
+        self._forget_averages()
         copy_options(self._inner.param_groups, self.param_groups)
 
-    def _begin(self, takes_part: bool, whole: bool) -> Sequence[ReadyRound]:
-        """Waits until all ranks are here, so that nobody reads parameters any more, and returns the rounds."""
-        assert self._exchange is not None
+    def _agree(self, takes_part: bool = True) -> bool:
+        """Waits until all ranks are here, and returns whether gradients have to be averaged."""
         self._parameters.require_whole()
-        self._exchange.agree(self._parameters.changed(), takes_part)
-        return self._exchange.rounds(whole)
+        needs = not self._has_averages or self._exchange.is_outdated()
+        return self._exchange.agree(self._parameters.changed(), takes_part, needs)
 
-    def _step_by_round(self, rounds: Sequence[ReadyRound]) -> None:
+    def _forget_averages(self) -> None:
+        self._has_averages = False
+        self._exchange.forget()
+
+    def _step_by_round(self) -> None:
         assert self._inner is not None
-        assert self._exchange is not None
         groups = self._inner.param_groups
         everything = [group["params"] for group in groups]
-        for number, ready in enumerate(rounds):
-            self._exchange.average(ready)
-            if number == 0:
-                self._end_check(ready)
+        for ready in self._averaged_rounds(whole=False):
             if not self._shards.cuts:
                 continue
             updated = {id(each) for each, _ in ready.averages}
@@ -188,20 +185,32 @@ class SharedModelOptimizer(PartitionedOptimizer):
         Every rank calls this; `step` then applies what it finds in the inner optimizer's gradients.
         """
         assert self._inner is not None
-        if self._averaged is None:
-            assert self._exchange is not None
-            rounds = self._begin(takes_part=True, whole=True)
-            for number, ready in enumerate(rounds):
-                self._exchange.average(ready)
-                if number == 0:
-                    self._end_check(ready)
-            self._averaged = rounds
+        if self._join_config.enable:
+            raise RuntimeError(
+                f"rank {self.process_group.me.rank}: clip_grad_norm_() and GradScaler need the averages of all ranks' "
+                "gradients before step(), and within Join a rank without inputs takes part only in step(); leave them "
+                "out"
+            )
+        if not self._has_averages or self._exchange.is_outdated():
+            self._agree()
+            for _ in self._averaged_rounds(whole=True):
+                pass
+            self._exchange.remember()
+            self._has_averages = True
         return self._inner
+
+    def _averaged_rounds(self, whole: bool) -> Iterator[ReadyRound]:
+        """Yields each round when its gradients have been averaged."""
+        for number, ready in enumerate(self._exchange.rounds(whole)):
+            self._exchange.average(ready)
+            if number == 0:
+                self._end_check(ready)
+            yield ready
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
         super().zero_grad(set_to_none)
-        self._averaged = None
+        self._forget_averages()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, the same on every rank; parameters that were added before keep their owners."""
@@ -241,14 +250,12 @@ class SharedModelOptimizer(PartitionedOptimizer):
         return SharedJoinHook(self.zero_grad, lambda: self._update(takes_part=False), self._divide_by, by_initial)
 
     def _divide_by(self, initial_world_size: bool) -> None:
-        assert self._exchange is not None
         self._exchange.divides_by_active = not initial_world_size
 
     def _own_state(self) -> dict[int, dict[str, object]]:
         return super()._own_state() if self._groups.is_first else {}  # the hosts have the same state
 
     def _send_buffers(self, takes_part: bool) -> None:
-        assert self._exchange is not None
         buffers = list(self._module.buffers())
         if buffers:
             root = self._exchange.first_active(takes_part) if self._exchange.idle else 0

@@ -7,8 +7,10 @@ a step, which ends when all ranks have made it, and the barrier at its end. Ever
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -18,11 +20,13 @@ from paceline.group.host_memory import HostRanks, share_on_host
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.one_copy.guard import TornGuard
+from paceline.parallel.tracked_tensors import collect_tracked
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES
 from paceline.parallel.zero.shards import flat, is_dense
 
 _version = attrgetter("_version")
 _address = torch.Tensor.data_ptr
+_of_modules: weakref.WeakKeyDictionary[nn.Module, SharedParameters] = weakref.WeakKeyDictionary()
 
 
 class SharedParameters:
@@ -33,6 +37,14 @@ class SharedParameters:
         ranks: those of this host.
         module: the module that has the parameters.
     """
+
+    @classmethod
+    def of(cls, module: nn.Module, group: ProcessGroup, ranks: HostRanks) -> SharedParameters:
+        """Returns the object of this module, which several optimizers may have for different parameters."""
+        known = _of_modules.get(module)
+        if known is None or known._group is not group:
+            known = _of_modules[module] = cls(group, ranks, module)
+        return known
 
     def __init__(self, group: ProcessGroup, ranks: HostRanks, module: nn.Module) -> None:
         self._group = group
@@ -47,6 +59,7 @@ class SharedParameters:
 
     def add(self, named: Mapping[str, torch.Tensor]) -> None:
         """Moves those parameters that are not there yet, which are the same on all ranks; every rank calls this."""
+        self._drop_replaced()
         known = {id(param) for param in self._params}
         new = {name: param for name, param in named.items() if id(param) not in known and param.numel()}
         offsets, nbytes = _lay_out(list(new.values()))
@@ -54,8 +67,7 @@ class SharedParameters:
             return
         memory = share_on_host(self._group, nbytes)
         tensors = [
-            _flat_as(memory.tensor(at, param.nbytes), param)
-            for at, param in zip(offsets, new.values(), strict=True)
+            _flat_as(memory.tensor(at, param.nbytes), param) for at, param in zip(offsets, new.values(), strict=True)
         ]
         self._write([param.data for param in new.values()], tensors)
         self._group.barrier()
@@ -93,8 +105,8 @@ class SharedParameters:
     def updating(self) -> Iterator[None]:
         """Returns a context in which the ranks update the parameters; an error there leaves them unusable."""
         self._torn.reason = (
-            f"rank {self._group.me.rank}: a step of the SharedModelOptimizer ended with an error, so the parameters that "
-            "the ranks of this host share are updated only in part, and are those of no step. Load a checkpoint in a "
+            f"rank {self._group.me.rank}: a step of the SharedModelOptimizer ended with an error, so the parameters "
+            "that the ranks of this host share are updated only in part, and are those of no step. Load a checkpoint in a "
             "new group of ranks"
         )
         yield
@@ -122,6 +134,12 @@ class SharedParameters:
             self._bind(self._shared)
             self.accept()
 
+    def _drop_replaced(self) -> None:
+        """Forgets parameters that somebody has given other memory, as `module.to(dtype)` does."""
+        entries = zip(self._params, self._names, self._shared, strict=True)
+        kept = [each for each in entries if each[0].data_ptr() == each[2].data_ptr()]
+        self._params, self._names, self._shared = ([each[at] for each in kept] for at in range(3))  # type: ignore[assignment]
+
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self._params, tensors, strict=True):
             param.data = tensor
@@ -138,20 +156,20 @@ class SharedParameters:
         for name, tensor, shared in zip(self._names, tensors, self._shared, strict=True):
             if (tensor.shape, tensor.stride(), tensor.dtype) != (shared.shape, shared.stride(), shared.dtype):
                 raise ValueError(
-                    f"rank {self._group.me.rank}: within full_parameters(), parameter {name!r} became {tensor.dtype} of "
-                    f"shape {list(tensor.shape)} and strides {list(tensor.stride())}; it was {shared.dtype} of shape "
+                    f"rank {self._group.me.rank}: within full_parameters(), parameter {name!r} became {tensor.dtype} "
+                    f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}; it was {shared.dtype} of shape "
                     f"{list(shared.shape)} and strides {list(shared.stride())}, and must stay so. Change the module "
                     "before the SharedModelOptimizer is made"
                 )
 
     def _first(self, now: Sequence[int], before: Sequence[int]) -> str:
-        return next(
-            f"parameter {name!r}" for name, a, b in zip(self._names, now, before, strict=True) if a != b
-        )
+        return next(f"parameter {name!r}" for name, a, b in zip(self._names, now, before, strict=True) if a != b)
 
 
-def unshareable_reason(named: Mapping[str, torch.Tensor]) -> Exception | None:
-    """Returns why these parameters cannot be shared, None if they can."""
+def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:
+    """Returns why these parameters, most of which are the module's, cannot be shared, None if they can."""
+    for name in collect_tracked(module).sparse:
+        return ValueError(f"{name!r} has sparse gradients, of which no rank can own a slice; use sparse=False")
     ends: list[tuple[int, int, str]] = []
     for name, param in named.items():
         if nn.parameter.is_lazy(param):
@@ -165,7 +183,7 @@ def unshareable_reason(named: Mapping[str, torch.Tensor]) -> Exception | None:
             )
         ends.append((param.data_ptr(), param.data_ptr() + param.nbytes, name))
     ends.sort()
-    for (_, stop, name), (start, _, other) in zip(ends, ends[1:], strict=False):
+    for (_, stop, name), (start, _, other) in pairwise(ends):
         if start < stop:
             return ValueError(
                 f"parameters {name!r} and {other!r} are different tensors in the same memory, which would be updated "

@@ -43,9 +43,7 @@ class SharedShards(Shards):
         parts: list[list[Part]] = [[] for _ in params]
         for trained in (True, False):  # apart, so that both the states and the memory of gradients are divided evenly
             for dtype in dict.fromkeys(param.dtype for param in params):
-                chosen = [
-                    at for at, each in enumerate(params) if each.requires_grad == trained and each.dtype == dtype
-                ]
+                chosen = [at for at, each in enumerate(params) if each.requires_grad == trained and each.dtype == dtype]
                 for runs in self._divide([params[at].numel() for at in chosen], dtype):
                     placed = [[run._replace(param=chosen[run.param]) for run in owned] for owned in runs]
                     for owner, owned in enumerate(placed):

@@ -50,8 +50,8 @@ def require_one_evaluation(optimizer_class: type[Optimizer], group: ProcessGroup
     """
     if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
         raise TypeError(
-            f"rank {group.me.rank}: {optimizer_class.__name__} evaluates the loss several times in a step, for which it needs all "
-            "parameters together; pass an optimizer_class that updates each parameter independently, such as AdamW"
+            f"rank {group.me.rank}: {optimizer_class.__name__} evaluates the loss several times in a step, for which "
+            "it needs all parameters together; pass an optimizer_class that updates each parameter independently, such as AdamW"
         )
 
 
@@ -79,6 +79,7 @@ def start_alike(
     named = {
         names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
         for at, param in enumerate(params)
+        if problem is None
     }
     tracked = TrackedTensors(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
     options: dict[str, object] = {

@@ -49,7 +49,8 @@ class Shard:
 
     def with_layout(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns any tensor of the parameter's shape in the parameter's layout; copies it if its layout differs."""
-        if tensor.layout is torch.strided and tensor.stride() == self.strides and not (tensor.is_conj() or tensor.is_neg()):
+        is_alike = tensor.layout is torch.strided and tensor.stride() == self.strides
+        if is_alike and not tensor.is_conj() and not tensor.is_neg():
             return tensor
         return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor.to_dense())
 
