@@ -74,7 +74,7 @@ class SharedMemory:
         """Returns those bytes as a one-dimensional uint8 tensor with a storage of its own."""
 
 def share_memory(mesh: Mesh, peers: int, nbytes: int) -> tuple[SharedMemory, int]:
-    """Creates memory of zeros for the mesh ranks whose bits are in `peers`; returns it and the id that they find it by."""
+    """Creates memory of zeros for the mesh ranks whose bits are in `peers`; returns it and its id."""
 
 def find_memory(mesh: Mesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
     """Returns the memory that mesh rank `owner` created, None if it did not come in time or its owner has gone."""

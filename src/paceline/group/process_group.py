@@ -79,7 +79,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
     def reduce_scatter_memory(
         self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
     ) -> None:
-        """Does what `reduce_scatter` does, with `count` elements for each rank, as `all_reduce_memory` for `all_reduce`."""
+        """Is to `reduce_scatter` what `all_reduce_memory` is to `all_reduce`; each rank receives `count` elements."""
         buffers = Buffers()
         buffers.kept += kept
         self._run(Operation.REDUCE_SCATTER, dtype, op, -1, count, inputs, [output], buffers, False, None)

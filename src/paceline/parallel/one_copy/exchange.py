@@ -216,8 +216,8 @@ class Exchange:
         told = [f"rank {rank} {what}" for rank, what in zip(group.ranks, everyone, strict=True) if what]
         raise RuntimeError(
             f"{group.me}: since the last step, {and_more(told, 4)}. The ranks of a host share the parameters, so "
-            "whatever one writes to them the others read, even in the middle of a forward. Write to them, or load them, within "
-            "`with optimizer.full_parameters():` on every rank"
+            "whatever one writes to them the others read, even in the middle of a forward. Write to them, or load "
+            "them, within `with optimizer.full_parameters():` on every rank"
         )
 
 

@@ -106,8 +106,8 @@ class SharedParameters:
         """Returns a context in which the ranks update the parameters; an error there leaves them unusable."""
         self._torn.reason = (
             f"rank {self._group.me.rank}: a step of the SharedModelOptimizer ended with an error, so the parameters "
-            "that the ranks of this host share are updated only in part, and are those of no step. Load a checkpoint in a "
-            "new group of ranks"
+            "that the ranks of this host share are updated only in part, and are those of no step. Load a checkpoint "
+            "in a new group of ranks"
         )
         yield
         self._torn.reason = None
@@ -157,8 +157,8 @@ class SharedParameters:
             if (tensor.shape, tensor.stride(), tensor.dtype) != (shared.shape, shared.stride(), shared.dtype):
                 raise ValueError(
                     f"rank {self._group.me.rank}: within full_parameters(), parameter {name!r} became {tensor.dtype} "
-                    f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}; it was {shared.dtype} of shape "
-                    f"{list(shared.shape)} and strides {list(shared.stride())}, and must stay so. Change the module "
+                    f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}; it was {shared.dtype} of "
+                    f"shape {list(shared.shape)} and strides {list(shared.stride())}, and must stay so. Change the module "
                     "before the SharedModelOptimizer is made"
                 )
 

@@ -51,7 +51,8 @@ def require_one_evaluation(optimizer_class: type[Optimizer], group: ProcessGroup
     if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
         raise TypeError(
             f"rank {group.me.rank}: {optimizer_class.__name__} evaluates the loss several times in a step, for which "
-            "it needs all parameters together; pass an optimizer_class that updates each parameter independently, such as AdamW"
+            "it needs all parameters together; pass an optimizer_class that updates each parameter independently, "
+            "such as AdamW"
         )
 
 
