@@ -158,8 +158,8 @@ class SharedParameters:
                 raise ValueError(
                     f"rank {self._group.me.rank}: within full_parameters(), parameter {name!r} became {tensor.dtype} "
                     f"of shape {list(tensor.shape)} and strides {list(tensor.stride())}; it was {shared.dtype} of "
-                    f"shape {list(shared.shape)} and strides {list(shared.stride())}, and must stay so. Change the module "
-                    "before the SharedModelOptimizer is made"
+                    f"shape {list(shared.shape)} and strides {list(shared.stride())}, and must stay so. Change the "
+                    "module before the SharedModelOptimizer is made"
                 )
 
     def _first(self, now: Sequence[int], before: Sequence[int]) -> str:

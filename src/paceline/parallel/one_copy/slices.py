@@ -48,6 +48,8 @@ def cut_evenly(sizes: Sequence[int], ranks: int, round_size: int, alignment: int
     """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
+    if total == 0:
+        return []
     rounds = max(1, round(total / round_size))
     slices = rounds * ranks
     cuts = [0, *(_nearest_cut(total * at // slices, sizes, ends, alignment) for at in range(1, slices)), total]
