@@ -251,7 +251,7 @@ def uneven_inputs() -> None:
 
 
 class Counting(nn.Module):
-    """Every element is the number of steps, since its gradient is 1 and the learning rate is -1."""
+    """Every element is the number of steps, since its gradient is -1 and the learning rate is 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,13 +268,13 @@ class Counting(nn.Module):
 def nobody_reads_an_update_in_progress() -> None:
     one_copy.ROUND_BYTES = ROUND_BYTES
     model = Counting()
-    optimizer = dist.SharedModelOptimizer(model, SGD, lr=-1.0)
+    optimizer = dist.SharedModelOptimizer(model, SGD, lr=1.0)
     chance = random.Random(dist.get_rank())
     for step in range(60):
         optimizer.zero_grad()
         loss = model(chance.choice([0.0, 0.0, 0.0005]))
         assert loss.item() == 5704 * step
-        loss.backward()
+        (-loss).backward()
         assert all(bool((part == step).all()) for part in model.parts)
         optimizer.step()
 

@@ -57,6 +57,7 @@ class Exchange:
         # - Where the averages go
         self._layouts: dict[tuple[bool, ...], Layout] = {}
         self._given: Layout | None = None  # the one in which the shards' gradients lie
+        self._zeros = torch.zeros(0, dtype=torch.uint8)  # stand in for what this rank does not have
 
     def agree(self, changed: str | None, takes_part: bool, needs_averages: bool) -> bool:
         """Waits until all ranks are in their step, so that none reads parameters any more.
@@ -138,6 +139,11 @@ class Exchange:
                 for updated, average in ready.averages:
                     updated.grad = average
             self._given = layout
+        needed = layout.longest_padding
+        if self._here != self._anywhere:
+            needed = max(needed, layout.longest_run)
+        if self._zeros.numel() < needed:
+            self._zeros = torch.zeros(needed, dtype=torch.uint8)
         return layout.rounds
 
     @torch.no_grad()
@@ -161,7 +167,7 @@ class Exchange:
         return everyone.index(bytes([True]))
 
     def _reduce_scatter(self, ready: ReadyRound) -> None:
-        zeros = ready.zeros.data_ptr()
+        zeros = self._zeros.data_ptr()
         inputs = [reads.pieces(self._addresses, zeros) for reads in ready.reads]
         output = [ready.sums.data_ptr(), ready.sums.nbytes]
         self._groups.host.reduce_scatter_memory(

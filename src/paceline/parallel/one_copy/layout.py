@@ -53,21 +53,21 @@ class ReadyRound:
         reads: what this rank contributes to each rank's slice.
         sums: this rank's slice of the results.
         averages: what this rank updates, and the part of `sums` that is its gradient.
-        zeros: as many zeros as the longest piece.
     """
 
     dtype_code: int
     reads: Sequence[Reads]
     sums: torch.Tensor
     averages: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    zeros: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rounds of a step."""
+    """The rounds of a step, and the bytes of the longest padding and of the longest run in them."""
 
     rounds: Sequence[ReadyRound]
+    longest_padding: int
+    longest_run: int
 
 
 def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Layout:
@@ -83,7 +83,6 @@ def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Layou
     counts = [max(sum(run.count for run in owned) for owned in each.runs) for each in rounds]
     needed = [_aligned(count * each.dtype.itemsize) for each, count in zip(rounds, counts, strict=True)]
     memory = torch.empty(sum(needed) if whole else max(needed, default=0), dtype=torch.uint8)
-    zeros = torch.zeros(max(needed, default=0), dtype=torch.uint8)
     ready, at = [], 0
     for each, count, nbytes in zip(rounds, counts, needed, strict=True):
         sums = memory[at : at + count * each.dtype.itemsize].view(each.dtype)
@@ -93,11 +92,12 @@ def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Layou
                 [_reads(owned, count, each.dtype.itemsize) for owned in each.runs],
                 sums,
                 _averages(each.runs[shards.rank], shards, sums),
-                zeros,
             )
         )
         at += nbytes if whole else 0
-    return Layout(ready)
+    reads = [reads for each in ready for reads in each.reads]
+    longest_run = max((size for each in reads for size in each.sizes), default=0)
+    return Layout(ready, max((each.padding for each in reads), default=0), longest_run)
 
 
 def _only(each: SumRound, present: Sequence[bool]) -> SumRound:
