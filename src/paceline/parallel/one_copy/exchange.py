@@ -114,6 +114,10 @@ class Exchange:
         """Forgets the averages."""
         self._source = []
 
+    def release(self) -> None:
+        """Lets go of this rank's gradients, which have been averaged."""
+        self._kept = []
+
     def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
         gradients = [param.grad for param in self._params]
         return [(each, -1 if each is None else each._version) for each in gradients]

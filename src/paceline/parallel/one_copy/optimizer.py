@@ -206,6 +206,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
             if number == 0:
                 self._end_check(ready)
             yield ready
+        self._exchange.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""

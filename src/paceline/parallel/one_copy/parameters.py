@@ -85,12 +85,12 @@ class SharedParameters:
 
     def changed(self) -> str | None:
         """Returns what somebody else has done to the parameters since `accept`, None if nothing is known."""
+        if self._is_private:
+            return "called step() within full_parameters()"
         if list(map(_version, self._params)) != self._versions:
             return f"wrote to {self._first(list(map(_version, self._params)), self._versions)}"
         if list(map(_address, self._params)) != self._addresses:
             return f"replaced the memory of {self._first(list(map(_address, self._params)), self._addresses)}"
-        if self._is_private:
-            return "called step() within full_parameters()"
         return None
 
     def require_whole(self) -> None:
