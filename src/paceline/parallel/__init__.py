@@ -1,4 +1,4 @@
-"""Data parallel training: DistributedDataParallel (`ddp/`), ZeRO (`zero/`), logical shards (`sharded/`), DataParallel.
+"""Data parallel training: DistributedDataParallel (`ddp/`), ZeRO (`zero/`), shared models (`one_copy/`), logical shards, DataParallel.
 
 May use: `group` and below. Start reading at `ddp/module.py`. What several of them use is in this folder itself:
 `agreement.py` and `conditions.py` check a module before it is wrapped, `graph.py` looks at autograd's graph.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -44,7 +45,7 @@ class Reads:
         return pieces
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReadyRound:
     """A round, with the memory for its results.
 
@@ -59,6 +60,11 @@ class ReadyRound:
     reads: Sequence[Reads]
     sums: torch.Tensor
     averages: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    @cached_property
+    def updated(self) -> frozenset[int]:
+        """The ids of what this rank updates."""
+        return frozenset(id(each) for each, _ in self.averages)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         for ready in self._averaged_rounds(whole=False):
             if not self._shards.cuts:
                 continue
-            updated = {id(each) for each, _ in ready.averages}
+            updated = ready.updated
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = [param for param in params if id(param) in updated]
             try:
