@@ -38,7 +38,7 @@ def test_slices_are_even_and_cut_at_cache_lines(sizes, ranks, round_size, alignm
     for each in rounds:
         assert len(each) == ranks
         for owned in each:
-            assert abs(sum(run.count for run in owned) - even) <= alignment + 1
+            assert abs(sum(run.numel for run in owned) - even) <= alignment + 1
             assert all(run.start % alignment == 0 for run in owned)
             assert all(run.stop in (sizes[run.param], run.stop // alignment * alignment) for run in owned)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from paceline.engine.native.host_memory import HostRanks
 from paceline.group.default import NonMember
-from paceline.group.host_memory import HostRanks, host_ranks
+from paceline.group.host_memory import host_ranks
 from paceline.group.process_group import ProcessGroup
 from paceline.group.subgroups import split_group
 

@@ -86,7 +86,7 @@ def lay_out(shards: SharedShards, present: Sequence[bool], whole: bool) -> Layou
     """
     rounds = [_only(each, present) for each in shards.rounds]
     rounds = [each for each in rounds if any(each.runs)]
-    counts = [max(sum(run.count for run in owned) for owned in each.runs) for each in rounds]
+    counts = [max(sum(run.numel for run in owned) for owned in each.runs) for each in rounds]
     needed = [_aligned(count * each.dtype.itemsize) for each, count in zip(rounds, counts, strict=True)]
     memory = torch.empty(sum(needed) if whole else max(needed, default=0), dtype=torch.uint8)
     ready, at = [], 0
@@ -114,8 +114,8 @@ def _reads(owned: Sequence[Run], count: int, item: int) -> Reads:
     return Reads(
         [run.param for run in owned],
         [run.start * item for run in owned],
-        [run.count * item for run in owned],
-        (count - sum(run.count for run in owned)) * item,
+        [run.numel * item for run in owned],
+        (count - sum(run.numel for run in owned)) * item,
     )
 
 
@@ -126,11 +126,11 @@ def _averages(
     for run in owned:
         shard = _shard_of(run, shards)
         assert shard.updated is not None
-        average = sums[at : at + run.count]
+        average = sums[at : at + run.numel]
         if shard.is_whole:
             average = average.as_strided(shard.shape, shard.strides, average.storage_offset())
         averages.append((shard.updated, average))
-        at += run.count
+        at += run.numel
     return averages
 
 

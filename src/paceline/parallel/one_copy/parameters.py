@@ -16,7 +16,8 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from paceline.group.host_memory import HostRanks, share_on_host
+from paceline.engine.native.host_memory import HostRanks
+from paceline.group.host_memory import share_on_host
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.one_copy.guard import TornGuard

@@ -23,7 +23,7 @@ class Run(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         """The number of elements."""
         return self.stop - self.start
 
