@@ -137,9 +137,11 @@ class SharedParameters:
 
     def _drop_replaced(self) -> None:
         """Forgets parameters that somebody has given other memory, as `module.to(dtype)` does."""
-        entries = zip(self._params, self._names, self._shared, strict=True)
-        kept = [each for each in entries if each[0].data_ptr() == each[2].data_ptr()]
-        self._params, self._names, self._shared = ([each[at] for each in kept] for at in range(3))  # type: ignore[assignment]
+        pairs = zip(self._params, self._shared, strict=True)
+        kept = [at for at, (param, shared) in enumerate(pairs) if param.data_ptr() == shared.data_ptr()]
+        self._params = [self._params[at] for at in kept]
+        self._names = [self._names[at] for at in kept]
+        self._shared = [self._shared[at] for at in kept]
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self._params, tensors, strict=True):
