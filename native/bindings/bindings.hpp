@@ -7,6 +7,7 @@ namespace paceline::bindings {
 
 void register_process(nanobind::module_& module);
 void register_engine(nanobind::module_& module);
+void register_memory(nanobind::module_& module);
 void register_links(nanobind::module_& module);
 void register_store(nanobind::module_& module);
 void register_record(nanobind::module_& module);

@@ -63,6 +63,20 @@ void forget_region(const shm::Segment& segment) {
     all.by_address.erase(found);
 }
 
+SharedMemory share(shm::Mesh& mesh, std::uint64_t peers, std::size_t nbytes) {
+    auto segment = shm::Segment::create(nbytes);
+    if (!segment) return {nullptr, 0};
+    Registry& all = registry();
+    shm::RegionId id = 0;
+    {
+        const std::lock_guard hold(all.mutex);
+        id = all.next++;
+    }
+    mesh.offer(id, *segment, peers);
+    segment->close_descriptor();  // the peers have descriptors of their own
+    return {std::move(segment), id};
+}
+
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t peers) {
     if (call.outputs[0].pieces().size() != 1) return;
     const Piece& tensor = call.outputs[0].pieces()[0];

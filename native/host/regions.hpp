@@ -18,6 +18,15 @@ std::shared_ptr<shm::Segment> create_region(std::size_t nbytes);
 // Withdraws the region from every mesh to which it was offered.
 void forget_region(const shm::Segment& segment);
 
+// Memory that ranks of a host map for longer than a call, such as the parameters of a model.
+struct SharedMemory {
+    std::shared_ptr<shm::Segment> segment;  // nullptr, with errno set, when memory or descriptors run out
+    shm::RegionId id;                       // with which the peers find it in `Mesh::region`
+};
+
+// Creates memory of `nbytes` zeros and offers it to `peers`, until `mesh` withdraws it from them.
+SharedMemory share(shm::Mesh& mesh, std::uint64_t peers, std::size_t nbytes);
+
 // Sets call.region and call.offset if the call's only tensor lies in a region, and offers the region to the peers.
 void locate(Call& call, const std::shared_ptr<shm::Mesh>& mesh, std::uint64_t peers);
 

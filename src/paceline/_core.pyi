@@ -67,6 +67,21 @@ class HostGroup:
     def failure(self) -> int: ...
     def close(self) -> None: ...
 
+class SharedMemory:
+    """Memory that ranks of a host map; it lives until no rank has the object or one of its tensors."""
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Returns those bytes as a one-dimensional uint8 tensor with a storage of its own."""
+
+def share_memory(mesh: Mesh, peers: int, nbytes: int) -> tuple[SharedMemory, int]:
+    """Creates memory of zeros for the mesh ranks whose bits are in `peers`; returns it and its id."""
+
+def find_memory(mesh: Mesh, owner: int, id: int, nbytes: int, timeout_s: float) -> SharedMemory | None:
+    """Returns the memory that mesh rank `owner` created, None if it did not come in time or its owner has gone."""
+
+def withdraw_memory(mesh: Mesh, peers: int, id: int) -> None:
+    """Makes the peers forget the id, once they have found the memory."""
+
 def shared_tensor(nbytes: int) -> torch.Tensor: ...
 def simd_level() -> str: ...
 def reduce(out: int, sources: Sequence[int], count: int, dtype: int, reduce_op: int, divisor: int) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 from paceline.elastic import failpoints
@@ -15,6 +15,7 @@ from paceline.elastic.messages import Leaving
 from paceline.elastic.registry import Stateful
 from paceline.elastic.rounds import Rounds
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.one_copy.optimizer import SharedModelOptimizer
 from paceline.parallel.sharded.logical import LogicalShards
 
 
@@ -49,7 +50,8 @@ class ElasticState:
 
     Raises:
         TypeError: one of the others has no state_dict and load_state_dict.
-        ValueError: the DistributedDataParallel or its loader was made with an option that needs ranks which stay.
+        ValueError: the DistributedDataParallel or its loader was made with an option that needs ranks which stay, or
+            one of the others is a SharedModelOptimizer.
 
     Example::
 
@@ -83,6 +85,7 @@ class ElasticState:
         replays: bool = True,
         **others: Stateful,
     ) -> None:
+        _require_own_parameters(others)
         self._model = model
         self._loop: Loop = ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others.values())
         self._on_view = on_view
@@ -162,6 +165,16 @@ class ElasticState:
     def _tell(self, change: ViewChange | None) -> None:
         if change is not None and self._on_view is not None:
             self._on_view(change)
+
+
+def _require_own_parameters(others: Mapping[str, Stateful]) -> None:
+    for name, each in others.items():
+        if isinstance(each, SharedModelOptimizer):
+            raise ValueError(
+                f"ElasticState got {name}=SharedModelOptimizer, with which all workers of a host share the parameters: "
+                "a worker that dies in the middle of a step would leave them half updated for those that live. Use the "
+                "optimizer itself, so that every worker has parameters of its own"
+            )
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:

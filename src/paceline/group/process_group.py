@@ -76,6 +76,14 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         buffers.written += kept
         return self._run(Operation.ALL_REDUCE, dtype, op, -1, count, [], [pieces], buffers, async_op, None)
 
+    def reduce_scatter_memory(
+        self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
+    ) -> None:
+        """Is to `reduce_scatter` what `all_reduce_memory` is to `all_reduce`; each rank receives `count` elements."""
+        buffers = Buffers()
+        buffers.kept += kept
+        self._run(Operation.REDUCE_SCATTER, dtype, op, -1, count, inputs, [output], buffers, False, None)
+
     def broadcast(
         self,
         tensors: Tensors,

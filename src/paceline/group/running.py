@@ -104,6 +104,11 @@ class RunningGroup(BaseGroup):
         return self._devices.types
 
     @property
+    def on_cpu(self) -> OpenGroup:
+        """Returns the engine's group for CPU tensors."""
+        return self._devices.of([], "")
+
+    @property
     def timeout(self) -> timedelta:
         """Returns how long a call waits for the other ranks."""
         return timedelta(microseconds=self._timeout_ns / 1000)

@@ -21,6 +21,7 @@ from paceline.engine.formation import Formation
 from paceline.engine.native.bootstrap import join
 from paceline.engine.native.connections import Connections, connect
 from paceline.engine.native.costs import agree_on_costs
+from paceline.engine.native.host_memory import HostRanks
 from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
@@ -37,10 +38,14 @@ _LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slo
 
 @dataclass(frozen=True)
 class NativeGroup:
-    """A group's connections: `channel` runs its collectives, `messages` passes messages between two of its ranks."""
+    """A group's connections.
+
+    `channel` runs its collectives, `messages` passes messages between two of its ranks, and `host_ranks` share memory.
+    """
 
     channel: Channel
     messages: _core.ScheduleGroup
+    host_ranks: HostRanks
 
     def record_as(self, group: int) -> None:
         """Records the calls and messages of both; see `engine.channel.Channel`."""
@@ -167,7 +172,7 @@ class NativeEngine:
             if channel is None:
                 raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()
-        group = NativeGroup(channel, links)
+        group = NativeGroup(channel, links, HostRanks(self._mesh, mesh_ranks, group_rank))
         self._groups.append(group)
         return group
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,21 +39,38 @@ def require_fit(group: ProcessGroup, stage: int, module: nn.Module | None, optim
             f"{me}: stage=3 gathers parameters layer by layer and needs the module; pass the module as params, or as "
             "module="
         )
+    require_one_evaluation(optimizer_class, group)
+
+
+def require_one_evaluation(optimizer_class: type[Optimizer], group: ProcessGroup) -> None:
+    """Requires an optimizer that can be divided among ranks.
+
+    Raises:
+        TypeError: the optimizer evaluates the loss several times in a step.
+    """
     if inspect.signature(optimizer_class.step).parameters["closure"].default is inspect.Parameter.empty:
         raise TypeError(
-            f"{me}: {optimizer_class.__name__} evaluates the loss several times in a step, for which it needs all "
-            "parameters together; pass an optimizer_class that updates each parameter independently, such as AdamW"
+            f"rank {group.me.rank}: {optimizer_class.__name__} evaluates the loss several times in a step, for which "
+            "it needs all parameters together; pass an optimizer_class that updates each parameter independently, "
+            "such as AdamW"
         )
 
 
 def start_alike(
     module: nn.Module | None,
     param_groups: Sequence[dict[str, Any]],
-    stage: Stage,
-    optimizer_class: type[Optimizer],
+    arguments: Mapping[str, object],
     group: ProcessGroup,
+    problem: Exception | None = None,
 ) -> None:
     """Compares the ranks' parameters and arguments, and copies rank 0's parameters and buffers to all ranks.
+
+    Args:
+        module: the module, if it is known.
+        param_groups: the optimizer's groups.
+        arguments: what else must be the same on every rank.
+        group: the ranks.
+        problem: why this rank cannot start; it is raised once the others know.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ; raised on every rank.
@@ -63,15 +80,15 @@ def start_alike(
     named = {
         names.get(id(param), f"number {at}"): nn.Parameter(param.detach(), param.requires_grad)
         for at, param in enumerate(params)
+        if problem is None
     }
     tracked = TrackedTensors(trained=named, frozen={}, buffers={}, sparse=frozenset(), ignored=frozenset())
     options: dict[str, object] = {
-        "stage": stage,
-        "optimizer_class": optimizer_class.__name__,
+        **arguments,
         "checks": str(choose_checks(None)),
         "groups": [len(param_group["params"]) for param_group in param_groups],
     }
-    require_same_module(tracked, options, rank_facts(group, False), None, group)
+    require_same_module(tracked, options, rank_facts(group, False), problem, group)
     everything = {id(param): param for param in params}
     if module is not None:
         everything.update({id(each): each for each in (*module.parameters(), *module.buffers())})

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from paceline.group.reduce_op import ReduceOp
-from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer
+from paceline.parallel.zero.partitioned import PartitionedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that also takes a `ZeroRedundancyOptimizer` of stage 2 or 3.
+    """`torch.amp.GradScaler` that also takes a `SharedModelOptimizer`, or a `ZeroRedundancyOptimizer` of stage 2 or 3.
 
     A rank then unscales the gradients that it owns, and all ranks agree on whether any gradient is infinite or NaN, so
     they skip the same steps and keep the same scale.
@@ -45,14 +45,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients, unless `unscale_` did, and steps unless one is infinite or NaN on any rank."""
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if isinstance(optimizer, PartitionedOptimizer):
             optimizer.is_scaled_alike = True
         return super().step(optimizer, *args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        if not isinstance(optimizer, ZeroRedundancyOptimizer) or optimizer.stage == 1:
+        if not isinstance(optimizer, PartitionedOptimizer) or not optimizer.owns_gradients:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = super()._unscale_grads_(optimizer.own_part(), inv_scale, found_inf, allow_fp16)
         anywhere = torch.stack([found_inf, *found.values()]).max()

@@ -18,18 +18,18 @@ from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.zero.arguments import Stage, replica_check, require_fit, start_alike
 from paceline.parallel.zero.backward import BackwardEnd
-from paceline.parallel.zero.consolidate import State, gather_state
 from paceline.parallel.zero.gradients import GradientReducer, total_norm
-from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
+from paceline.parallel.zero.groups import copy_options
 from paceline.parallel.zero.join_hook import ZeroJoinHook
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
+from paceline.parallel.zero.partitioned import PartitionedOptimizer
 from paceline.parallel.zero.shards import Shards
 from paceline.parallel.zero.units import buckets_of_units, find_units, names_of
 from paceline.record.steps import STEPS
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
+class ZeroRedundancyOptimizer(PartitionedOptimizer):
     """Runs `optimizer_class` on every rank for a part of the parameters, so that each holds a part of the state.
 
     Every parameter has an owner, the rank that updates it (ZeRO, Rajbhandari et al. 2020); one that exceeds a
@@ -92,15 +92,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._module = module
         self._rank = self.process_group.rank()
         self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
-        self._inner: Optimizer | None = None
-        self._consolidated: State | None = None
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
         self._sharded: ShardedParameters | None = None
-        self.is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
         Joinable.__init__(self)
         Optimizer.__init__(self, params, {})  # calls add_param_group for each
-        start_alike(self._module, self.param_groups, stage, optimizer_class, self.process_group)
+        start_alike(
+            self._module,
+            self.param_groups,
+            {"stage": stage, "optimizer_class": optimizer_class.__name__},
+            self.process_group,
+        )
         make: Callable[..., Optimizer] = optimizer_class
         self._inner = make([self._part_of(group) for group in self.param_groups], **defaults)
         self.defaults = self._inner.defaults
@@ -116,11 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Raises:
             TypeError: in stages 2 and 3, `torch.amp.GradScaler` steps it.
         """
-        if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
-            raise TypeError(
-                f"rank {self.process_group.me.rank}: torch.amp.GradScaler checks only this rank's part of the "
-                f"gradients in stage {self.stage}, so the ranks would skip different steps; use paceline.GradScaler"
-            )
+        self._require_own_scaler(f"in stage {self.stage}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,9 +129,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch's GradScaler pass what it found to `step`, which can then refuse the scaler."""
-        return self.stage > 1 and not self.is_scaled_alike
+    def owns_gradients(self) -> bool:
+        """Whether only the owner of a shard has its averaged gradient."""
+        return self.stage > 1
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -213,63 +211,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         by_initial = bool(kwargs.get("divide_by_initial_world_size", True))
         return ZeroJoinHook(self._reducer, self.zero_grad, self._update, by_initial)
 
-    @property
-    def join_device(self) -> torch.device:
-        """Returns the device of the parameters."""
-        return self._params()[0].device
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """Returns the ranks that take part."""
-        return self.process_group
-
     def full_parameters(self) -> AbstractContextManager[None]:
         """Returns a context in which every rank holds all parameters, to save or load the module in stage 3.
 
         Every rank enters it.
         """
         return nullcontext() if self._sharded is None else self._sharded.all_present()
-
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the whole state on rank `to` of the group, where `state_dict` returns it; every rank calls this."""
-        assert self._inner is not None
-        shards = self._shards
-        number_of = {id(shard.updated): number for number, shard in enumerate(shards.all()) if shard.is_mine}
-        mine = {number_of[id(updated)]: values for updated, values in self._inner.state.items()}
-        gathered = gather_state(mine, self.process_group, to)
-        self._consolidated = None if gathered is None else join_parts(gathered, shards.by_param)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state that the unsharded optimizer would have, which it can load; on one rank only.
-
-        Raises:
-            RuntimeError: `consolidate_state_dict` was not called since the last step, or with another rank.
-        """
-        if self._consolidated is None:
-            raise RuntimeError(
-                f"rank {self.process_group.me.rank}: the optimizer's state is still sharded. Call "
-                "consolidate_state_dict(to=0) on every rank after the last step, and then state_dict() on rank 0"
-            )
-        return to_state_dict(self.param_groups, self._consolidated)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the whole state of this optimizer or an unsharded one; every rank loads it and keeps its part.
-
-        Raises:
-            ValueError: the state has different parameter groups.
-        """
-        assert self._inner is not None
-        self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
-        self.state = self._inner.state
-        self._consolidated = None
-        copy_options(self._inner.param_groups, self.param_groups)
-
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the group with only what this rank updates of its parameters."""
-        return part_of_group(group, self._shards.mine_of(group["params"]))
 
     def _start(self) -> None:
         if not self._averages:

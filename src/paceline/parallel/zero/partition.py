@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.parallel.lion import Lion
+
 ALIGNMENT_BYTES = 256  # of cuts, so that they keep whole elements of every dtype, whole cache lines, and whole vectors
 _UNEVEN = 0.02  # the fraction by which a rank may exceed an even share before a parameter is cut
 
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-    )
+_TORCHS = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
+_ELEMENTWISE = frozenset([Lion, *(getattr(torch.optim, name) for name in _TORCHS)])
 
 
 class Part(NamedTuple):
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Returns whether the optimizer is known to update elements independently, so that parameters may be cut.
 
-    Only torch's own classes are known; a class derived from them may look at a parameter as a whole.
+    Only torch's own classes and `Lion` are known; a class derived from them may look at a parameter as a whole.
     """
     return optimizer_class in _ELEMENTWISE
 

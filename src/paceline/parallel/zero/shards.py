@@ -41,15 +41,18 @@ class Shard:
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this shard's elements of a tensor with the parameter's layout; they share its memory."""
-        return tensor if self.is_whole else _flat(tensor)[self._first : self._stop]
+        return tensor if self.is_whole else flat(tensor)[self._first : self._stop]
 
     def run_of_any(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this shard's elements of any tensor of the parameter's shape; copies it if its layout differs."""
-        if self.is_whole:
+        return tensor if self.is_whole else self.run(self.with_layout(tensor).detach())
+
+    def with_layout(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns any tensor of the parameter's shape in the parameter's layout; copies it if its layout differs."""
+        is_alike = tensor.layout is torch.strided and tensor.stride() == self.strides
+        if is_alike and not tensor.is_conj() and not tensor.is_neg():
             return tensor
-        if tensor.layout is not torch.strided or tensor.stride() != self.strides or tensor.is_conj() or tensor.is_neg():
-            tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor.to_dense())
-        return self.run(tensor.detach())
+        return torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor.to_dense())
 
     def zeros(self) -> torch.Tensor:
         """Returns zeros with the parameter's layout."""
@@ -91,8 +94,8 @@ class Shards:
     """
 
     def __init__(self, rank: int, size: int, cuts: bool) -> None:
-        self._rank = rank
-        self._cuts = cuts
+        self.rank = rank
+        self.cuts = cuts
         # Frozen parameters, which have no state, are divided separately, so that the states are divided evenly.
         self._loads = {True: [0] * size, False: [0] * size}
         self.by_param: list[list[Shard]] = []
@@ -102,9 +105,9 @@ class Shards:
         parts: dict[int, list[Part]] = {}
         for trained, loads in self._loads.items():
             chosen = [param for param in params if param.requires_grad == trained]
-            divided = divide([p.nbytes for p in chosen], [self._cuts and _is_dense(p) for p in chosen], loads)
+            divided = divide([p.nbytes for p in chosen], [self.cuts and is_dense(p) for p in chosen], loads)
             parts.update((id(param), its_parts) for param, its_parts in zip(chosen, divided, strict=True))
-        self.by_param += [[Shard(param, part, self._rank) for part in parts[id(param)]] for param in params]
+        self.by_param += [[Shard(param, part, self.rank) for part in parts[id(param)]] for param in params]
 
     def all(self) -> list[Shard]:
         """Returns all shards; a shard's place in this list is its number."""
@@ -172,11 +175,11 @@ def _copy_from_owner(tensors: list[torch.Tensor], owner: int, group: ProcessGrou
             group.broadcast(tensor.detach(), owner, any_order=True)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the elements in the order of their memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _is_dense(param: torch.Tensor) -> bool:
+def is_dense(param: torch.Tensor) -> bool:
     """Returns whether the elements fill the tensor's memory without gaps, in some order."""
     return torch.empty_like(param, device="meta").stride() == param.stride()

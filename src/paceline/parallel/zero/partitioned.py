@@ -1,0 +1,99 @@
+"""What optimizers that are divided among the ranks have in common: their state, and how it is saved and loaded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.join import Joinable
+from paceline.parallel.zero.consolidate import State, gather_state
+from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
+from paceline.parallel.zero.shards import Shards
+
+
+class PartitionedOptimizer(Optimizer, Joinable):
+    """An optimizer of which each rank of `process_group` runs the part `_inner`, for the shards that it owns."""
+
+    process_group: ProcessGroup
+    _shards: Shards
+    _inner: Optimizer | None = None
+    _consolidated: State | None = None
+    is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
+
+    @property
+    @abstractmethod
+    def owns_gradients(self) -> bool:
+        """Whether only the owner of a shard has its averaged gradient."""
+
+    @abstractmethod
+    def own_part(self) -> Optimizer:
+        """Returns the inner optimizer, with this rank's part of the parameters and of the averaged gradients."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Makes torch's GradScaler pass what it found to `step`, which can then refuse the scaler."""
+        return self.owns_gradients and not self.is_scaled_alike
+
+    def _require_own_scaler(self, option: str) -> None:
+        if self._step_supports_amp_scaling and hasattr(self, "found_inf"):
+            raise TypeError(
+                f"rank {self.process_group.me.rank}: torch.amp.GradScaler checks only this rank's part of the "
+                f"gradients {option}, so the ranks would skip different steps; use paceline.GradScaler"
+            )
+
+    @property
+    def join_device(self) -> torch.device:
+        """Returns the device of the parameters."""
+        return self._params()[0].device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Returns the ranks that take part."""
+        return self.process_group
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gathers the whole state on rank `to` of the group, where `state_dict` returns it; every rank calls this."""
+        gathered = gather_state(self._own_state(), self.process_group, to)
+        self._consolidated = None if gathered is None else join_parts(gathered, self._shards.by_param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state that the unsharded optimizer would have, which it can load; on one rank only.
+
+        Raises:
+            RuntimeError: `consolidate_state_dict` was not called since the last step, or with another rank.
+        """
+        if self._consolidated is None:
+            raise RuntimeError(
+                f"rank {self.process_group.me.rank}: the optimizer's state is still sharded. Call "
+                "consolidate_state_dict(to=0) on every rank after the last step, and then state_dict() on rank 0"
+            )
+        return to_state_dict(self.param_groups, self._consolidated)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the whole state of this optimizer or an unsharded one; every rank loads it and keeps its part.
+
+        Raises:
+            ValueError: the state has different parameter groups.
+        """
+        assert self._inner is not None
+        self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
+        self.state = self._inner.state
+        self._consolidated = None
+        copy_options(self._inner.param_groups, self.param_groups)
+
+    def _own_state(self) -> dict[int, dict[str, object]]:
+        """Returns the state of the shards that this rank updates, by their numbers."""
+        assert self._inner is not None
+        number_of = {id(shard.updated): number for number, shard in enumerate(self._shards.all()) if shard.is_mine}
+        return {number_of[id(updated)]: values for updated, values in self._inner.state.items()}
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _part_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the group with only what this rank updates of its parameters."""
+        return part_of_group(group, self._shards.mine_of(group["params"]))

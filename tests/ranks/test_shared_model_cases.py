@@ -1,0 +1,201 @@
+"""SharedModelOptimizer where something unusual happens: it is right, or it says why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from one_world import OneWorld, name_of
+from shared_training import backward, build, pair, require_same, train
+from torch import nn
+
+import paceline as dist
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+
+
+def parameters_may_be_loaded() -> None:
+    model, shared, reference, optimizer = pair("mlp", SGD, lr=0.1)
+    train(model, shared, "mlp")
+    values = {name: torch.full_like(value, 0.01) for name, value in model.state_dict().items()}
+    with shared.full_parameters():
+        model.load_state_dict(values)
+    reference.module.load_state_dict(values)
+    require_same(model, reference.module)
+    with shared.full_parameters():
+        for param in model.parameters():
+            param.data += 1.0 + dist.get_rank()  # rank 0's count
+    for param in reference.module.parameters():
+        param.data += 1.0
+    train(model, shared, "mlp")
+    train(reference, optimizer, "mlp")
+    require_same(model, reference.module)
+
+
+def refused_step(change: Callable[[nn.Module], object]) -> str:
+    """What a step says after rank 1 has changed the module."""
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    backward(model, "mlp", 0)
+    if dist.get_rank() == 1:
+        change(model)
+    with pytest.raises(RuntimeError) as caught:
+        shared.step()
+    shared.zero_grad()
+    return str(caught.value)
+
+
+@torch.no_grad()
+def double_first(model: nn.Module) -> None:
+    model.get_parameter("0.weight").mul_(2)
+
+
+def writing_is_refused() -> None:
+    told = refused_step(double_first)
+    assert "rank 1 wrote to parameter '0.weight'" in told
+    assert "full_parameters()" in told
+    assert "rank 1 replaced the memory of parameter '0.weight'" in refused_step(lambda model: model.double())
+
+
+def steps_within_full_parameters_are_refused() -> None:
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    with shared.full_parameters():
+        backward(model, "mlp", 0)
+        with pytest.raises(RuntimeError, match=r"called step\(\) within full_parameters\(\)"):
+            shared.step()
+
+
+def clipping_with_torch_after_scaling_is_refused() -> None:
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    backward(model, "mlp", 0)
+    shared.clip_grad_norm_(1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="changed after clip_grad_norm_"):
+        shared.step()
+
+
+def copies_and_files_have_memory_of_their_own() -> None:
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    train(model, shared, "mlp")
+    twin, file = copy.deepcopy(model), io.BytesIO()
+    torch.save(model.get_parameter("0.bias"), file)
+    assert len(file.getvalue()) < 3000  # and not all that the ranks share
+    again = pickle.loads(pickle.dumps(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, shared, "mlp", steps=1)
+    for each in (twin, again):
+        assert all(torch.equal(value, before[name]) for name, value in each.state_dict().items())
+
+
+class Failing(SGD):
+    """Fails on rank 1 when it has updated something."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError
+
+
+def a_torn_update_is_not_the_truth() -> None:
+    group = dist.new_group()
+    model = build()
+    shared = dist.SharedModelOptimizer(model, Failing, process_group=group, lr=0.1)
+    backward(model, "mlp", 0)
+    if dist.get_rank() == 1:
+        with pytest.raises(ZeroDivisionError):
+            shared.step()
+        group.abort()
+    else:
+        with pytest.raises(dist.GroupAbortedError):
+            shared.step()
+    for use in (model.state_dict, lambda: backward(model, "mlp", 0), shared.step):
+        with pytest.raises(RuntimeError, match="updated only in part"):
+            use()
+    group.close()
+
+
+def refusals() -> None:
+    views = nn.Linear(4, 4, bias=False)
+    views.other = nn.Parameter(views.weight.detach()[0])
+    gaps = nn.Module()
+    gaps.weight = nn.Parameter(torch.zeros(4, 8)[:, ::2])
+    sparse = nn.Embedding(4, 4, sparse=True)
+    for module, told in ((views, "different tensors in the same memory"), (gaps, "gaps"), (sparse, "sparse=False")):
+        with pytest.raises(ValueError, match=told):
+            dist.SharedModelOptimizer(module, SGD, lr=0.1)
+    with pytest.raises(TypeError, match="evaluates the loss several times"):
+        dist.SharedModelOptimizer(build(), torch.optim.LBFGS)
+    with pytest.raises(dist.CollectiveMismatchError, match="optimizer_class"):
+        dist.SharedModelOptimizer(build(), SGD if dist.get_rank() else AdamW, lr=0.1)
+    with pytest.raises(RuntimeError, match="leave them out"):
+        clip_within_join()
+
+
+def clip_within_join() -> None:
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    with dist.Join([shared]):
+        backward(model, "mlp", 0)
+        shared.clip_grad_norm_(1.0)
+
+
+def proportional_bytes() -> int:
+    gc.collect()
+    trim_memory()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def trim_memory() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def memory_is_that_of_one_process() -> None:
+    """Of parameters and state: three times 32 MiB, on all ranks together."""
+    torch.set_num_threads(1)
+    x = torch.randn(2, 2048)
+    model, optimizer = nn.Linear(2048, 256, bias=False), None
+    small = dist.SharedModelOptimizer(model, AdamW, lr=0.1, fused=True)
+    model(x).sum().backward()
+    small.step()  # what the first step of a process allocates is there
+    small.zero_grad()
+    before = proportional_bytes()
+    model = nn.Linear(2048, 4096, bias=False)
+    optimizer = dist.SharedModelOptimizer(model, AdamW, lr=0.1, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    total = torch.tensor([proportional_bytes() - before])
+    dist.all_reduce(total)
+    assert 0.95 <= total.item() / (3 * 32 << 20) <= 1.1, total
+
+
+PROGRAMS = [
+    parameters_may_be_loaded,
+    writing_is_refused,
+    steps_within_full_parameters_are_refused,
+    clipping_with_torch_after_scaling_is_refused,
+    copies_and_files_have_memory_of_their_own,
+    a_torn_update_is_not_the_truth,
+    refusals,
+]
+WORLD = OneWorld(*PROGRAMS)
+MEMORY = OneWorld(memory_is_that_of_one_process)
+
+
+@pytest.mark.parametrize("name", [name_of(each) for each in PROGRAMS])
+def test_it_is_right_or_says_why_not(ranks, name):
+    WORLD.require(3, name)
+
+
+def test_memory_of_four_ranks_is_that_of_one_process(ranks):
+    MEMORY.require(4, name_of(memory_is_that_of_one_process))
