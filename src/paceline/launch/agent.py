@@ -166,7 +166,7 @@ class _Agent(Loop):
             around,
             selector=self._selector,
             on_start=self._cleanup.watch,
-            on_exception=self._explain,
+            on_exception=self._on_exception,
             on_failure=lambda failure: self._on_failure(start, failure),
         )
 
@@ -187,6 +187,16 @@ class _Agent(Loop):
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
         return environment
+
+    def _on_exception(self, failure: Failure) -> None:
+        """Explains an exception whose worker has not ended; one of calls that do not fit when all have raised it.
+
+        By then all say in which line they were.
+        """
+        generation = self._generation
+        assert generation is not None
+        if failure.manner != "MISMATCH" or len(generation.exceptions) == len(generation.workers):
+            self._explain(failure)
 
     def _explain(self, failure: Failure) -> None:
         """Has it told at once what a failure was, if it may be the cause of others: workers take their time to end."""
