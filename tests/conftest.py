@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,15 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs as outside of a job, whatever started it."""
     for name in ("PACELINE_SECRET", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """For simulations that are full of cycles, and short."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
 
 
 def pytest_configure() -> None:

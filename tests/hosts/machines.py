@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from launching import ENVIRONMENT, kill, processes_with, wait_until
 
+from hosts.fixture import skip_where_not_permitted
 from hosts.namespaces import enter
 from hosts.network import Network, ipv4
 from hosts.wire import Conditions
@@ -123,3 +125,20 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Kind = TypeVar("Kind", bound=Machines)
+
+
+def lent(kind: type[Kind]) -> Iterator[Callable[..., Kind]]:
+    """What a fixture yields: a function that makes machines of this kind, which are closed when the test is over."""
+    skip_where_not_permitted()
+    made: list[Kind] = []
+
+    def make(hosts: int, bridged: bool = False) -> Kind:
+        made.append(kind(hosts, bridged))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from hosts.elastic_machines import TRAINS, machines
 from hosts.resetting import reset_connections
-from hosts.test_run_elastic_machines import machines
 
-__all__ = ["machines"]
+__all__ = ["machines"]  # a fixture
 
 
 def test_another_machine_coordinates_when_the_first_is_killed(machines):
@@ -81,25 +81,3 @@ def test_a_reset_connection_is_made_again(machines):
     for launcher in launchers:
         here.expect(launcher, 0)
     assert here.latest() == before, "nobody was left out"
-
-
-TRAINS = """
-import os, sys, time, torch, paceline
-paceline.init_process_group(elastic=True)
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = torch.utils.data.TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
-shards = paceline.LogicalShards(model, 4)
-loader = paceline.ShardLoader(data, batch_size=2, shards=shards)
-state = paceline.ElasticState(shards, optimizer=optimizer, loader=loader)
-for epoch in state.epochs(6):
-    for batches in loader:
-        optimizer.zero_grad()
-        shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
-        optimizer.step()
-        with open(sys.argv[1] + "/steps", "a") as file:
-            file.write(f"{os.getpid()} {time.time()}\\n")
-        time.sleep(0.05)
-print("digest", state.digest())
-"""

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from dash_training import TRAIN
 from launching import wait_until
 
 from hosts.fixture import skip_where_not_permitted
@@ -16,21 +17,6 @@ from paceline.cli.top.client import Address, picture
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-
-TRAIN = """
-import time, torch
-import paceline as dist
-
-dist.init_process_group()
-model = dist.DistributedDataParallel(torch.nn.Linear(32, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-while True:
-    model(torch.randn(8, 32)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.log(loss=1.0)
-    time.sleep(0.05)
-"""
 
 
 def test_the_page_shows_the_ranks_of_both_machines():

@@ -8,25 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hosts.fixture import skip_where_not_permitted
 from hosts.machines import Machines
 from hosts.network import ipv4
 
 SOON_S = 20.0  # below every time-out of a meeting, far above what it takes
-
-
-@pytest.fixture
-def machines():
-    skip_where_not_permitted()
-    made: list[Machines] = []
-
-    def make(hosts: int, bridged: bool = False) -> Machines:
-        made.append(Machines(hosts, bridged))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def by_number(here: Machines, host: int, *arguments: str, nodes: int = 2):
