@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Generic, TypeVar, cast, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar, get_args
 
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.data.indexed import IndexedBatches
-from paceline.data.order import Deal, Remainder, epoch_order
+from paceline.data.order import Deal, Remainder, epoch_order, length_of
 from paceline.data.reader import Bookmark
 from paceline.data.rest import Dealer, Rest, Seat, Step, Taken, deal_for
 from paceline.data.sampler import which_part
@@ -143,7 +143,7 @@ class StatefulLoader(Generic[Sample]):
         Raises:
             TypeError: the dataset is a stream that has no length.
         """
-        left = max(_length_of(self.dataset) - self._position, 0) + len(self._returned)
+        left = max(length_of(self.dataset) - self._position, 0) + len(self._returned)
         return self._deal().batches(left)
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,7 +219,7 @@ class StatefulLoader(Generic[Sample]):
 
     def _length(self) -> int | None:
         try:
-            return _length_of(self.dataset)
+            return length_of(self.dataset)
         except TypeError:  # torch's ChainDataset has a __len__ that works only if all its parts have one
             return None
 
@@ -237,7 +237,7 @@ class StatefulLoader(Generic[Sample]):
             order = Order(self._reading, self.epoch, self._position, start, deal)
             yield from recorded_waits(self._batches.read(order, self._returned), "StatefulLoader")
             return
-        rest = Rest(self._position, _length_of(self.dataset), self._returned)
+        rest = Rest(self._position, length_of(self.dataset), self._returned)
         order_of_epoch = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
         indices = [order_of_epoch[place] for place in rest.places(0, len(rest))]
         used = 0
@@ -279,11 +279,6 @@ class StatefulLoader(Generic[Sample]):
             yield taken.batch
             if iteration == self._iteration:
                 dealer.end_batch()
-
-
-def _length_of(dataset: Dataset[Any]) -> int:
-    """Returns the number of samples; torch's type of a dataset does not say that it may have a length."""
-    return len(cast(Sized, dataset))
 
 
 def _check_dataset(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:
