@@ -52,6 +52,14 @@ def no_collector() -> Iterator[None]:
     gc.collect()
 
 
+# Files are handed to the workers of pytest-xdist in order: one that takes minutes must not begin as the last.
+LONG = ("test_elastic_schedules.py", "test_failpoints.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)  # stable
+
+
 def pytest_configure() -> None:
     """A run in the background ignores Ctrl-C, one under nohup SIGHUP: what the tests start must not inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

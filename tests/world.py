@@ -73,6 +73,7 @@ def _run(
     if place.host:
         enter(place.host)  # first of all: what is opened later belongs to the host
     _let_the_server_end()
+    multiprocessing.set_start_method("fork", force=True)  # a forked loader process need not import torch again
     os.setsid()  # so that what the rank starts can be killed with it
     die_with_parent(os.getppid())
     for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):

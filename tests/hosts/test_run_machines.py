@@ -6,8 +6,6 @@ import signal
 import time
 from dataclasses import replace
 
-import pytest
-
 from hosts.machines import Machines
 from hosts.network import ipv4
 
@@ -32,29 +30,24 @@ def test_numbered_machines_count_ranks_through(machines):
     assert places == [("0", "h0", "0", "0", address), ("1", "h1", "0", "1", address), ("2", "h1", "1", "1", address)]
 
 
-TORCH = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-t = torch.ones(1); dist.all_reduce(t); print("sum", t.item())
-dist.destroy_process_group()
-"""
-PACELINE = """
-import torch, paceline as dist
-dist.init_process_group()
-t = torch.ones(1); dist.all_reduce(t); print("sum", t.item())
-dist.destroy_process_group()
+REDUCES = """
+import torch, torch.distributed, paceline
+for dist, backend in ((torch.distributed, "gloo"), (paceline, None)):
+    dist.init_process_group(backend)
+    t = torch.ones(1); dist.all_reduce(t); print(dist.__name__, t.item())
+    dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("text", [TORCH, PACELINE], ids=["torch", "paceline"])
-def test_ranks_of_two_machines_reduce(machines, text):
+def test_ranks_of_two_machines_reduce(machines):
     here = machines(2)
-    here.script.write_text(text)
+    here.script.write_text(REDUCES)
     launchers = [by_number(here, host, str(here.script)) for host in range(2)]
     for launcher in launchers:
         here.expect(launcher, 0)
     said = "".join(here.said(launcher, "out") for launcher in launchers)
-    assert sorted(said.splitlines()) == [f"[rank {rank}] sum 2.0" for rank in range(2)]
+    names = ("paceline", "torch.distributed")
+    assert sorted(said.splitlines()) == [f"[rank {rank}] {name} 2.0" for rank in range(2) for name in names]
 
 
 def test_a_failure_on_one_machine_restarts_all_of_them(machines):
@@ -277,13 +270,19 @@ def by_slurm(here: Machines, host: int, *arguments: str):
     return here.start(host, *arguments, secret=None, more=step)
 
 
+MEETS = """
+from paceline.rendezvous.rendezvous import rendezvous
+print("met", rendezvous(None, None, -1, -1, 100).world_size)
+"""
+
+
 def test_under_slurm_the_job_makes_its_own_secret(machines):
     here = machines(2)
-    (here.directory / "meet.py").write_text(PACELINE)
+    (here.directory / "meet.py").write_text(MEETS)
     launchers = [by_slurm(here, host, str(here.directory / "meet.py")) for host in (1, 0)]
     for launcher in launchers:
         here.expect(launcher, 0)
-        assert "sum 2.0" in here.said(launcher, "out")
+        assert "met 2" in here.said(launcher, "out")
     assert not list(here.directory.glob(".paceline-secret*"))
 
 

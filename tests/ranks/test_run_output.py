@@ -132,15 +132,18 @@ def test_a_terminal_without_control_sequences_gets_lines(script):
 
 def test_the_cause_stands_last_after_its_labelled_consequences(script):
     text = """
-import os, torch, torch.distributed as dist
+import os, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # before torch, whose import takes long
+    if os.environ["RANK"] == "0":
+        raise KeyError("once")
+    time.sleep(300)
+import torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 @record
 def main():
     dist.init_process_group("gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    if dist.get_rank() == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise KeyError("once")
     dist.barrier()
     print("reduced", total.item(), flush=True)
     if dist.get_rank() == 1:
