@@ -11,7 +11,7 @@ import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
 from launching import script
-from sampling import multiply_the_default
+from sampling import use_profile
 from world import RankFailed, Ranks, World, close_worlds
 
 __all__ = ["Hosts", "RankFailed", "Ranks", "World", "script"]
@@ -66,4 +66,4 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
-    multiply_the_default()
+    use_profile()
