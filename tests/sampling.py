@@ -15,7 +15,7 @@ def examples(count: int) -> int:
 
 
 def use_profile() -> None:
-    """The same for the tests that say nothing of their number of examples. A busy machine may take its time for each."""
+    """The same for tests that say nothing of their number of examples; a busy machine may take its time for each."""
     settings.register_profile(
         "paceline",
         max_examples=examples(settings.default.max_examples),
