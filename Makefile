@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 KILL_EVERY ?= 1s
-WORKERS ?= 2
+WORKERS ?= 3
 SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
@@ -20,7 +20,6 @@ demo: $(VENV)/built ## Train the digits example on 2 ranks (RANKS=n for others)
 	@echo "==> Training a CNN on handwritten digits on $(RANKS) ranks"
 	@$(BIN)/paceline run --nproc-per-node $(RANKS) examples/digits.py
 
-# Files are handed out in order, so the long ones come first; a file's tests share worlds of ranks, so it is not divided.
 chaos: $(VENV)/built ## Train while workers are killed, and compare with an undisturbed run (KILL_EVERY=1s)
 	@mkdir -p build
 	@echo "==> One process, undisturbed"
@@ -30,6 +29,8 @@ chaos: $(VENV)/built ## Train while workers are killed, and compare with an undi
 	  examples/unbreakable.py --digest-file build/chaos.sha256
 	@cmp build/undisturbed.sha256 build/chaos.sha256 && echo "==> The two final states are equal, bit for bit"
 
+# Files are handed out in order, and tests/conftest.py puts the longest ones first; a file's tests share worlds of ranks,
+# so it is not divided.
 test: $(VENV)/built ## Run the test suite, WORKERS=n files at a time
 	@echo "==> Running the tests"
 	@$(BIN)/python -m pytest -m "not soak and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -11,16 +11,15 @@ have measured a step.
 from __future__ import annotations
 
 import copy
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
 from ddp import MODELS, build
 from report import parser, show
+from turns import leave_rows, rows_of_ranks, take_turns
 
 TURN_STEPS = 10
 SETTLING_STEPS = 20  # in which everything is looked at once or twice, and a step is measured
@@ -54,6 +53,15 @@ class Timed:
         return timed
 
 
+def is_before(end_s: float, rounds: int) -> bool:
+    """Whether rank 0 finds that it is before `end_s`, or nothing was measured yet; all ranks must ask."""
+    import paceline as dist
+
+    goes_on = torch.tensor(float(rounds == 0 or time.perf_counter() <= end_s))
+    dist.broadcast(goes_on, 0)
+    return bool(goes_on.item())
+
+
 def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> None:
     import paceline as dist
 
@@ -64,7 +72,7 @@ def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> No
         torch.manual_seed(rank)
         model, x = build(name)
         skips = name == "unused"
-        kinds = {"without": False, "with": True}
+        kinds = {"with": True, "without": False}
         wrapped = {
             kind: dist.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=skips, checks=checks)
             for kind, checks in kinds.items()
@@ -74,18 +82,8 @@ def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> No
             for _ in range(SETTLING_STEPS):
                 step()
         looks = Timed(wrapped["with"]._checks, ("look", "end"))
-        times: dict[str, list[float]] = {kind: [] for kind in kinds}
-        ends = torch.zeros(1)
         started = time.perf_counter()
-        while not ends.item():
-            for kind in sorted(kinds, reverse=len(times["with"]) % 2 == 1):
-                dist.barrier()
-                before = time.perf_counter()
-                for _ in range(TURN_STEPS):
-                    steps[kind]()
-                times[kind].append((time.perf_counter() - before) / TURN_STEPS)
-            ends.fill_(time.perf_counter() - started > seconds)
-            dist.broadcast(ends, 0)
+        times = take_turns(steps, TURN_STEPS, partial(is_before, started + seconds), alternates=True).step_s
         ratios = [mine / other for mine, other in zip(times["with"], times["without"], strict=True)]
         rows.append(
             {
@@ -96,9 +94,7 @@ def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> No
                 "looks %": 100 * looks.total_s / (TURN_STEPS * sum(times["with"])),
             }
         )
-    if rank == 0:
-        Path(directory, "result.json").write_text(json.dumps(rows))
-    dist.barrier()
+    leave_rows(rows, directory)
 
 
 def main() -> None:
@@ -107,11 +103,7 @@ def main() -> None:
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     arguments.add_argument("--seconds", type=float, default=20, help="how long each model is trained")
     options = arguments.parse_args()
-    import paceline as dist
-
-    with tempfile.TemporaryDirectory() as directory:
-        dist.spawn(rank_main, (options.models, options.seconds, directory), options.ranks)
-        rows = json.loads(Path(directory, "result.json").read_text())
+    rows = rows_of_ranks(rank_main, options.ranks, options.models, options.seconds)
     show(f"A training step on {options.ranks} ranks of one thread, with checks and without", rows, options.json)
 
 

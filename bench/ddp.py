@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from report import parser, show
 from torch import nn
+from turns import leave_rows, rows_of_ranks, take_turns
 
 ROUNDS = 15
 STEPS = 4
@@ -124,19 +122,11 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
             "paceline": wrapped_step,
             "torch": stepper(torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=skips), x),
         }
-        times: dict[str, list[float]] = {kind: [] for kind in steps}
-        for kind in steps:
-            steps[kind]()
-        waited, ran = ours.communication_wait_s(), 0.0
-        for _ in range(ROUNDS):
-            for kind, one in steps.items():
-                dist.barrier()
-                started = time.perf_counter()
-                for _ in range(STEPS):
-                    one()
-                elapsed = time.perf_counter() - started
-                times[kind].append(elapsed / STEPS)
-                ran += elapsed if kind == "paceline" else 0.0
+        for one in steps.values():
+            one()
+        waited = ours.communication_wait_s()
+        times = take_turns(steps, STEPS, lambda done: done < ROUNDS).step_s
+        ran = sum(times["paceline"]) * STEPS
         ms = {kind: 1e3 * statistics.median(each) for kind, each in times.items()}
         gradients = sum(p.nbytes for p in bare.parameters())
         rows.append(
@@ -154,9 +144,7 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
                 "gradients MiB": gradients / 2**20,
             }
         )
-    if rank == 0:
-        Path(directory, "result.json").write_text(json.dumps(rows))
-    dist.barrier()
+    leave_rows(rows, directory)
     gloo.destroy_process_group()
 
 
@@ -165,11 +153,7 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     options = arguments.parse_args()
-    import paceline as dist
-
-    with tempfile.TemporaryDirectory() as directory:
-        dist.spawn(rank_main, (options.ranks, options.models, directory), options.ranks)
-        rows = json.loads(Path(directory, "result.json").read_text())
+    rows = rows_of_ranks(rank_main, options.ranks, options.ranks, options.models)
     show(f"A training step on {options.ranks} ranks of one thread", rows, options.json)
 
 

@@ -8,15 +8,13 @@ ranks of one thread each, and for the cost of a call a group of one rank, which 
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from ddp import build
 from report import human, parser, seconds_per_call, show
+from turns import leave_rows, rows_of_ranks
 
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
 MODELS = ["wide MLP", "200 tiny layers"]
@@ -83,31 +81,25 @@ def rank_main(rank: int, ranks: int, rounds: int, directory: str) -> None:
             measure(f"all_reduce of {human(nbytes)}", lambda tensor=tensor: dist.all_reduce(tensor), calls)
         for name in MODELS:
             measure(f"DDP step, {name}", steps_of(name), 5)
-    if rank == 0:
-        Path(directory, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
+    leave_rows(rows, directory)
 
 
 def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--rounds", type=int, default=15)
     options = arguments.parse_args()
-    import paceline as dist
-
     rows: list[dict[str, object]] = []
     for ranks in (1, 2):
-        with tempfile.TemporaryDirectory() as directory:
-            dist.spawn(rank_main, (ranks, options.rounds, directory), ranks)
-            for what, on_s, off_s in json.loads(Path(directory, "rows.json").read_text()):
-                rows.append(
-                    {
-                        "what": what,
-                        "with µs": 1e6 * on_s,
-                        "without µs": 1e6 * off_s,
-                        "difference ns": 1e9 * (on_s - off_s),
-                        "difference %": 100 * (on_s / off_s - 1),
-                    }
-                )
+        for what, on_s, off_s in rows_of_ranks(rank_main, ranks, ranks, options.rounds):
+            rows.append(
+                {
+                    "what": what,
+                    "with µs": 1e6 * on_s,
+                    "without µs": 1e6 * off_s,
+                    "difference ns": 1e9 * (on_s - off_s),
+                    "difference %": 100 * (on_s / off_s - 1),
+                }
+            )
     show("the cost of the recorder", rows, options.json)
 
 

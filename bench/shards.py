@@ -11,18 +11,14 @@ in shards divided by that of `DistributedDataParallel`.
 from __future__ import annotations
 
 import copy
-import json
-import resource
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from ddp import build, stepper
 from report import parser, show
 from torch import nn
+from turns import leave_rows, rows_of_ranks, take_turns
 
 MODELS = ["transformer", "CNN"]
 ROUNDS = 15
@@ -46,11 +42,6 @@ def shards_stepper(model: nn.Module, x: torch.Tensor, rank: int, ranks: int) -> 
     return step
 
 
-def processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def rank_main(rank: int, ranks: int, names: list[str], rounds: int, directory: str) -> None:
     import paceline as dist
 
@@ -64,22 +55,13 @@ def rank_main(rank: int, ranks: int, names: list[str], rounds: int, directory: s
             "DDP": stepper(dist.DistributedDataParallel(copy.deepcopy(model)), x),
             "shards": shards_stepper(model, x, rank, ranks),
         }
-        wall: dict[str, list[float]] = {kind: [] for kind in steps}
-        used: dict[str, float] = dict.fromkeys(steps, 0.0)
         for step in steps.values():
             for _ in range(SETTLING_STEPS):
                 step()
-        for _ in range(rounds):
-            for kind, step in steps.items():
-                dist.barrier()
-                started, used_before = time.perf_counter(), processor_seconds()
-                for _ in range(STEPS):
-                    step()
-                wall[kind].append((time.perf_counter() - started) / STEPS)
-                used[kind] += processor_seconds() - used_before
+        turns = take_turns(steps, STEPS, lambda done: done < rounds)
         everyones: list[dict[str, float]] = [{}] * ranks
-        dist.all_gather_object(everyones, used)
-        ms = {kind: 1e3 * statistics.median(each) for kind, each in wall.items()}
+        dist.all_gather_object(everyones, turns.processor_s)
+        ms = {kind: 1e3 * statistics.median(each) for kind, each in turns.step_s.items()}
         cpu = {kind: 1e3 * sum(each[kind] for each in everyones) / (rounds * STEPS * ranks) for kind in steps}
         rows.append(
             {
@@ -93,9 +75,7 @@ def rank_main(rank: int, ranks: int, names: list[str], rounds: int, directory: s
                 "CPU ratio": cpu["shards"] / cpu["DDP"],
             }
         )
-    if rank == 0:
-        Path(directory, "result.json").write_text(json.dumps(rows))
-    dist.barrier()
+    leave_rows(rows, directory)
 
 
 def main() -> None:
@@ -104,11 +84,7 @@ def main() -> None:
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     arguments.add_argument("--rounds", type=int, default=ROUNDS, help="how often each takes its turn")
     options = arguments.parse_args()
-    import paceline as dist
-
-    with tempfile.TemporaryDirectory() as directory:
-        dist.spawn(rank_main, (options.ranks, options.models, options.rounds, directory), options.ranks)
-        rows = json.loads(Path(directory, "result.json").read_text())
+    rows = rows_of_ranks(rank_main, options.ranks, options.ranks, options.models, options.rounds)
     show(f"A training step on {options.ranks} ranks of one thread, with a shard each", rows, options.json)
 
 

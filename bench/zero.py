@@ -11,15 +11,13 @@ gradients while backward goes on, and gathers the parameters of stage 3 one laye
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 from ddp import build
 from report import parser, show
 from torch import nn
+from turns import leave_rows, rows_of_ranks
 
 STEPS = 20
 MODELS = ["transformer", "wide MLP"]
@@ -40,7 +38,7 @@ def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(each.grad.nbytes for each in tensors(model, optimizer) if each.grad is not None)
 
 
-def rank_main(rank: int, ranks: int, names: list[str], overlap: bool, directory: str) -> None:
+def rank_main(rank: int, names: list[str], overlap: bool, directory: str) -> None:
     import paceline as dist
 
     torch.set_num_threads(1)
@@ -100,9 +98,7 @@ def rank_main(rank: int, ranks: int, names: list[str], overlap: bool, directory:
                 }
             )
             del optimizer, trained, model
-    if rank == 0:
-        Path(directory, "result.json").write_text(json.dumps(rows))
-    dist.barrier()
+    leave_rows(rows, directory)
 
 
 def main() -> None:
@@ -111,11 +107,7 @@ def main() -> None:
     arguments.add_argument("--models", nargs="+", default=MODELS, choices=["transformer", "wide MLP", "CNN"])
     arguments.add_argument("--overlap", action="store_true")
     options = arguments.parse_args()
-    import paceline as dist
-
-    with tempfile.TemporaryDirectory() as directory:
-        dist.spawn(rank_main, (options.ranks, options.models, options.overlap, directory), options.ranks)
-        rows = json.loads(Path(directory, "result.json").read_text())
+    rows = rows_of_ranks(rank_main, options.ranks, options.models, options.overlap)
     show(f"ZeRO on {options.ranks} ranks of one thread, AdamW", rows, options.json)
 
 

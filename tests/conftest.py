@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import nccl_stub
 import pytest
 from hosts.fixture import Hosts, skip_where_not_permitted
 from launching import script
-from sampling import multiply_the_default
+from sampling import use_profile
 from world import RankFailed, Ranks, World, close_worlds
 
 __all__ = ["Hosts", "RankFailed", "Ranks", "World", "script"]
@@ -42,10 +43,27 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """For simulations that are full of cycles, and short."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+# Files are handed to the workers of pytest-xdist in order: one that takes minutes must not begin as the last.
+LONG = ("test_elastic_schedules.py", "test_failpoints.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)  # stable
+
+
 def pytest_configure() -> None:
     """A run in the background ignores Ctrl-C, one under nohup SIGHUP: what the tests start must not inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
-    multiply_the_default()
+    use_profile()

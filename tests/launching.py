@@ -35,7 +35,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def run(
-    *arguments: str, timeout_s: float = 60, env: dict[str, str] | None = None, cwd: str | None = None
+    *arguments: str, timeout_s: float = 110, env: dict[str, str] | None = None, cwd: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs to the end; on a time-out the launcher is killed, which ends all that it had started."""
     environment = {**(ENVIRONMENT if env is None else env), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
@@ -44,7 +44,8 @@ def run(
     )
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    """Fails if the condition does not come true; the time is for a busy machine, and costs only where it fails."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -61,11 +62,25 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
-def is_alive(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """The letter of a process's or thread's state: S if it sleeps, T if it is stopped; Z if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
-        return False
+        return "Z"
+
+
+def is_alive(pid: int) -> bool:
+    return state_of(pid) != "Z"
+
+
+def sleep_for_a_while(*pids: int) -> bool:
+    """Whether these processes or threads wait for something, or have ended, whenever they are looked at."""
+    for _ in range(10):
+        if not all(state_of(pid) in "SZ" for pid in pids):
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def kill(pids: list[int]) -> None:

@@ -63,7 +63,7 @@ class OneWorld:
     A layout is a number of ranks on this machine, or the numbers of ranks on each of several hosts.
     """
 
-    def __init__(self, *programs: Program, timeout_s: float = 60) -> None:
+    def __init__(self, *programs: Program, timeout_s: float = 110) -> None:
         self.programs = {name_of(program): program for program in programs}
         self.timeout_s = timeout_s
 

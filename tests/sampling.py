@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 FACTOR = int(os.environ.get("PACELINE_TEST_EXAMPLES", "1"))
 
@@ -14,7 +14,12 @@ def examples(count: int) -> int:
     return count * FACTOR
 
 
-def multiply_the_default() -> None:
-    """The same for the tests that say nothing of their number of examples."""
-    settings.register_profile("multiplied", settings.default, max_examples=examples(settings.default.max_examples))
-    settings.load_profile("multiplied")
+def use_profile() -> None:
+    """The same for tests that say nothing of their number of examples; a busy machine may take its time for each."""
+    settings.register_profile(
+        "paceline",
+        max_examples=examples(settings.default.max_examples),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("paceline")

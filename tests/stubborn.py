@@ -38,10 +38,20 @@ class Started:
         self.scratch = directory / f"tmp-{secrets.token_hex(4)}"
         self.scratch.mkdir()
         environment = {**ENVIRONMENT, name: value, "TMPDIR": str(self.scratch)}
+        self._said = Path(f"{self.base}-said")
         streams = subprocess.DEVNULL if terminal is None else terminal
-        self.process = subprocess.Popen(
-            arguments, stdin=streams, stdout=streams, stderr=streams, env=environment, start_new_session=True
-        )
+        with open(self._said, "w") as said:
+            self.process = subprocess.Popen(
+                arguments,
+                stdin=streams,
+                stdout=streams,
+                stderr=said if terminal is None else terminal,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_to_hear(self, text: str) -> None:
+        wait_until(lambda: text in self._said.read_text())
 
     @property
     def is_up(self) -> bool:
@@ -53,9 +63,9 @@ class Started:
     def left(self) -> list[int]:
         return [pid for pid in processes_with(self.mark) if pid != self.process.pid]
 
-    def expect_nothing_left(self, timeout_s: float = 10) -> None:
-        wait_until(lambda: not self.left(), timeout_s)
-        wait_until(lambda: not any(self.scratch.iterdir()), 2)
+    def expect_nothing_left(self) -> None:
+        wait_until(lambda: not self.left())
+        wait_until(lambda: not any(self.scratch.iterdir()))
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

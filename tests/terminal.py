@@ -12,8 +12,9 @@ import signal
 import struct
 import termios
 import time
+from pathlib import Path
 
-from launching import ENVIRONMENT, command
+from launching import ENVIRONMENT, command, sleep_for_a_while, wait_until
 
 _SEQUENCES = re.compile(r"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b.|([\r\n])|([^\x1b\r\n]+)")
 
@@ -63,22 +64,32 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def interrupt(self) -> None:
-        """Types Ctrl-C as a person would, a moment after the prompt.
+        """Types Ctrl-C as a person would, once whoever could read it waits.
 
         Python's line editor shows its prompt just before it begins to wait, and a signal in between is kept until the
         next key.
         """
-        time.sleep(0.3)
+        wait_until(lambda: sleep_for_a_while(*self._readers()))
         self.type("\x03")
 
-    def wait_for(self, text: str, timeout_s: float = 30) -> None:
+    def _readers(self) -> list[int]:
+        """The processes whose stdin is the terminal."""
+        terminal = os.readlink(f"/proc/{self.pid}/fd/0")
+        readers = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(directory / "fd/0") == terminal:
+                    readers.append(int(directory.name))
+        return readers
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
         """Reads on until `text` appears after what was waited for before."""
         deadline = time.monotonic() + timeout_s
         while (found := self.shown.find(text, self._seen)) < 0:
             assert self._read(deadline), f"{text!r} did not appear; what did:\n{self.shown}"
         self._seen = found + len(text)
 
-    def end(self, timeout_s: float = 30) -> list[str]:
+    def end(self, timeout_s: float = 60) -> list[str]:
         """Reads to the end; the rows that are seen then."""
         deadline = time.monotonic() + timeout_s
         while self._read(deadline):

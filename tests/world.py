@@ -73,6 +73,7 @@ def _run(
     if place.host:
         enter(place.host)  # first of all: what is opened later belongs to the host
     _let_the_server_end()
+    multiprocessing.set_start_method("fork", force=True)  # a forked loader process need not import torch again
     os.setsid()  # so that what the rank starts can be killed with it
     die_with_parent(os.getppid())
     for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
@@ -134,7 +135,7 @@ class World:
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         os.kill(self.pids[rank], number)
 
-    def join(self, timeout_s: float = 60, expect_dead: Collection[int] = ()) -> list[object]:
+    def join(self, timeout_s: float = 100, expect_dead: Collection[int] = ()) -> list[object]:
         """The ranks' return values; None for those that were expected to die."""
         deadline = time.monotonic() + timeout_s
         results: list[object] = [None] * len(self.processes)
@@ -196,7 +197,7 @@ class Ranks:
     def start(self, fn: Callable[..., object], *args: object) -> World:
         return World(places([self.size], [None]), ("127.0.0.1", free_port("127.0.0.1")), fn, args)
 
-    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 60) -> list[object]:
+    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 100) -> list[object]:
         with self.start(fn, *args) as world:
             return world.join(timeout_s)
 

@@ -9,12 +9,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+from launching import wait_until
 
 import paceline as dist
 
 
-def reduce_for_ever(ready: str) -> tuple[str, int]:
-    dist.init_process_group(timeout=timedelta(seconds=5))
+def reduce_for_ever(ready: str, timeout_s: float) -> tuple[str, int]:
+    dist.init_process_group(timeout=timedelta(seconds=timeout_s))
     sizes = [1, 1000, 50_000, 500_000]
     tensors = [torch.ones(size) for size in sizes]
     shared = dist.empty_shared(300_000)
@@ -42,26 +43,22 @@ def reduce_for_ever(ready: str) -> tuple[str, int]:
 def test_survivors_of_a_kill_at_any_instant_name_the_dead_rank(ranks, tmp_path, seed):
     chance = random.Random(seed)
     victim = chance.randrange(3)
-    with ranks(3).start(reduce_for_ever, str(tmp_path / "ready")) as world:
-        while len(list(tmp_path.iterdir())) < 3:
-            time.sleep(0.01)
+    with ranks(3).start(reduce_for_ever, str(tmp_path / "ready"), 120) as world:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
         time.sleep(chance.random() / 3)
         world.kill(victim)
-        killed = time.monotonic()
-        told = world.join(20, expect_dead=frozenset({victim}))
-    assert time.monotonic() - killed < 3
+        told = world.join(20, expect_dead=frozenset({victim}))  # long before the time-out
     for rank in range(3):
         if rank != victim:
             assert told[rank] == ("lost", victim)
 
 
 def test_a_rank_stopped_at_any_instant_is_named_at_the_time_out(ranks, tmp_path):
-    with ranks(3).start(reduce_for_ever, str(tmp_path / "ready")) as world:
-        while len(list(tmp_path.iterdir())) < 3:
-            time.sleep(0.01)
+    with ranks(3).start(reduce_for_ever, str(tmp_path / "ready"), 5) as world:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
         time.sleep(0.1)
         world.kill(1, signal.SIGSTOP)
-        told = world.join(20, expect_dead=frozenset({1}))
+        told = world.join(60, expect_dead=frozenset({1}))
     for rank in (0, 2):
         assert told[rank][0].startswith("timed out rank")
         assert "rank 1 (" in told[rank][0]

@@ -36,7 +36,7 @@ def start(tmp_path):
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_launcher_is_killed(start, method):
     job = start(f"--start-method={method}", words="ignore")
-    assert len(job.left()) >= 4 * WORKERS
+    wait_until(lambda: len(job.left()) >= 4 * WORKERS)
     job.process.kill()
     job.expect_nothing_left()
 
@@ -66,25 +66,25 @@ def test_workers_that_ignore_a_signal_are_killed_after_a_while(start):
     for job, number in zip(jobs, numbers, strict=True):
         job.process.send_signal(number)
     for job in jobs:
-        assert job.process.wait(20) == 1
-        assert 0.4 < time.monotonic() - begun_s < 5
+        assert job.process.wait(20) == 1  # long before the 30 s that workers have without the flag
+        assert time.monotonic() - begun_s > 0.4
         job.expect_nothing_left()
 
 
 def test_a_second_ctrl_c_kills_now(start):
     job = start("--shutdown-timeout=60", words="ignore")
     job.process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    job.wait_to_hear("SIGINT: passed on to 2 workers")
     assert job.process.poll() is None
     job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(5) == 1
+    assert job.process.wait(30) == 1
     job.expect_nothing_left()
 
 
 def test_a_second_ctrl_c_is_gentle_on_those_that_hear_the_first(start):
     job = start()
     job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(5) == 1
+    assert job.process.wait(20) == 1
     job.expect_nothing_left()
 
 
@@ -108,8 +108,8 @@ def test_the_shell_of_a_terminal_is_killed(tmp_path):
     try:
         wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
         shell.kill()
-        shell.wait(5)
-        wait_until(lambda: not processes_with(mark), 15)
+        shell.wait(20)
+        wait_until(lambda: not processes_with(mark))
     finally:
         os.close(ours)
         shell.kill()
@@ -151,10 +151,10 @@ def test_the_children_of_a_data_loader_end_too(tmp_path):
         command(str(script), str(tmp_path / "up")), env={**ENVIRONMENT, name: value}, stderr=subprocess.DEVNULL
     )
     try:
-        wait_until((tmp_path / "up0").exists, 30)
+        wait_until((tmp_path / "up0").exists)
         assert len(processes_with(mark)) >= 4
         launcher.kill()
-        wait_until(lambda: not processes_with(mark), 10)
+        wait_until(lambda: not processes_with(mark))
     finally:
         launcher.kill()
         kill(processes_with(mark))
@@ -198,7 +198,7 @@ def with_daemon(tmp_path):
 
     def begin(*words: str, launcher: Sequence[str] = command()) -> tuple[subprocess.Popen[bytes], int]:
         launchers.append(subprocess.Popen([*launcher, str(script), str(up), *words], env=ENVIRONMENT))
-        wait_until(up.exists, 30)
+        wait_until(up.exists)
         return launchers[0], int(up.read_text())
 
     yield begin
@@ -212,15 +212,15 @@ def with_daemon(tmp_path):
 @pytest.mark.parametrize("launcher", [command(), [sys.executable, "-c", WITHOUT_CGROUPS]], ids=["", "no cgroups"])
 def test_a_daemon_of_a_worker_ends_with_the_job(with_daemon, launcher):
     launcher, daemon = with_daemon(launcher=launcher)
-    assert launcher.wait(20) == 0
-    assert not is_alive(daemon)
+    assert launcher.wait(60) == 0
+    wait_until(lambda: not is_alive(daemon))
 
 
 def test_a_daemon_of_a_worker_ends_with_an_interrupted_job(with_daemon):
     launcher, daemon = with_daemon("stay")
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(20) == 1
-    assert not is_alive(daemon)
+    wait_until(lambda: not is_alive(daemon))
 
 
 @pytest.fixture
@@ -245,8 +245,8 @@ def test_a_daemon_of_a_worker_ends_with_a_killed_launcher(with_daemon, delegated
     made = _cgroup_in(delegated, Path(f"/proc/{daemon}/cgroup").read_text())
     assert made.exists()
     launcher.kill()
-    wait_until(lambda: not is_alive(daemon), 10)
-    wait_until(lambda: not made.exists(), 10)
+    wait_until(lambda: not is_alive(daemon))
+    wait_until(lambda: not made.exists())
 
 
 def test_a_job_leaves_no_cgroup(delegated, tmp_path):
@@ -254,4 +254,5 @@ def test_a_job_leaves_no_cgroup(delegated, tmp_path):
     script.write_text("print(open('/proc/self/cgroup').read())")
     done = run(str(script))
     assert done.returncode == 0, done.stderr
-    assert not _cgroup_in(delegated, done.stdout).exists()
+    made = _cgroup_in(delegated, done.stdout)
+    wait_until(lambda: not made.exists())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_model.members import Site
 from paceline.elastic.account import Account
@@ -47,7 +47,7 @@ class Launcher:
     coordinator: Coordinator | None = None
     candidacy: Candidacy | None = None
     followers: dict[int, Link] = field(default_factory=dict)
-    waiting: list[tuple[Link, str, tuple[object, ...]]] = field(default_factory=list)  # for a candidate's election
+    waiting: list[tuple[Link, str, tuple[Any, ...]]] = field(default_factory=list)  # for a candidate's election
     ticking_s: float | None = None
     candidacies: int = 0
 
@@ -61,13 +61,13 @@ class Launcher:
 
     # As one that follows.
 
-    def report(self, kind: str, *args: object) -> None:
+    def report(self, kind: str, *args: Any) -> None:
         """Reports to the coordinator, and remembers it."""
         note = {"started": "started", "said": "said", "stalled": "stalled", "ended": "ended"}.get(kind)
         if note is not None:
             getattr(self.account, note)(*args)
         elif kind == "slots":
-            self.account.slots = int(args[0])  # type: ignore[call-overload]
+            self.account.slots = int(args[0])
         elif kind == "leaves":
             self.account.is_leaving = True
         if self.link is not None:
@@ -211,7 +211,7 @@ class Launcher:
         assert link is follower.link
         return Answer.FOLLOWED, None
 
-    def takes(self, link: Link, kind: str, args: tuple[object, ...]) -> None:
+    def takes(self, link: Link, kind: str, args: tuple[Any, ...]) -> None:
         """A follower's report comes."""
         if not self.lives or not link.is_open_above:
             return
@@ -222,18 +222,18 @@ class Launcher:
         if coordinator is None:
             return
         if kind == "said":
-            self.obey(coordinator.worker_said(args[0], args[1], now_s))  # type: ignore[arg-type]
+            self.obey(coordinator.worker_said(args[0], args[1], now_s))
         elif kind == "started":
-            self.obey(coordinator.worker_started(args[0], name, now_s))  # type: ignore[arg-type]
+            self.obey(coordinator.worker_started(args[0], name, now_s))
         elif kind == "ended":
-            self.realm.reported_dead.add(args[0])  # type: ignore[arg-type]
-            self.obey(coordinator.worker_ended(*args, now_s))  # type: ignore[arg-type]
+            self.realm.reported_dead.add(args[0])
+            self.obey(coordinator.worker_ended(*args, now_s))
         elif kind == "stalled":
-            self.obey(coordinator.worker_stalled(*args, now_s))  # type: ignore[arg-type]
+            self.obey(coordinator.worker_stalled(*args, now_s))
         elif kind == "knows":
-            self.obey(coordinator.machine_knows(name, args[0], now_s))  # type: ignore[arg-type]
+            self.obey(coordinator.machine_knows(name, args[0], now_s))
         elif kind == "slots":
-            self.obey(coordinator.slots_changed(name, args[0], now_s))  # type: ignore[arg-type]
+            self.obey(coordinator.slots_changed(name, args[0], now_s))
         elif kind == "leaves":
             self.obey(coordinator.machine_leaves(name, now_s))
 

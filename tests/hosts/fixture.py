@@ -131,7 +131,7 @@ class Hosts:
             network.close()
             raise
 
-    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 60) -> list[object]:
+    def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 100) -> list[object]:
         with self.start(fn, *args) as world:
             return world.join(timeout_s)
 

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from launching import ENVIRONMENT, kill, processes_with, wait_until
 
+from hosts.fixture import skip_where_not_permitted
 from hosts.namespaces import enter
 from hosts.network import Network, ipv4
 from hosts.shifting import shifted
@@ -99,12 +101,12 @@ class Machines:
         ranks = sorted(int(line[3]) for line in self.log() if line[4] == str(world_size))
         return ranks == sorted(list(range(world_size)) * generations)
 
-    def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 20) -> float:
+    def wait_for(self, world_size: int, generations: int = 1, timeout_s: float = 60) -> float:
         """Waits until they have; the time at which the last of them started."""
         self.wait(lambda: self.runs(world_size, generations), timeout_s)
         return max(float(line[0]) for line in self.log() if line[4] == str(world_size))
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
         try:
             wait_until(condition, timeout_s)
         except AssertionError:
@@ -115,7 +117,7 @@ class Machines:
         (self.directory / word).touch()
         return time.time()
 
-    def expect(self, launcher: subprocess.Popen[str], code: int, timeout_s: float = 20) -> None:
+    def expect(self, launcher: subprocess.Popen[str], code: int, timeout_s: float = 60) -> None:
         self.wait(lambda: launcher.poll() is not None, timeout_s)
         assert launcher.returncode == code, self.said(launcher)
 
@@ -135,3 +137,20 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Kind = TypeVar("Kind", bound=Machines)
+
+
+def lent(kind: type[Kind]) -> Iterator[Callable[..., Kind]]:
+    """What a fixture yields: a function that makes machines of this kind, which are closed when the test is over."""
+    skip_where_not_permitted()
+    made: list[Kind] = []
+
+    def make(hosts: int, bridged: bool = False) -> Kind:
+        made.append(kind(hosts, bridged))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -16,7 +16,7 @@ def master() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def accept(address: str, port: int, timeout_s: float = 20) -> socket.socket:
+def accept(address: str, port: int, timeout_s: float = 60) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family) as listener:
         listener.settimeout(timeout_s)
@@ -25,7 +25,7 @@ def accept(address: str, port: int, timeout_s: float = 20) -> socket.socket:
     return connection
 
 
-def connect(address: str, port: int, timeout_s: float = 20) -> socket.socket:
+def connect(address: str, port: int, timeout_s: float = 60) -> socket.socket:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -53,7 +53,7 @@ def say(directory: str, what: str) -> None:
     Path(directory, what).touch()
 
 
-def await_word(directory: str, *what: str, timeout_s: float = 20) -> None:
+def await_word(directory: str, *what: str, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while missing := [word for word in what if not Path(directory, word).exists()]:
         if time.monotonic() > deadline:

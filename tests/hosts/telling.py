@@ -10,6 +10,8 @@ import torch
 
 import paceline as dist
 
+SOON_S = 20.0  # far above what word of a failure takes on a busy machine, far below the time-outs of the calls
+
 
 def told_by(call: Callable[[], object]) -> tuple[str, str, float]:
     """The error's type and message, and how long it took to come."""

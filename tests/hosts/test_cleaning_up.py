@@ -20,7 +20,7 @@ from world import free_port
 import paceline as dist
 from hosts.talking import await_word, rank, say
 
-_SETTLED_S = 5.0  # for threads that were told to end
+_SETTLED_S = 30.0  # for threads that were told to end
 
 
 def held() -> Counter[str]:
@@ -83,7 +83,7 @@ def warm_up() -> Counter[str]:
 def twenty_rounds() -> Counter[str]:
     before = warm_up()
     for _ in range(20):
-        _use(_init(20))
+        _use(_init(60))
         if dist.get_world_size() > 2:
             sub = dist.new_group([0, dist.get_world_size() - 1])
             if isinstance(sub, dist.ProcessGroup):
@@ -102,9 +102,9 @@ def _mismatch(_: str) -> None:
     dist.all_reduce(torch.ones(5 + rank()))
 
 
-def _stay_away(_: str) -> None:
+def _stay_away(directory: str) -> None:
     if rank() == 1:
-        time.sleep(2.5)
+        await_word(directory, "told 0", "told 2")
     dist.all_reduce(torch.ones(300_000))
 
 
@@ -126,14 +126,15 @@ def _leave(_: str) -> None:
     world.recv(torch.empty(5), 1, async_op=True).wait()
 
 
-def _be_interrupted(_: str) -> None:
+def _be_interrupted(directory: str) -> None:
     if rank() == 1:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
             dist.barrier()
+        say(directory, "interrupted")
     elif rank() == 0:
-        time.sleep(0.8)
+        await_word(directory, "interrupted")
     dist.barrier()
 
 
@@ -155,7 +156,9 @@ FAILURES: dict[str, Callable[[str], None]] = {
 
 def fail_on_one_rank(how: str, directory: str) -> Counter[str]:
     before = warm_up()
-    _use(_init(2))
+    group = _init(60)
+    _use(group)
+    group.set_timeout(timedelta(seconds=2))
     say(directory, f"ready {rank()}")  # a failure ends for all what is still under way
     await_word(directory, *(f"ready {each}" for each in range(dist.get_world_size())))
     try:
@@ -163,6 +166,7 @@ def fail_on_one_rank(how: str, directory: str) -> Counter[str]:
         told = rank() == 1 and how == "leaving"
     except dist.CollectiveError:
         told = True
+    say(directory, f"told {rank()}")
     assert told
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -178,7 +182,7 @@ def test_nothing_is_left_after_a_failure(hosts, how, tmp_path):
             await_word(str(tmp_path), "0", "1")
             run.cut_host(1)
             say(str(tmp_path), "cut")
-        for number, left in enumerate(run.join(30, expect_dead={1} if how == "death" else ())):
+        for number, left in enumerate(run.join(60, expect_dead={1} if how == "death" else ())):
             assert not left, (number, left)
 
 

@@ -71,12 +71,12 @@ class Strangers:
 
 
 def form_a_group_among_strangers(directory: str) -> int:
-    dist.init_process_group(timeout=timedelta(seconds=60))
+    dist.init_process_group(timeout=timedelta(seconds=100))
     address, store = ipv4(rank()), int(os.environ["MASTER_PORT"])
     seen = 0
     # The first rank's listener for links stays open until the last rank comes.
     if rank() == 2:
-        await_word(directory, "strangers are here", timeout_s=40)
+        await_word(directory, "strangers are here", timeout_s=90)
     elif rank() == 0:
         forming = threading.Thread(target=_besiege, args=(directory, address, store))
         forming.start()
@@ -96,7 +96,7 @@ def _besiege(directory: str, address: str, store: int) -> None:
     while not (ports := listening_ports(address) - {store}):
         time.sleep(0.01)
     with Strangers(address, ports.pop(), 8, STRANGERS) as strangers:
-        deadline = time.monotonic() + 25
+        deadline = time.monotonic() + 60
         while strangers.count < STRANGERS * 0.9 and time.monotonic() < deadline:
             time.sleep(0.05)
         say(directory, "strangers are here")  # and stay while the last rank connects
@@ -105,18 +105,18 @@ def _besiege(directory: str, address: str, store: int) -> None:
 
 
 def test_a_group_forms_among_strangers(hosts, tmp_path):
-    assert hosts(3, 1)(form_a_group_among_strangers, str(tmp_path), timeout_s=80)[0] > STRANGERS / 2
+    assert hosts(3, 1)(form_a_group_among_strangers, str(tmp_path))[0] > STRANGERS / 2
 
 
 def work_among_strangers() -> int:
-    dist.init_process_group(timeout=timedelta(seconds=60))
+    dist.init_process_group(timeout=timedelta(seconds=100))
     seen = 0
     over = torch.zeros(1)
     strangers = contextlib.nullcontext()
     if rank() == 0:
         strangers = Strangers(ipv4(0), int(os.environ["MASTER_PORT"]), 8, STRANGERS)
     with strangers as at_the_store:
-        deadline = time.monotonic() + 25
+        deadline = time.monotonic() + 60
         groups = 0
         while not over:
             tensor = torch.ones(50_000)
@@ -137,7 +137,7 @@ def work_among_strangers() -> int:
 
 
 def test_a_job_goes_on_while_strangers_are_at_the_store(hosts):
-    assert hosts(2, 1)(work_among_strangers, timeout_s=80)[0] > STRANGERS / 2
+    assert hosts(2, 1)(work_among_strangers)[0] > STRANGERS / 2
 
 
 def be_shown_out_at_first() -> None:
@@ -154,9 +154,9 @@ def be_shown_out_at_first() -> None:
             return welcome
 
         Doorkeeper._leave = too_busy
-    dist.init_process_group(timeout=timedelta(seconds=8))
+    dist.init_process_group(timeout=timedelta(seconds=30))
     dist.barrier()
 
 
 def test_who_was_shown_out_by_a_crowd_comes_again(hosts):
-    hosts(2, 1)(be_shown_out_at_first, timeout_s=20)
+    hosts(2, 1)(be_shown_out_at_first)

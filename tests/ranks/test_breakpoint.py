@@ -20,37 +20,38 @@ import torch
 import paceline as dist
 dist.init_process_group()
 world = dist.GroupMember.WORLD
-world.set_timeout(timedelta(seconds=0.5))
-here = "frame of the caller"
-dist.breakpoint(int(sys.argv[1]), timeout_s=None)
-world.set_timeout(timedelta(seconds=60))
-after = torch.ones(1)
-dist.all_reduce(after)
-print("sum", after.item())
+for rank in map(int, sys.argv[1:]):
+    world.set_timeout(timedelta(seconds=0.5))
+    here = f"frame of the caller for rank {rank}"
+    dist.breakpoint(rank, timeout_s=None)
+    world.set_timeout(timedelta(seconds=60))
+    after = torch.ones(1)
+    dist.all_reduce(after)
+    print("sum", rank, after.item())
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_any_rank_gets_the_terminal_while_others_wait(script, rank):
-    with Terminal("--nproc-per-node=2", script(SCRIPT), str(rank)) as terminal:
-        terminal.wait_for("(Pdb) ")
-        terminal.type("p here, dist.get_rank()\r")
-        terminal.wait_for(f"('frame of the caller', {rank})")
-        terminal.wait_for("(Pdb) ")
-        terminal.interrupt()
-        terminal.wait_for("--KeyboardInterrupt--")
-        terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
-        terminal.type("n\r")
-        terminal.wait_for("-> world.set_timeout(timedelta(seconds=60))")
-        terminal.type("c\r")
+def test_any_rank_gets_the_terminal_while_others_wait(script):
+    with Terminal("--nproc-per-node=2", script(SCRIPT), "0", "1") as terminal:
+        for rank in range(2):
+            terminal.wait_for("(Pdb) ")
+            terminal.type("p here, dist.get_rank()\r")
+            terminal.wait_for(f"('frame of the caller for rank {rank}', {rank})")
+            terminal.wait_for("(Pdb) ")
+            terminal.interrupt()
+            terminal.wait_for("--KeyboardInterrupt--")
+            terminal.type("import time; time.sleep(1)\r")  # longer than the time-out of the group
+            terminal.type("n\r")
+            terminal.wait_for("-> world.set_timeout(timedelta(seconds=60))")
+            terminal.type("c\r")
         rows = terminal.end()
     assert terminal.exit_code == 0
-    assert {"[rank 0] sum 2.0", "[rank 1] sum 2.0"} <= set(rows)
+    assert {f"[rank {each}] sum {rank} 2.0" for each in range(2) for rank in range(2)} <= set(rows)
 
 
 def test_ctrl_c_after_continue_ends_the_job(script):
     text = SCRIPT + "import time\ntime.sleep(60)\n"
-    with Terminal("--nproc-per-node=2", script(text), "0") as terminal:
+    with Terminal("--nproc-per-node=1", script(text), "0") as terminal:
         terminal.wait_for("(Pdb) ")
         terminal.type("c\r")
         terminal.wait_for("[rank 0] sum")

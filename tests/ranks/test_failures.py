@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import pytest
 import torch
+from hosts.talking import await_word, say
+from launching import sleep_for_a_while, wait_until
 
 import paceline as dist
 
@@ -35,7 +37,7 @@ def wait_for_the_dead(asynchronous: bool) -> tuple[str, int]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_dead_rank_is_named_to_every_waiter(ranks, asynchronous):
     with ranks(4).start(wait_for_the_dead, asynchronous) as world:
-        told = world.join(30, expect_dead=frozenset({1}))
+        told = world.join(60, expect_dead=frozenset({1}))
     for rank in (0, 2, 3):
         message, lost = told[rank]
         assert lost == 1
@@ -65,25 +67,24 @@ def _mode(path: str) -> int:
 @pytest.mark.parametrize("algorithm", [None, "ring"])
 def test_a_death_is_known_before_the_sockets_close(ranks, algorithm):
     with ranks(3).start(die_with_open_sockets, algorithm) as world:
-        assert world.join(30, expect_dead=frozenset({1})) == [1, None, 1]
+        assert world.join(60, expect_dead=frozenset({1})) == [1, None, 1]
 
 
-def stay_away() -> str | None:
+def stay_away(directory: str) -> str | None:
     dist.init_process_group()
     dist.all_reduce(torch.ones(3))
     if dist.get_rank() == 2:
-        time.sleep(2)
+        await_word(directory, "0", "1")
         return None
-    started = time.monotonic()
     with pytest.raises(dist.CollectiveTimeoutError) as caught:
         dist.broadcast(torch.ones(3), 0, timeout=timedelta(seconds=0.5))
-    assert time.monotonic() - started < 1.5
+    say(directory, str(dist.get_rank()))
     assert isinstance(caught.value, TimeoutError)
     return str(caught.value)
 
 
-def test_a_rank_that_stays_away_is_named_with_its_latest_call(ranks):
-    told = ranks(3)(stay_away)
+def test_a_rank_that_stays_away_is_named_with_its_latest_call(ranks, tmp_path):
+    told = ranks(3)(stay_away, str(tmp_path))
     for rank in (0, 1):
         assert told[rank].startswith(f"rank {rank} (")
         assert "broadcast(float32, 3 elements, root 0) timed out after 0.5 s" in told[rank]
@@ -92,19 +93,19 @@ def test_a_rank_that_stays_away_is_named_with_its_latest_call(ranks):
 
 
 def be_stopped() -> str | None:
-    dist.init_process_group(timeout=timedelta(seconds=2))
+    dist.init_process_group()
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
     with pytest.raises(dist.CollectiveTimeoutError, match="rank 0 .* did not come") as caught:
-        dist.barrier()
+        dist.barrier(timeout=timedelta(seconds=1))
     return str(caught.value)
 
 
 def test_a_stopped_rank_ends_in_a_time_out_not_in_a_hang(ranks):
     with ranks(2).start(be_stopped) as world:
-        world.join(20, expect_dead=frozenset({0}))
+        world.join(expect_dead=frozenset({0}))
 
 
 def leave_early() -> None:
@@ -205,33 +206,32 @@ def test_a_forked_child_is_no_member_and_does_not_disturb(ranks):
     assert ranks(2)(fork_in_between) == [0, 0]
 
 
-def interrupt_a_waiting_call() -> str:
+def interrupt_a_waiting_call(directory: str) -> str:
     dist.init_process_group()
     dist.barrier()
     if dist.get_rank() == 1:
+        await_word(directory, "interrupted")
         with pytest.raises(dist.CollectiveError):
-            time.sleep(1.5)
             dist.barrier()
         return "told"
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(KeyboardInterrupt):
         dist.all_reduce(torch.ones(1))
+    say(directory, "interrupted")
     return "interrupted"
 
 
-def test_an_interrupt_ends_a_waiting_call(ranks):
-    results = ranks(2).start(interrupt_a_waiting_call)
-    with results as world:
-        assert world.join(20, expect_dead=frozenset({1}))[0] == "interrupted"
+def test_an_interrupt_ends_a_waiting_call(ranks, tmp_path):
+    assert ranks(2)(interrupt_a_waiting_call, str(tmp_path)) == ["interrupted", "told"]
 
 
-def destroyed_while_another_thread_waits(algorithm: str | None) -> str:
+def destroyed_while_another_thread_waits(algorithm: str | None, directory: str) -> str:
     dist.init_process_group(algorithm=algorithm)
     dist.barrier()
     if dist.get_rank() == 1:
+        await_word(directory, "destroyed")
         with pytest.raises(dist.CollectiveError) as told:
-            time.sleep(1)
             dist.barrier()
         return str(told.value)
     caught: list[BaseException] = []
@@ -244,14 +244,15 @@ def destroyed_while_another_thread_waits(algorithm: str | None) -> str:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    time.sleep(0.3)
+    wait_until(lambda: sleep_for_a_while(waiter.native_id))
     dist.destroy_process_group()
-    waiter.join(5)
+    say(directory, "destroyed")
+    waiter.join(60)
     assert not waiter.is_alive()
     return str(caught[0])
 
 
 @pytest.mark.parametrize("algorithm", [None, "ring"])
-def test_destroying_a_group_ends_the_wait_of_another_thread(ranks, algorithm):
-    for message in ranks(2)(destroyed_while_another_thread_waits, algorithm, timeout_s=15):
+def test_destroying_a_group_ends_the_wait_of_another_thread(ranks, algorithm, tmp_path):
+    for message in ranks(2)(destroyed_while_another_thread_waits, algorithm, str(tmp_path)):
         assert "interrupted" in message or "rank 0" in message

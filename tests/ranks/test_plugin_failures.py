@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
+from hosts.talking import await_word, say
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,7 +57,8 @@ def lose_a_rank(directory: str, how: str) -> str:
                 torch_dist._functional_collectives.wait_tensor(gathered)
             else:
                 torch_dist.barrier()
-        time.sleep(1)  # so that nobody hears of a rank that left before it hears of the one that died
+        say(directory, f"told {rank}")  # nobody may hear of a rank that left before it hears of the one that died
+        await_word(directory, "told 0", "told 2")
         return f"{type(caught.value).__name__}: {caught.value}"
 
 

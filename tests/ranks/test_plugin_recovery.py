@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as torch_dist
+from launching import wait_until
 from torch import nn
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import SHRINK_ABORT, _abort_process_group
@@ -22,14 +23,11 @@ from torch_programs import torch_group
 import paceline
 
 LONG_S = 120
-SOON_S = 25.0  # far below the calls' time-out, far above what it takes
+SOON_S = 40.0  # far below the calls' time-out, far above what it takes
 
 
 def soon(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(is_so, SOON_S)
 
 
 def die() -> None:

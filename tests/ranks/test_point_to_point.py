@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as torch_dist
+from hosts.talking import await_word, say
 
 import paceline as dist
 
@@ -221,18 +222,19 @@ def test_bad_arguments_are_refused_before_anything_is_sent(ranks):
     ranks(2)(give_bad_arguments)
 
 
-def wait_for_nothing() -> str:
+def wait_for_nothing(directory: str) -> str:
     dist.init_process_group()
     if dist.get_rank() == 1:
-        time.sleep(2)
+        await_word(directory, "told")
         return ""
     with pytest.raises(dist.CollectiveTimeoutError) as caught:
         dist.recv(torch.ones(1), 1, timeout=timedelta(seconds=0.5))
+    say(directory, "told")
     return str(caught.value)
 
 
-def test_a_missing_message_is_reported_with_its_sender(ranks):
-    assert "rank 1" in ranks(2)(wait_for_nothing)[0]
+def test_a_missing_message_is_reported_with_its_sender(ranks, tmp_path):
+    assert "rank 1" in ranks(2)(wait_for_nothing, str(tmp_path))[0]
 
 
 def receive_from_each_other() -> str:

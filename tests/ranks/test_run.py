@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from launching import ENVIRONMENT, command, run
+from launching import ENVIRONMENT, command, is_alive, run, wait_until
 
 import paceline as dist
 from paceline.rendezvous.rendezvous import rendezvous
@@ -59,20 +58,6 @@ dist.all_reduce(total)
     assert "PeerLostError" not in last
 
 
-def wait_until(condition, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 SLEEPER = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
@@ -106,15 +91,15 @@ def sleepers(script, tmp_path):
 def test_a_signal_ends_every_worker(sleepers, number):
     launcher, pids = sleepers()
     launcher.send_signal(number)
-    assert launcher.wait(20) == 1
-    wait_until(lambda: not any(map(alive, pids)))
+    assert launcher.wait(60) == 1
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_no_orphan_when_the_launcher_is_killed(sleepers):
     launcher, pids = sleepers()
     os.kill(pids[0], signal.SIGSTOP)
     launcher.kill()
-    wait_until(lambda: not any(map(alive, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def meet(rank: int, directory: str) -> None:
@@ -148,7 +133,7 @@ def test_spawn_raises_the_first_failure_with_its_rank(tmp_path):
     assert caught.value.rank == 1
     assert caught.value.exit_code == 1
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1", "1"]
-    assert not any(map(alive, spawned.pids()))
+    assert not any(map(is_alive, spawned.pids()))
 
 
 def test_spawn_of_no_process_is_refused():

@@ -10,36 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from dash_training import TRAIN
 from launching import ENVIRONMENT, command, run, wait_until
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-
-TRAIN = """
-import sys, time, torch
-import paceline as dist
-
-dist.init_process_group()
-model = dist.DistributedDataParallel(torch.nn.Linear(32, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-dist.log(total_steps=100000)
-print("<b>begun</b>", flush=True)
-step = 0
-while True:
-    model(torch.randn(8, 32)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.log(loss=1.0 / (step + 1), samples=8)
-    step += 1
-    if step == 40 and sys.argv[1:] == ["stuck"] and dist.get_rank() == 1:
-        time.sleep(600)
-    time.sleep(0.02)
-"""
 
 
 class Job:
@@ -53,7 +32,7 @@ class Job:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        wait_until(lambda: "?token=" in "".join(self.lines), 60)
+        wait_until(lambda: "?token=" in "".join(self.lines))
         found = re.search(r"http://localhost:(\d+)\S*\?token=(\w+)", "".join(self.lines))
         assert found is not None
         self.address, self.port, self.token = found[0], int(found[1]), found[2]
@@ -63,7 +42,7 @@ class Job:
         self.lines.extend(iter(self.process.stderr.readline, ""))
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("localhost", self.port, timeout=20)
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=60)
         connection.request(method, path, headers={"Authorization": f"Bearer {self.token}", **headers})
         answer = connection.getresponse()
         try:
@@ -76,9 +55,17 @@ class Job:
         assert status == 200
         return json.loads(body)
 
-    def wait_for(self, condition: Callable[[dict], object], timeout_s: float = 60) -> dict:
-        wait_until(lambda: bool(condition(self.picture())), timeout_s)
-        return self.picture()
+    def wait_for(self, condition: Callable[[dict], object]) -> dict:
+        met: list[dict] = []
+
+        def look() -> bool:
+            picture = self.picture()
+            if condition(picture):
+                met.append(picture)
+            return bool(met)
+
+        wait_until(look)
+        return met[0]
 
     def paceline(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -87,8 +74,8 @@ class Job:
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
-        self._reader.join(20)
+        self.process.wait(60)
+        self._reader.join(60)
         assert self.process.stderr is not None
         self.process.stderr.close()
 
@@ -123,10 +110,16 @@ def test_the_page_of_a_job_shows_its_steps(start, tmp_path):
     job = start("--stall-after", "0")
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
     assert listening() - before >= {f"{loopback}:{job.port:04X}"}
-    picture = job.wait_for(lambda told: len(told["steps"]["items"]) > 3 and told["curves"]["items"])
+    picture = job.wait_for(
+        lambda told: (
+            len(told["steps"]["items"]) > 3
+            and told["curves"]["items"]
+            and all(row["state"] == "training" and row["samples_per_s"] > 0 for row in told["ranks"])
+        )
+    )
     assert re.fullmatch(r"training, step \d+ of 100,000, 2 of 2 ranks, about .* left", picture["header"]["sentence"])
-    assert [(row["rank"], row["state"]) for row in picture["ranks"]] == [(0, "training"), (1, "training")]
-    assert all(row["samples_per_s"] > 0 and row["memory_nbytes"] > 1 << 20 for row in picture["ranks"])
+    assert [row["rank"] for row in picture["ranks"]] == [0, 1]
+    assert all(row["memory_nbytes"] > 1 << 20 for row in picture["ranks"])
     assert picture["timeline"]["lanes"][0]["buckets"]
     assert {point["name"] for point in picture["curves"]["items"]} == {"loss"}
     assert [line["text"] for line in picture["log"]["items"][:2]] == ["<b>begun</b>"] * 2
@@ -159,16 +152,21 @@ def test_a_rank_that_is_stuck_is_found_on_the_page(start):
 
 def test_the_page_is_off_unless_it_is_asked_for(script, tmp_path):
     before = listening()
-    text = "import time; time.sleep(2)"
+    text = """
+import os, sys, time
+open(sys.argv[1] + "/up" + os.environ["RANK"], "w").close()
+while not os.path.exists(sys.argv[1] + "/end"):
+    time.sleep(0.01)
+"""
     process = subprocess.Popen(
-        command("--nproc-per-node", "2", script(text)),
-        env={**ENVIRONMENT, "PACELINE_RUNS_DIR": str(tmp_path)},
+        command("--nproc-per-node", "2", script(text), str(tmp_path)),
+        env={**ENVIRONMENT, "PACELINE_RUNS_DIR": str(tmp_path / "runs")},
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(1)
-    pids = {process.pid}
-    assert not [each for each in listening() - before if _listener_of(each) in pids]
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+    assert not [each for each in listening() - before if _listener_of(each) == process.pid]
+    (tmp_path / "end").touch()
     assert "token" not in (process.communicate(timeout=60)[1] or "")
 
 

@@ -9,10 +9,11 @@ import sys
 import pytest
 from launching import ENVIRONMENT, is_alive, run, wait_until
 
+# Ranks that only meet need no torch, whose import takes longer than all the rest.
 INNER = """
-import os, paceline
-paceline.init_process_group()
-print("inner", os.environ["WORLD_SIZE"], len(paceline.get_process_group_ranks()), flush=True)
+import os
+from paceline.rendezvous.rendezvous import rendezvous
+print("inner", os.environ["WORLD_SIZE"], rendezvous(None, None, -1, -1, 50).world_size, flush=True)
 """
 NESTED = """
 import subprocess, sys
@@ -37,13 +38,12 @@ children = [subprocess.Popen([sys.executable, "-c", child, place, str(n)], env=e
 sys.exit(max(each.wait() for each in children))
 """
 TAKEN = """
-import os, paceline
+import os
+from paceline.rendezvous.rendezvous import rendezvous
 fd = int(os.environ["PACELINE_SECRET_FD"].split(":")[0])
 other = os.open(__file__, os.O_RDONLY)
 os.dup2(other, fd)
-paceline.init_process_group()
-t = paceline.get_world_size()
-print("met", t)
+print("met", rendezvous(None, None, -1, -1, 50).world_size)
 """
 LOADER = """
 import paceline
@@ -97,10 +97,10 @@ def test_nothing_of_a_job_within_a_killed_job_is_left(script, tmp_path):
     words = [script(AROUND), script(APART, "inner.py"), str(up)]
     launcher = Popen([sys.executable, "-m", "paceline", "run", *words], env=ENVIRONMENT, stdout=DEVNULL, stderr=DEVNULL)
     try:
-        wait_until(up.exists, 30)
+        wait_until(up.exists)
         child = int(up.read_text())
         launcher.kill()
-        wait_until(lambda: not is_alive(child), 10)
+        wait_until(lambda: not is_alive(child))
     finally:
         launcher.kill()
         launcher.wait()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from launching import ENVIRONMENT, command, run
 
 FAILS_TWICE = """
@@ -50,9 +49,9 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     path.write_bytes(job_secret())
     raise SystemExit(1)
 served = os.environ["PACELINE_STORE"].removeprefix("unix:")
-connect_unix(served, job_secret(), timedelta(seconds=5))
+connect_unix(served, job_secret(), timedelta(seconds=60))
 try:
-    connect_unix(served, path.read_bytes(), timedelta(seconds=2))
+    connect_unix(served, path.read_bytes(), timedelta(seconds=60))
 except PacelineError as error:
     print("refused:", type(error).__name__)
 """
@@ -68,7 +67,7 @@ def test_what_an_older_generation_left_running_is_ended(script, tmp_path):
     text = """
 import os, subprocess, sys
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
     open(sys.argv[1], "w").write(str(child.pid))
     raise SystemExit(1)
 print("runs:", os.path.exists(f"/proc/{open(sys.argv[1]).read()}/fd/0"))
@@ -95,7 +94,7 @@ def test_a_stop_during_the_pause_is_heard(script):
             if "in 1 s" in line:
                 break
         launcher.terminate()
-        assert launcher.wait(5) == 1
+        assert launcher.wait(25) == 1  # before the pauses of twenty restarts are over
     finally:
         launcher.kill()
         launcher.communicate()
@@ -124,7 +123,6 @@ print("met", joined.world_size, os.getpid() == os.getsid(0), flush=True)
     assert "ValueError: once" in done.stderr
 
 
-@pytest.mark.timeout(60)
 def test_many_workers_meet(script):
     text = "from paceline.rendezvous.rendezvous import rendezvous\nrendezvous(None, None, -1, -1, 50)"
     done = run("--nproc-per-node=64", script(text))

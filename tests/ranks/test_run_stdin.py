@@ -8,7 +8,7 @@ import shlex
 import subprocess
 
 import pytest
-from launching import ENVIRONMENT, command, wait_until
+from launching import ENVIRONMENT, command, state_of, wait_until
 from terminal import Terminal
 
 READS = "import os, sys; print(os.environ['RANK'], 'read', repr(sys.stdin.read()))"
@@ -60,9 +60,9 @@ def test_a_prompt_is_shown_in_a_pipe_too(script):
     ) as launcher:
         shown = b""
         while len(shown) < len(b"[rank 0] name? "):
-            assert select.select([launcher.stdout], [], [], 30)[0], "no prompt"
+            assert select.select([launcher.stdout], [], [], 60)[0], "no prompt"
             shown += os.read(launcher.stdout.fileno(), 100)
-        rest, _ = launcher.communicate(b"Anna\n", timeout=30)
+        rest, _ = launcher.communicate(b"Anna\n", timeout=60)
     assert shown + rest == b"[rank 0] name? [rank 0] hello Anna\n"
 
 
@@ -133,20 +133,22 @@ def test_breakpoint_does_nothing_on_ranks_without_stdin(script):
     assert "breakpoint() does nothing on rank 1, since rank 0 has the stdin" in "".join(rows)
 
 
-def test_the_terminal_is_as_before_when_a_reader_is_killed(script):
+def test_the_terminal_is_as_before_when_a_reader_is_killed(script, tmp_path):
     pytest.importorskip("readline")
     text = """
-import os, readline, time
+import os, readline, sys, time
 if os.environ["RANK"] == "0":
     input("name? ")
-time.sleep(1)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
 os._exit(3)
 """
-    with Terminal("--nproc-per-node=2", script(text)) as terminal:
+    with Terminal("--nproc-per-node=2", script(text), str(tmp_path / "fail")) as terminal:
         terminal.wait_for("name? ")
-        assert terminal.edits_lines()
+        wait_until(terminal.edits_lines)
+        (tmp_path / "fail").touch()
         terminal.wait_for("rank 1 failed first")
-        assert not terminal.edits_lines()
+        wait_until(lambda: not terminal.edits_lines())
 
 
 STOPS = """
@@ -156,11 +158,6 @@ if os.environ["RANK"] == "0":
     print("started", flush=True)
     print("hello", input("name? "))
 """
-
-
-def state_of(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0]
 
 
 def test_ctrl_z_stops_the_workers_with_the_launcher(script, tmp_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as torch_dist
+from hosts.talking import await_word, say
 
 import paceline as dist
 
@@ -122,12 +122,12 @@ def test_divisions_that_do_not_work_are_refused_on_every_rank(ranks):
     ranks(3)(divide_wrongly)
 
 
-def wait_for_two() -> str:
+def wait_for_two(directory: str) -> str:
     dist.init_process_group()
     dist.monitored_barrier()
     rank = dist.get_rank()
     if rank in (1, 3):
-        time.sleep(3)
+        await_word(directory, "0", "2")
         with pytest.raises(dist.CollectiveTimeoutError, match="which had waited for this rank in vain") as late:
             dist.barrier()  # for which the others have left their marks before they gave up, so it may still succeed
             dist.barrier()
@@ -136,11 +136,12 @@ def wait_for_two() -> str:
     with pytest.raises(dist.CollectiveTimeoutError) as caught:
         dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=rank == 0)
     assert caught.value.missing == (1, 3)
+    say(directory, str(rank))
     return str(caught.value)
 
 
-def test_a_monitored_barrier_names_the_absent_on_every_rank(ranks):
-    told = ranks(4)(wait_for_two)
+def test_a_monitored_barrier_names_the_absent_on_every_rank(ranks, tmp_path):
+    told = ranks(4)(wait_for_two, str(tmp_path))
     assert "monitored_barrier: ranks [1, 3] did not come within 1 s" in told[0]
     assert "monitored_barrier: rank 1 and 1 more" in told[2]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import traceback
 from datetime import timedelta
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as torch_dist
+from hosts.talking import await_word, say
 from torch_calls import CASES, plain, sparse
 from torch_programs import agree, require_equal, torch_group
 
@@ -106,7 +106,7 @@ def test_the_plug_in_sums_sparse_and_averages_integers(ranks, tmp_path: Path):
     ranks(2)(over_the_plug_in, str(tmp_path))
 
 
-def give_seconds() -> None:
+def give_seconds(directory: str) -> None:
     dist.init_process_group(timeout=20)
     rank = dist.get_rank()
     assert dist.group.WORLD.timeout == timedelta(seconds=20)
@@ -126,15 +126,16 @@ def give_seconds() -> None:
             work.wait(0.1)
         with pytest.raises(torch_dist.DistBackendError, match=r"rank 1 did not come within 0\.2 s.* timed out after"):
             dist.monitored_barrier(group, timeout=0.2)
+        say(directory, "waited")
         dist.monitored_barrier()
         return
-    time.sleep(0.5)
+    await_word(directory, "waited")
     dist.all_reduce(torch.ones(1))
     dist.monitored_barrier(timeout=15.0)
 
 
-def test_timeouts_may_be_numbers_of_seconds(ranks):
-    ranks(2)(give_seconds)
+def test_timeouts_may_be_numbers_of_seconds(ranks, tmp_path):
+    ranks(2)(give_seconds, str(tmp_path))
 
 
 def name_reductions() -> None:

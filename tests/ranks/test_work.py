@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import wait_until
 
 import paceline as dist
+from paceline.group.default import own_world
+
+
+def say(word: str) -> None:
+    own_world().store.set(word, "")
+
+
+def await_word(word: str) -> None:
+    own_world().store.wait([word])
 
 
 def ask_a_work() -> None:
@@ -38,7 +48,7 @@ def ask_a_work() -> None:
     assert [id(each) for each in results] == [id(each) for each in gathered]
 
     if rank == 0:
-        time.sleep(0.3)
+        await_word("asked")
     work = dist.barrier(async_op=True)
     if rank == 1:
         assert not work.is_success()
@@ -46,6 +56,7 @@ def ask_a_work() -> None:
             dist.CollectiveTimeoutError, match="barrier was not done after the 0.0 s .*wait for it again"
         ):
             work.wait(timedelta(milliseconds=10))
+        say("asked")
     work.wait()
 
 
@@ -58,7 +69,7 @@ def completes_by_itself() -> None:
     dist.init_process_group()
     rank = dist.get_rank()
     if rank == 0:
-        time.sleep(0.2)
+        await_word("seen undone")
     tensor = torch.full((1000, 3), rank + 1.0)[:, 1]
     work = dist.all_reduce(tensor, async_op=True)
     future = work.get_future()
@@ -67,9 +78,8 @@ def completes_by_itself() -> None:
     chained = future.then(lambda done: (seen.append(threading.current_thread().name), done.value()[0].sum() / 3000)[1])
     if rank == 1:
         assert not future.done()
-    deadline = time.monotonic() + 20
-    while not chained.done() and time.monotonic() < deadline:
-        time.sleep(0.001)
+        say("seen undone")
+    wait_until(chained.done)
     assert chained.value() == 1.0
     if rank == 1:
         assert seen == ["paceline-completion"]
@@ -114,12 +124,14 @@ def sleeps_until_the_end() -> None:
         slept = sleeps_of(thread)
         time.sleep(0.3)
         assert sleeps_of(thread) - slept <= 3
+        say("slept")
         torch.futures.wait_all([dist.all_reduce(torch.ones(1), async_op=True).get_future()])
         assert not received.done()
+        say("seen unreceived")
     else:
-        time.sleep(0.5)
+        await_word("slept")
         dist.all_reduce(torch.ones(1))
-        time.sleep(0.2)
+        await_word("seen unreceived")
         dist.send(torch.ones(3), 1)
     if rank == 1:
         assert received.wait()[0].tolist() == [1, 1, 1]
@@ -170,7 +182,7 @@ def fail_in_every_way() -> str:
 
 def test_a_call_that_fails_says_so_in_every_way(ranks):
     with ranks(2).start(fail_in_every_way) as world:
-        assert world.join(30, expect_dead={1})[0] == "told"
+        assert world.join(expect_dead={1})[0] == "told"
 
 
 def leave_one_behind() -> None:
@@ -183,13 +195,11 @@ def leave_one_behind() -> None:
 
 
 def test_a_process_ends_with_a_future_that_never_completes(ranks):
-    started = time.monotonic()
     with ranks(2).start(leave_one_behind) as world:
-        world.join(20)
+        world.join()
         for process in world.processes:
-            process.join(10)
+            process.join(60)
         assert [process.exitcode for process in world.processes] == [0, 0]
-    assert time.monotonic() - started < 15
 
 
 def fork_after_a_future() -> int:

@@ -6,7 +6,6 @@ A failure names the seed and the command that plays its schedule and prints it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 from elastic_model.launchers import Launcher
@@ -21,15 +20,7 @@ from paceline.elastic.retiring import Retirement
 from paceline.elastic.views import Views
 
 BLOCK = 1_000
-
-
-@pytest.fixture(autouse=True)
-def no_collector() -> Iterator[None]:
-    """Schedules are full of cycles, and short."""
-    gc.disable()
-    yield
-    gc.enable()
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 @pytest.mark.parametrize("block", range(4))

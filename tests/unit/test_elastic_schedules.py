@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from elastic_model.faults import KINDS
@@ -20,15 +19,7 @@ from paceline.elastic import views
 from paceline.elastic.views import Views
 
 BLOCK = 5_000
-
-
-@pytest.fixture(autouse=True)
-def no_collector() -> Iterator[None]:
-    """Schedules are full of cycles, and short."""
-    gc.disable()
-    yield
-    gc.enable()
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 @pytest.mark.parametrize("block", range(20))

@@ -136,7 +136,7 @@ def test_a_call_that_lasts_is_what_the_rank_does(writer):
     assert [(call.operation, call.dtype, call.count, call.sequence) for call in news.open_calls] == [
         ("all_reduce", "float32", 4096, 5)
     ]
-    assert abs(news.open_calls[0].arrived_s - time.monotonic()) < 5
+    assert abs(news.open_calls[0].arrived_s - time.monotonic()) < 60
     writer.do("call.end(0); whole = begin_event(K.STEP, 'ddp', 4); core.record_end(whole)")
     news = follower.news()
     assert news.open_calls == [] and news.steps[0].communication_s == 0  # it was over before the step began

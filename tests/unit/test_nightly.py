@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import nightly
 import pytest
-from launching import is_alive
+from launching import is_alive, wait_until
 from nightly import Result, chosen, run, table, with_last_run
 from nightly_parts import Part, parts
 
@@ -56,10 +55,7 @@ def test_a_part_that_does_not_end_is_killed_with_its_children(tmp_path):
     )
     result = run(a_part("endless", program, limit_s=1.5), tmp_path / "logs")
     assert result.verdict == "failed" and "still running" in result.detail
-    deadline = time.monotonic() + 20
-    while is_alive(int(child.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(int(child.read_text())))
 
 
 def test_a_part_has_its_environment(tmp_path):

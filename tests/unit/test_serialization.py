@@ -244,7 +244,7 @@ def is_refused(body: bytes, buffers: list[torch.Tensor]) -> bool:
 
 
 @given(st.binary(max_size=200), st.booleans())
-@settings(max_examples=examples(500), deadline=1000)
+@settings(max_examples=examples(500), deadline=60_000)
 def test_random_bytes_raise_nothing_but_a_refusal(data, as_msgpack):
     is_refused(bytes([Form.MSGPACK]) + data if as_msgpack else data, [torch.zeros(8, dtype=torch.uint8)])
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import wait_until
 
 from paceline.launch import bootstrap
 from paceline.observe import processes, stacks, taking
@@ -82,9 +83,9 @@ from bootstrap import offer_stack
 offer_stack()
 import ctypes, threading, time
 def in_native_code():
-    ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock
+    ctypes.PyDLL(None).sleep(300)  # holds the interpreter's lock
 def in_a_thread():
-    time.sleep(60)
+    time.sleep(300)
 if sys.argv[2] == "native":
     print(flush=True)
     in_native_code()
@@ -117,15 +118,12 @@ def program():
 @pytest.mark.parametrize(("where", "function"), [("native", "in_native_code"), ("thread", "in_a_thread")])
 def test_a_stack_is_taken_without_the_programs_help(program, where, function):
     process = program(where)
-    deadline_s = time.monotonic() + 10
-    while function not in [frame.function for frame in taking.take(process.pid)]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(lambda: function in [frame.function for frame in taking.take(process.pid)])
     assert process.poll() is None
 
 
 def test_a_process_without_the_handler_gets_no_signal():
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "300"]) as process:
         assert taking.take(process.pid) == ()
         time.sleep(0.05)
         assert process.poll() is None
@@ -133,7 +131,7 @@ def test_a_process_without_the_handler_gets_no_signal():
 
 
 def test_a_stopped_process_is_seen_and_one_that_has_ended_too():
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "300"]) as process:
         first = processes.sample(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -145,12 +143,12 @@ def test_a_stopped_process_is_seen_and_one_that_has_ended_too():
 def test_the_work_of_children_counts():
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
-        deadline_s = time.monotonic() + 20
-        while True:
+
+        def a_child_is_busy() -> bool:
             first = processes.sample(process.pid)
             time.sleep(0.3)
-            seen = processes.between(first, processes.sample(process.pid))
-            if seen.is_busy and processes._descendants(Path("/proc"), process.pid):
-                break
-            assert time.monotonic() < deadline_s
+            is_busy = processes.between(first, processes.sample(process.pid)).is_busy
+            return is_busy and bool(processes._descendants(Path("/proc"), process.pid))
+
+        wait_until(a_child_is_busy)
         os.killpg(process.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, get_args
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.data.indexed import IndexedBatches
-from paceline.data.order import Deal, Remainder, epoch_order
+from paceline.data.order import Deal, Remainder, epoch_order, length_of
 from paceline.data.reader import Bookmark
 from paceline.data.rest import Dealer, Rest, Seat, Step, Taken, deal_for
 from paceline.data.sampler import which_part
@@ -143,7 +143,7 @@ class StatefulLoader(Generic[Sample]):
         Raises:
             TypeError: the dataset is a stream that has no length.
         """
-        left = max(len(self.dataset) - self._position, 0) + len(self._returned)  # type: ignore[arg-type]
+        left = max(length_of(self.dataset) - self._position, 0) + len(self._returned)
         return self._deal().batches(left)
 
     def set_epoch(self, epoch: int) -> None:
@@ -219,7 +219,7 @@ class StatefulLoader(Generic[Sample]):
 
     def _length(self) -> int | None:
         try:
-            return len(self.dataset)  # type: ignore[arg-type]
+            return length_of(self.dataset)
         except TypeError:  # torch's ChainDataset has a __len__ that works only if all its parts have one
             return None
 
@@ -237,7 +237,7 @@ class StatefulLoader(Generic[Sample]):
             order = Order(self._reading, self.epoch, self._position, start, deal)
             yield from recorded_waits(self._batches.read(order, self._returned), "StatefulLoader")
             return
-        rest = Rest(self._position, len(self.dataset), self._returned)  # type: ignore[arg-type]
+        rest = Rest(self._position, length_of(self.dataset), self._returned)
         order_of_epoch = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
         indices = [order_of_epoch[place] for place in rest.places(0, len(rest))]
         used = 0

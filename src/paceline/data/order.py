@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sized
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from torch.utils.data import Dataset
 
 Remainder = Literal["share", "repeat", "drop"]
 
@@ -99,3 +100,12 @@ def shares(position: int, length: int, deal: Deal) -> Iterator[Share]:
         places = deal.places(count)
         if places:
             yield Share(tuple(start + place for place in places), start + count)
+
+
+def length_of(dataset: Dataset[Any]) -> int:
+    """Returns the number of samples; torch's type of a dataset does not say that it may have one.
+
+    >>> length_of(range(3))
+    3
+    """
+    return len(cast(Sized, dataset))

@@ -1,0 +1,75 @@
+"""Steps of a training that take turns on the ranks of a job, so that the machine's moods fall on all kinds alike."""
+
+from __future__ import annotations
+
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Turns:
+    """What this rank measured, by kind: the seconds of a step in each turn, and the processor time of all turns."""
+
+    step_s: dict[str, list[float]] = field(default_factory=dict)
+    processor_s: dict[str, float] = field(default_factory=dict)
+
+
+def take_turns(
+    kinds: dict[str, Callable[[], object]],
+    steps: int,
+    goes_on: Callable[[int], bool],
+    *,
+    alternates: bool = False,
+) -> Turns:
+    """Runs `steps` steps of each kind in turn, round after round; the ranks meet before each turn.
+
+    Args:
+        kinds: what runs a step of each kind.
+        steps: the steps of a turn.
+        goes_on: is asked with the number of rounds that are over whether there is another one.
+        alternates: whether every other round takes the kinds in the reverse order.
+    """
+    import paceline as dist
+
+    turns = Turns({kind: [] for kind in kinds}, dict.fromkeys(kinds, 0.0))
+    rounds = 0
+    while goes_on(rounds):
+        for kind in reversed(kinds) if alternates and rounds % 2 else kinds:
+            dist.barrier()
+            started, used_before = time.perf_counter(), processor_seconds()
+            for _ in range(steps):
+                kinds[kind]()
+            turns.step_s[kind].append((time.perf_counter() - started) / steps)
+            turns.processor_s[kind] += processor_seconds() - used_before
+        rounds += 1
+    return turns
+
+
+def processor_seconds() -> float:
+    """The processor time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def rows_of_ranks(rank_main: Callable[..., None], ranks: int, *arguments: object) -> list[Any]:
+    """Spawns `rank_main(rank, *arguments, directory)`; returns what `leave_rows` left in the directory."""
+    import paceline as dist
+
+    with tempfile.TemporaryDirectory() as directory:
+        dist.spawn(rank_main, (*arguments, directory), ranks)
+        return json.loads(Path(directory, "rows.json").read_text())
+
+
+def leave_rows(rows: Sequence[object], directory: str) -> None:
+    """Leaves the rows of rank 0 for `rows_of_ranks`; every rank calls it at its end."""
+    import paceline as dist
+
+    if dist.get_rank() == 0:
+        Path(directory, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
