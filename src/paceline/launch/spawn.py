@@ -20,7 +20,7 @@ from typing import cast
 
 from paceline.errors import WorkerError
 from paceline.launch.environment import allowed_cores, free_port, threads_per_worker, worker_environment
-from paceline.launch.lifeline import die_with_parent
+from paceline.parent import die_with_parent
 from paceline.store.server import StoreServer
 
 _GRACE_S = 5.0
