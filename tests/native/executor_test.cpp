@@ -339,9 +339,8 @@ void messages_and_collectives_run_side_by_side(Over over) {
             std::vector<std::uint8_t> word(70'000, static_cast<std::uint8_t>(at.rank));
             for (int i = 0; i < 60; ++i) {
                 const bool sends = (i + at.rank) % 2 == 0;
-                const auto request =
-                    sends ? at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(word), kHung)
-                          : at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(word), kHung);
+                const auto request = sends ? at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(word), kHung)
+                                           : at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(word), kHung);
                 CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
             }
         });

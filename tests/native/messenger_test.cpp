@@ -100,8 +100,8 @@ void messages_match_by_tag_and_keep_their_order_within_it() {
             std::vector<std::shared_ptr<Request>> requests;
             for (int i = 0; i < 8; ++i) bytes.push_back(pattern(sizes[i % 4], i));
             for (int i = 0; i < 8; ++i)
-                requests.push_back(at.messenger.send(1, i / 4, DType::u8, stream_of(bytes[static_cast<std::size_t>(i)]),
-                                                     kHung));
+                requests.push_back(
+                    at.messenger.send(1, i / 4, DType::u8, stream_of(bytes[static_cast<std::size_t>(i)]), kHung));
             for (const auto& request : requests) CHECK(at.messenger.wait(request, kHung, nullptr));
         } else {
             for (const int i : {4, 5, 6, 7, 0, 1, 2, 3})
@@ -351,6 +351,35 @@ void the_first_verdict_stands_in_a_flood_of_them() {
     });
 }
 
+// Nobody reads what comes after a failure, so it must not keep anybody awake either.
+void a_failed_messenger_rests(Over over) {
+    std::atomic<int> at_work = 0;
+    with_ranks(2, 1, over, [&](Rank at) {
+        Bytes bytes(10);
+        if (at.rank == 1) {
+            while (at_work < 1) pause(1);
+            for (int i = 0; i < 20; ++i) static_cast<void>(at.messenger.send(0, 0, DType::u8, stream_of(bytes), kHung));
+            at_work = 2;
+            while (at_work < 3) pause(1);
+            return;
+        }
+        at.messenger.run_in_background();
+        const auto open = at.messenger.receive(1, 5, DType::u8, stream_of(bytes), kHung);
+        Outcome mine;
+        mine.code = Code::timed_out;
+        at.messenger.fail(mine);
+        at_work = 1;
+        while (at_work < 2) pause(1);
+        const std::int64_t before_ns = record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID);
+        for (int i = 0; i < 30; ++i) {
+            CHECK(at.messenger.wait(open, kHung, nullptr) && received(at, 1, 0, 10).outcome.code == Code::timed_out);
+            pause(10);
+        }
+        CHECK(record::nanoseconds_of(CLOCK_PROCESS_CPUTIME_ID) - before_ns < 150 * kMs);
+        at_work = 3;
+    });
+}
+
 void all() {
     for (const Over over : kinds()) messages_of_every_size_arrive_before_and_after_their_receive(over);
     messages_travel_between_lists_of_pieces();
@@ -367,6 +396,7 @@ void all() {
     a_close_while_another_thread_waits_ends_its_wait();
     announcements_to_a_busy_rank_do_not_pile_up();
     the_first_verdict_stands_in_a_flood_of_them();
+    for (const Over over : kinds()) a_failed_messenger_rests(over);
 }
 
 }  // namespace
