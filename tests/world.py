@@ -18,7 +18,7 @@ from multiprocessing.context import ForkServerProcess
 
 from hosts.namespaces import Host, enter
 
-from paceline.launch.lifeline import die_with_parent
+from paceline.parent import die_with_parent
 
 # One server for the whole session has the slow imports behind it; a rank is a fork of it. The last two take a second
 # and a half, and torch imports them when a rank first compares tensors or makes an optimizer.

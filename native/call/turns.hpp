@@ -7,7 +7,8 @@
 namespace paceline {
 
 constexpr std::chrono::milliseconds kTurn{20};
-constexpr int kTurnsPerInterruptCheck = 5;  // each check takes Python's interpreter lock
-constexpr int kTurnsPerSilenceCheck = 25;   // each check asks the kernel about a connection
+constexpr std::chrono::microseconds kSpin{50};  // a wait for lanes looks at them for so long before it sleeps
+constexpr int kTurnsPerInterruptCheck = 5;      // each check takes Python's interpreter lock
+constexpr int kTurnsPerSilenceCheck = 25;       // each check asks the kernel about a connection
 
 }  // namespace paceline

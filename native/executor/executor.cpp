@@ -11,7 +11,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr auto kBackgroundSpin = std::chrono::microseconds(5);
 // A rank that has left or broken the group may have sent all of its part in this call before; what is under way may
 // complete it.

@@ -5,7 +5,7 @@ namespace paceline {
 namespace baseline {
 ReduceFn find(DType dtype, ReduceOp op);
 }
-#if defined(__x86_64__)
+#if PACELINE_AVX
 namespace avx2 {
 ReduceFn find(DType dtype, ReduceOp op);
 }
@@ -22,7 +22,7 @@ struct Level {
 };
 
 Level choose_level() {
-#if defined(__x86_64__)
+#if PACELINE_AVX
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         return {"avx512", avx512::find};

@@ -14,12 +14,12 @@
 namespace paceline::shm {
 namespace {
 
-enum class Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4, pulse = 5, blame = 6 };
-
 // How long to wait before waking a thread again that had not fallen asleep yet.
 constexpr int kRepeatMs = 1;
 
 }  // namespace
+
+enum class Mesh::Kind : std::uint32_t { region = 1, withdrawal = 2, goodbye = 3, doorbell = 4, pulse = 5, blame = 6 };
 
 struct Mesh::Message {
     Kind kind;

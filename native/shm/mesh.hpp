@@ -90,6 +90,7 @@ class Mesh {
     void close();
 
   private:
+    enum class Kind : std::uint32_t;
     struct Message;
 
     void listen();

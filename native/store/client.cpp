@@ -17,8 +17,6 @@ constexpr int kMostSpins = 64;
 constexpr std::uint32_t kProbeEvery = 32;  // requests until spinning is tried again after it did not help
 constexpr int kProbeSpins = 8;
 constexpr std::int64_t kSliceMs = 100;
-constexpr std::size_t kReadBytes = 64 << 10;
-constexpr std::size_t kKeptBytes = 1 << 20;  // larger buffers are freed after use
 
 }  // namespace
 

@@ -36,6 +36,8 @@ enum class Status : std::uint8_t { ok = 0, timed_out, refused, closing };
 constexpr std::uint32_t kMaxFrame = std::uint32_t{1} << 30;  // bytes of a message after its length
 constexpr std::size_t kMessageOverhead = sizeof(std::uint8_t) + sizeof(std::int64_t) + sizeof(std::uint32_t);
 constexpr std::size_t kFieldOverhead = sizeof(std::uint32_t);
+constexpr std::size_t kReadBytes = 64 << 10;  // what either end reads at once
+constexpr std::size_t kKeptBytes = 1 << 20;   // a larger buffer is freed after use
 
 struct Message {
     std::uint8_t code = 0;

@@ -17,8 +17,6 @@ namespace {
 
 constexpr int kEvents = 64;
 constexpr int kLooks = 50;  // polls of the sockets after a request, before sleeping: the next often follows soon
-constexpr std::size_t kReadBytes = 64 << 10;
-constexpr std::size_t kKeptBytes = 1 << 20;  // a larger buffer is freed when it is empty
 constexpr std::int64_t kLongestWaitMs = std::int64_t{1} << 40;
 
 [[noreturn]] void fail(const char* what) {

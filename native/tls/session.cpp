@@ -41,11 +41,30 @@ int read_socket(bio_st* bio, char* data, int nbytes) {
     return static_cast<int>(got);
 }
 
+ssize_t write_now(const Wire& wire, const char* data, std::size_t nbytes) {
+    return ::send(wire.descriptor, data, nbytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+// Returns whether the socket has taken all that the wire had kept; otherwise errno says why.
+bool flush(Wire& wire) {
+    while (!wire.kept.empty()) {
+        const ssize_t sent = write_now(wire, wire.kept.data(), wire.kept.size());
+        if (sent < 0) return false;
+        wire.kept.erase(wire.kept.begin(), wire.kept.begin() + sent);
+    }
+    return true;
+}
+
 int write_socket(bio_st* bio, const char* data, int nbytes) {
     loaded().BIO_clear_flags(bio, kRetries);
-    const ssize_t sent =
-        ::send(wire_of(bio).descriptor, data, static_cast<std::size_t>(nbytes), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && would_block()) loaded().BIO_set_flags(bio, kRetryWrite);
+    Wire& wire = wire_of(bio);
+    const ssize_t sent = flush(wire) ? write_now(wire, data, static_cast<std::size_t>(nbytes)) : -1;
+    if (sent < 0 && !would_block()) return -1;
+    if (wire.takes_all) {
+        wire.kept.insert(wire.kept.end(), data + std::max<ssize_t>(sent, 0), data + nbytes);
+        return nbytes;
+    }
+    if (sent < 0) loaded().BIO_set_flags(bio, kRetryWrite);
     return static_cast<int>(sent);
 }
 
@@ -70,7 +89,7 @@ const bio_method_st* socket_method() {
 Session::Session(std::shared_ptr<const Identity> identity, int socket, Side side)
     : identity_(std::move(identity)),
       library_(identity_->library()),
-      wire_{socket, false},
+      wire_{.descriptor = socket},
       ssl_(library_.SSL_new(identity_->context())) {
     const bio_method_st* const method = socket_method();
     bio_st* const bio = ssl_ != nullptr && method != nullptr ? library_.BIO_new(method) : nullptr;
@@ -138,9 +157,14 @@ ssize_t Session::failed(int result) {
     }
 }
 
+// Until the change of keys is written, OpenSSL reads nothing. If both sides' sockets were full, each would wait for the
+// other to read, so the wire takes the change at once, and the socket gets it before the next record.
 void Session::count_record() {
     if (++records_ < identity_->records_of_a_key()) return;
     library_.SSL_key_update(ssl_, kNoUpdateRequested);
+    wire_.takes_all = true;
+    library_.SSL_do_handshake(ssl_);
+    wire_.takes_all = false;
     records_ = 0;
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tls/identity.hpp"
 
@@ -20,7 +21,9 @@ enum class Side { connecting, accepting };
 // The socket as OpenSSL sees it.
 struct Wire {
     int descriptor;
-    bool ended;  // the peer has closed its end
+    bool ended = false;        // the peer has closed its end
+    bool takes_all = false;    // what the socket does not take is kept, and written before anything else
+    std::vector<char> kept{};  // at most a change of keys
 };
 
 class Session {

@@ -20,7 +20,7 @@ from world import context
 
 from hosts.namespaces import enter_network
 from hosts.wire import VNET_HEADER, Conditions, Wire
-from paceline.launch.lifeline import die_with_parent
+from paceline.parent import die_with_parent
 
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0

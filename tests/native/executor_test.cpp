@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "call/turns.hpp"
 #include "executor/stripes.hpp"
 #include "ranks.hpp"
 
@@ -49,7 +50,7 @@ ScheduleOf star_broadcast(int rank, int n) {
 }
 
 Call all_reduce(Rank& at, DType dtype, ReduceOp op, std::uint64_t count, Stream tensor,
-                std::int64_t timeout_ns = 20 * kSecond) {
+                std::int64_t timeout_ns = kHung) {
     Call call;
     call.operation = Operation::all_reduce;
     call.dtype = dtype;
@@ -62,7 +63,7 @@ Call all_reduce(Rank& at, DType dtype, ReduceOp op, std::uint64_t count, Stream 
     return call;
 }
 
-Call broadcast(Rank& at, std::vector<float>& values, std::int64_t timeout_ns = 20 * kSecond) {
+Call broadcast(Rank& at, std::vector<float>& values, std::int64_t timeout_ns = kHung) {
     Call call;
     call.operation = Operation::broadcast;
     call.dtype = DType::f32;
@@ -75,9 +76,9 @@ Call broadcast(Rank& at, std::vector<float>& values, std::int64_t timeout_ns = 2
     return call;
 }
 
-Outcome sum(Rank& at, std::size_t count, std::int64_t timeout_ns = 20 * kSecond) {
+Outcome sum(Rank& at, std::size_t count) {
     std::vector<float> values(count, static_cast<float>(at.rank + 1));
-    Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, stream_of(values), timeout_ns);
+    Call call = all_reduce(at, DType::f32, ReduceOp::sum, count, stream_of(values));
     Outcome outcome = at.executor.run(call, nullptr, false);
     // The comparison is done in one call, because the sanitizers are slow element by element.
     const std::vector<float> sums(count, static_cast<float>(at.size * (at.size + 1) / 2));
@@ -181,9 +182,11 @@ void a_schedule_that_does_not_fit_its_call_is_refused() {
 }
 
 void a_mismatch_reaches_every_rank() {
-    with_ranks(3, 2, Over::sockets, [](Rank at) {
+    std::atomic<int> done = 0;
+    with_ranks(3, 2, Over::sockets, [&](Rank at) {
         CHECK(sum(at, 100).code == Code::ok);
-        pause(100);  // a rank that is late with the first call would see the second call's failure in it
+        ++done;
+        while (done < 3) pause(1);  // a rank still in the first call would see the second call's failure in it
         const Outcome outcome = sum(at, at.rank == 1 ? 7 : 8);
         CHECK(outcome.code == Code::mismatch && outcome.calls.size() == 3 && outcome.reporter >= 0);
         CHECK(outcome.calls[1].count == 7 || outcome.calls[1].sequence < 2);
@@ -193,28 +196,41 @@ void a_mismatch_reaches_every_rank() {
 
 // The root of a broadcast is done when its bytes have been sent.
 void a_mismatch_fails_the_next_call_of_a_rank_that_was_done() {
-    with_ranks(3, 1, Over::sockets, [](Rank at) {
+    std::atomic<bool> failed = false;
+    with_ranks(3, 1, Over::sockets, [&](Rank at) {
         std::vector<float> values(at.rank == 2 ? 9 : 10);
         Call call = broadcast(at, values);
         const Outcome outcome = at.executor.run(call, nullptr, false);
-        if (at.rank == 2) CHECK(outcome.code == Code::mismatch);
-        pause(200);
+        if (at.rank == 2) {
+            CHECK(outcome.code == Code::mismatch);
+            failed = true;
+        }
+        while (!failed) pause(1);
+        pause(2 * static_cast<int>(kTurn.count()));  // a rank that never waits looks for failures once in a turn
         Call next = broadcast(at, values);
         CHECK(at.executor.run(next, nullptr, false).code == Code::mismatch);
     });
 }
 
 void a_missing_rank_is_named_with_its_latest_call() {
-    with_ranks(3, 1, Over::sockets, [](Rank at) {
+    std::atomic<bool> waits = false;
+    std::atomic<int> told = 0;
+    with_ranks(3, 1, Over::sockets, [&](Rank at) {
         CHECK(sum(at, 10).code == Code::ok);
         if (at.rank == 2) {
-            pause(500);
+            while (told < 2) pause(1);
             return;
         }
+        if (at.rank == 0)
+            while (!waits) pause(1);
         const auto started = Clock::now();
-        const Outcome outcome = sum(at, 10, 300 * kMs);
+        std::vector<float> values(10);
+        Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values),
+                               at.rank == 0 ? 300 * kMs : kHung);
+        const Outcome outcome = at.executor.run(call, tells_that_it_waits(waits), false);
         CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{2}));
-        CHECK(outcome.calls.size() == 3 && outcome.waited_ns >= 300 * kMs && seconds_since(started) < 1.5);
+        CHECK(outcome.calls.size() == 3 && outcome.waited_ns >= 300 * kMs && seconds_since(started) < kSoonS);
+        ++told;
     });
 }
 
@@ -230,8 +246,8 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
         };
         if (at.rank == 0)
             while (!held) pause(1);
-        std::vector<float> values(3'000'000, 1.0F);
-        const std::int64_t timeout_ns = (at.rank == 0 ? 1'000 : 20'000) * kMs;
+        std::vector<float> values(400'000, 1.0F);  // more than the lanes hold
+        const std::int64_t timeout_ns = at.rank == 0 ? kSecond : kHung;
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, values.size(), stream_of(values), timeout_ns);
         const Outcome outcome = at.executor.run(call, at.rank == 2 ? stop : nullptr, false);
         CHECK(outcome.code == Code::timed_out && outcome.came && outcome.reporter == 0);
@@ -242,17 +258,20 @@ void a_rank_that_stops_in_a_call_is_found_through_the_others(Over over) {
 
 // Rank 0 comes late to a broadcast that rank 1 forwards to rank 2.
 void a_rank_that_holds_up_a_chain_has_not_come() {
+    std::atomic<bool> waits = false;
     std::atomic<int> told = 0;
     with_ranks(3, 1, Over::sockets, [&](Rank at) {
         Flat flat;
         if (at.rank > 0) flat.insert(flat.end(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
         if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
         std::vector<float> values(10);
-        Call call = broadcast(at, values, (at.rank == 2 ? 300 : 20'000) * kMs);
+        Call call = broadcast(at, values, at.rank == 2 ? 300 * kMs : kHung);
         call.schedule = Schedule::make(2, 1, at.rank, 3, flat);
         if (at.rank == 0)
             while (told < 2) pause(1);
-        const Outcome outcome = at.executor.run(call, nullptr, false);
+        if (at.rank == 2)
+            while (!waits) pause(1);
+        const Outcome outcome = at.executor.run(call, tells_that_it_waits(waits), false);
         CHECK(outcome.code == Code::timed_out && !outcome.came && (outcome.missing == std::vector<int>{0}));
         ++told;
     });
@@ -260,21 +279,21 @@ void a_rank_that_holds_up_a_chain_has_not_come() {
 
 // The root of a broadcast has finished and returned; if rank 2 does not receive its data, only rank 2 is to blame.
 void a_rank_that_did_its_part_is_not_among_the_missing() {
-    with_ranks(3, 1, Over::sockets, [](Rank at) {
+    std::atomic<bool> told = false;
+    with_ranks(3, 1, Over::sockets, [&](Rank at) {
         Flat flat;  // 0 sends to 1, which forwards to 2
         if (at.rank < 2) flat.insert(flat.end(), {kSend, 0, at.rank + 1, 1, 0, 0, 1, 0, 1});
         if (at.rank > 0) flat.insert(flat.begin(), {kReceive, 0, at.rank - 1, 1, 0, 1, 1, 0, 0});
         std::vector<float> values(10);
-        Call call = broadcast(at, values, 300 * kMs);
+        Call call = broadcast(at, values, at.rank == 2 ? 300 * kMs : kHung);
         call.schedule = Schedule::make(2, 1, at.rank, 3, flat);
-        if (at.rank == 1) {
-            pause(500);
-            return;
+        if (at.rank == 0) CHECK(at.executor.run(call, nullptr, false).code == Code::ok);
+        if (at.rank == 2) {
+            const Outcome outcome = at.executor.run(call, nullptr, false);
+            CHECK(outcome.code == Code::timed_out && (outcome.missing == std::vector<int>{1}));
+            told = true;
         }
-        const Outcome outcome = at.executor.run(call, nullptr, false);
-        CHECK(outcome.code == (at.rank == 0 ? Code::ok : Code::timed_out));
-        if (at.rank == 2) CHECK((outcome.missing == std::vector<int>{1}));
-        if (at.rank == 0) pause(500);
+        while (!told) pause(1);
     });
 }
 
@@ -298,17 +317,19 @@ void a_rank_that_leaves_is_named(Over over) {
 }
 
 void an_interrupt_ends_the_call_everywhere() {
-    with_ranks(2, 1, Over::sockets, [](Rank at) {
+    std::atomic<bool> ended = false;
+    with_ranks(2, 1, Over::sockets, [&](Rank at) {
         std::vector<float> values(10);
         Call call = all_reduce(at, DType::f32, ReduceOp::sum, 10, stream_of(values));
         if (at.rank == 1) {
-            pause(400);
+            while (!ended) pause(1);
             CHECK(at.executor.run(call, nullptr, false).code == Code::interrupted);
             return;
         }
         const auto started = Clock::now();
         const Outcome outcome = at.executor.run(call, [&] { return seconds_since(started) > 0.05; }, false);
-        CHECK(outcome.code == Code::interrupted && seconds_since(started) < 1.0);
+        CHECK(outcome.code == Code::interrupted && seconds_since(started) < kSoonS);
+        ended = true;
     });
 }
 
@@ -318,10 +339,9 @@ void messages_and_collectives_run_side_by_side(Over over) {
             std::vector<std::uint8_t> word(70'000, static_cast<std::uint8_t>(at.rank));
             for (int i = 0; i < 60; ++i) {
                 const bool sends = (i + at.rank) % 2 == 0;
-                const auto request =
-                    sends ? at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(word), 20 * kSecond)
-                          : at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(word), 20 * kSecond);
-                CHECK(at.messenger.wait(request, 20 * kSecond, nullptr) && request->outcome().code == Code::ok);
+                const auto request = sends ? at.messenger.send(1 - at.rank, 0, DType::u8, stream_of(word), kHung)
+                                           : at.messenger.receive(1 - at.rank, 0, DType::u8, stream_of(word), kHung);
+                CHECK(at.messenger.wait(request, kHung, nullptr) && request->outcome().code == Code::ok);
             }
         });
         for (int i = 0; i < 60; ++i) CHECK(sum(at, static_cast<std::size_t>(i) * 997).code == Code::ok);

@@ -4,6 +4,7 @@
 
 #include <sys/socket.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -22,6 +23,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::int64_t kMs = 1'000'000;
 constexpr std::int64_t kSecond = 1000 * kMs;
+// Limits that no test reaches unless something hangs, even where a sanitizer and other work slow it down.
+constexpr std::int64_t kHung = 60 * kSecond;
+constexpr double kSoonS = 20;  // what should take an instant, and would otherwise end at `kHung`
 
 enum class Over { sockets, rings };
 
@@ -81,7 +85,7 @@ inline void with_ranks(int n, int streams, Over over, const std::function<void(R
                 places.push_back(over == Over::rings || p == r ? static_cast<int>(p) : -1);
             {
                 const auto lanes = link::LaneSet::create(mesh, 1, static_cast<int>(r), places, std::move(sockets[r]),
-                                                         Clock::now() + std::chrono::seconds(20));
+                                                         Clock::now() + std::chrono::nanoseconds(kHung));
                 CHECK(lanes != nullptr);
                 Messenger messenger(*lanes);
                 Executor executor(*lanes, messenger);
@@ -103,6 +107,15 @@ inline double seconds_since(Clock::time_point then) {
 
 inline void pause(int ms) {
     std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+// Returns an `Interrupted` that interrupts nothing but says when its rank has waited for some turns, and so has
+// announced its call.
+inline Interrupted tells_that_it_waits(std::atomic<bool>& waits) {
+    return [&waits] {
+        waits = true;
+        return false;
+    };
 }
 
 }  // namespace ranks

@@ -98,6 +98,30 @@ void bytes_arrive_while_the_keys_change() {
     }
 }
 
+// Each side has filled the other's socket, some of them just when they changed their keys. What has come can be read
+// all the same; otherwise neither side would ever make room for the other.
+void a_change_of_keys_that_finds_no_room_does_not_stop_reading() {
+    for (const std::uint64_t records_of_a_key : {1, 2, 3, 4, 5}) {
+        Both pair(identity_of(1, records_of_a_key), identity_of(1, records_of_a_key));
+        CHECK((pair.meet() == std::pair{Progress::done, Progress::done}));
+        int sent[] = {0, 0};
+        Session* const sides[] = {pair.a.get(), pair.b.get()};
+        const auto fill = [&](int side) {
+            for (std::uint8_t byte = 0; sides[side]->send(&byte, 1) == 1; ++sent[side])
+                byte = static_cast<std::uint8_t>(sent[side] + 1);
+            CHECK(errno == EAGAIN);
+        };
+        fill(0);
+        fill(1);
+        for (int side = 0; side < 2; ++side) {
+            std::uint8_t byte = 0;
+            for (int i = 0; i < sent[1 - side]; ++i)
+                CHECK(sides[side]->recv(&byte, 1) == 1 && byte == static_cast<std::uint8_t>(i));
+            CHECK(sides[side]->recv(&byte, 1) == -1 && errno == EAGAIN);
+        }
+    }
+}
+
 void a_peer_without_tls_is_refused() {
     Both pair(identity_of(1), identity_of(1));
     const char plain[] = "paceln/1 and what else a peer without encryption would say";
@@ -194,6 +218,7 @@ int main() {
     members_of_a_job_meet_and_bytes_arrive();
     another_jobs_certificate_is_refused_by_both_sides();
     bytes_arrive_while_the_keys_change();
+    a_change_of_keys_that_finds_no_room_does_not_stop_reading();
     a_peer_without_tls_is_refused();
     the_end_is_told_from_a_break();
     a_changed_byte_is_never_taken_for_data();

@@ -23,7 +23,8 @@ from paceline.launch.failures import (
     shortened,
     write_record,
 )
-from paceline.launch.nodes.messages import LARGEST, Stopped, encode
+from paceline.launch.nodes.framing import LARGEST, encode
+from paceline.launch.nodes.messages import Stopped
 from paceline.launch.output import LinePrefixer, LogFile, prefix_of
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from simulated_training import Training
 
+from paceline.launch.nodes.framing import decode as decode_message
+from paceline.launch.nodes.framing import encode as encode_message
 from paceline.launch.nodes.messages import Join, Seen, Wait, Watching
-from paceline.launch.nodes.messages import decode as decode_message
-from paceline.launch.nodes.messages import encode as encode_message
 from paceline.launch.nodes.viewing import Viewing
 from paceline.launch.outlook import decode, encode
 from paceline.observe.live.lookout import Lookout

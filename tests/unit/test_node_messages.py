@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.failures import Failure, Record
+from paceline.launch.nodes.framing import LARGEST, Inbox, MessageError, decode, encode
 from paceline.launch.nodes.join_token import Token, TokenError
 from paceline.launch.nodes.messages import (
-    LARGEST,
     Alive,
     Answered,
     AskTime,
@@ -20,11 +20,9 @@ from paceline.launch.nodes.messages import (
     End,
     Failed,
     Follow,
-    Inbox,
     Join,
     Know,
     Knows,
-    MessageError,
     Slots,
     Start,
     Stopped,
@@ -35,8 +33,6 @@ from paceline.launch.nodes.messages import (
     WorkerSaid,
     WorkerStalled,
     WorkerStarted,
-    decode,
-    encode,
 )
 
 FAILURE = Failure(

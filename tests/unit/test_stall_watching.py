@@ -8,7 +8,8 @@ import pytest
 from observed_world import loop, play
 
 from paceline.launch.failures import Failure, Record
-from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told, decode, encode
+from paceline.launch.nodes.framing import decode, encode
+from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told
 from paceline.launch.nodes.sightings import FAILURE_PATIENCE_S, PATIENCE_S, Sightings
 from paceline.observe import picture
 from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, State

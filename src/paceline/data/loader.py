@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset, IterableDataset
 
+from paceline.data.arguments import require_divisible, require_readable
 from paceline.data.indexed import IndexedBatches
 from paceline.data.order import Deal, Remainder, epoch_order, length_of
 from paceline.data.reader import Bookmark
@@ -91,11 +92,8 @@ class StatefulLoader(Generic[Sample]):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
     ) -> None:
-        _check_dataset(dataset, shuffle, dataset_state)
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        if remainder not in get_args(Remainder):
-            raise ValueError(f"remainder is {remainder!r}; it must be one of {', '.join(get_args(Remainder))}")
+        require_readable(dataset, shuffle, dataset_state)
+        require_divisible(batch_size, remainder)
         if num_replicas is not None and rank is not None:
             which_part(num_replicas, rank)
         self.dataset = dataset
@@ -279,26 +277,6 @@ class StatefulLoader(Generic[Sample]):
             yield taken.batch
             if iteration == self._iteration:
                 dealer.end_batch()
-
-
-def _check_dataset(dataset: object, shuffle: bool | None, dataset_state: bool) -> None:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        if shuffle:
-            raise ValueError(
-                f"StatefulLoader got shuffle=True with a {kind}, which is a stream and has only its own order; shuffle "
-                "in the dataset, seeded by the epoch that its set_epoch receives, and leave shuffle out"
-            )
-    elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(
-            f"StatefulLoader got a {kind}; it needs an IterableDataset, or a dataset with __len__ and __getitem__, "
-            "because samples are dealt out by their place in the stream or by their index"
-        )
-    elif dataset_state:
-        raise ValueError(
-            f"StatefulLoader got dataset_state=True with a {kind}, which is not a stream; leave it out, because the "
-            "position is the whole state of an epoch of indices"
-        )
 
 
 def _counted(length: int | None) -> str:

@@ -15,22 +15,22 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.elastic import speeds
-from paceline.elastic.agreement import FRESH, Agreement, Deal, Status, agree, deal_runs
+from paceline.elastic.agreement import FRESH, Agreement, Status, agree
 from paceline.elastic.audit import Audit, audit_of
 from paceline.elastic.computing import Computing
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
+from paceline.elastic.handing_over import hand_over
 from paceline.elastic.joining.catching_up import CatchingUp
 from paceline.elastic.joining.donors import Donor
 from paceline.elastic.joining.learner import Taught
 from paceline.elastic.joining.newcomer import Newcomer
 from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, View
+from paceline.elastic.portions import Portions
 from paceline.elastic.registry import Registry
-from paceline.elastic.speeds import even_counts, fair_counts
 from paceline.elastic.vote import Ballot, OthersOutvotedError, OutvotedError, vote
-from paceline.group.objects.messages import recv_object_list, send_object_list
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.digests import digest_of
 from paceline.parallel.sharded.sums import Values, sum_over_ranks
@@ -67,7 +67,7 @@ class Rounds:
         self._view = View(0, (), is_planned=False)
         self._group: ProcessGroup | None = None
         self.number = FRESH  # the round that comes next
-        self._deal: Deal = []
+        self._portions = Portions(shards)
         self.dealings = Dealings()
         self._mine = Computing()
         self._voted: Values = []  # the result with which this worker has voted in this round
@@ -78,7 +78,6 @@ class Rounds:
         self._has_begun = False  # this worker is in a batch
         self._others_have = False  # a member that is in the same round has begun its batch
         self.is_leaving = False  # this worker was asked to end
-        self._counts: list[int] = []  # of shards, by rank, in rounds to come
         self._agreed = 0  # the generation of a view that all members have heard of
 
     @property
@@ -244,13 +243,11 @@ class Rounds:
         self._others_have = any(status.has_begun for status in statuses if status.round == latest)
         self.dealings.learn([status.dealt for status in statuses], is_new=self.number == FRESH)
         agreed = agree(statuses, self._shards)
-        even = even_counts(self._shards, len(statuses))
-        self._counts = fair_counts(self._shards, [status.shard_ns for status in statuses], even)
         self._share(group, agreed)
         # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
         group.barrier()
         reach("view.agreed")
-        self._deal = agreed.deal if any(status.held for status in statuses) else deal_runs(self._counts)
+        self._portions.enter(statuses, agreed)
         self._group = group
         self._connection.send(Installed(view.generation, self.number))
 
@@ -262,19 +259,7 @@ class Rounds:
     def _share(self, group: ProcessGroup, agreed: Agreement) -> None:
         """Gives the state to those that lack it; learns that others have committed what this worker has voted for."""
         rank = group.rank()
-        for receiver, source in enumerate(agreed.source):
-            if source == rank:
-                reach("state.before_sending")
-                with Recorded(EventKind.CHECKPOINT, "send"):
-                    send_object_list([self._registry.capture()], group_dst=receiver, group=group)
-                reach("state.sent")
-        source = agreed.source[rank]
-        if source is not None:
-            box: list[Any] = [None]
-            with Recorded(EventKind.CHECKPOINT, "receive"):
-                recv_object_list(box, group_src=source, group=group)
-                self._registry.restore(box[0])
-            reach("state.loaded")
+        if hand_over(self._registry, agreed.source, group):
             self._committed = agreed.committed
         if rank in agreed.outvoted:
             self._end(f"the others have committed another result of round {self.number} than its own", OUTVOTED)
@@ -285,10 +270,11 @@ class Rounds:
             self.number = agreed.round
 
     def _sum(self, group: ProcessGroup, value_of: Callable[[int], Values], is_step: bool) -> Values:
-        audit = audit_of(self.number, self._deal, self._shards) if is_step else None
-        self._mine.compute(self._deal, group.rank(), value_of, audit, is_step=is_step)
+        deal = self._portions.deal
+        audit = audit_of(self.number, deal, self._shards) if is_step else None
+        self._mine.compute(deal, group.rank(), value_of, audit, is_step=is_step)
         reach("round.computed")
-        return self._agreed_on(group, sum_over_ranks(self._mine.held, self._deal, self._shards, group), audit)
+        return self._agreed_on(group, sum_over_ranks(self._mine.held, deal, self._shards, group), audit)
 
     def _agreed_on(self, group: ProcessGroup, result: Values, audit: Audit | None) -> Values:
         reach("round.summed")
@@ -305,11 +291,10 @@ class Rounds:
             self._end(str(error), OUTVOTED)
         self._agreed = min(ballot.heard for ballot in ballots)
         if self.number % speeds.EVERY == 0:
-            counts = fair_counts(self._shards, [ballot.shard_ns for ballot in ballots], self._counts)
-            if counts != self._counts and group.rank() == 0:
-                taken = ", ".join(f"{ballot.shard_ns / 1e6:.1f}" for ballot in ballots)
+            shard_ns = [ballot.shard_ns for ballot in ballots]
+            if self._portions.adapt(shard_ns) and group.rank() == 0:
+                counts, taken = self._portions.counts, ", ".join(f"{each / 1e6:.1f}" for each in shard_ns)
                 sys.stderr.write(f"paceline: shards are now dealt {counts}, since one takes {taken} ms\n")
-            self._counts = counts
 
     def _commit(self) -> None:
         was_late, self._is_late = self._is_late, False
@@ -319,7 +304,7 @@ class Rounds:
         self.number += 1
         # One that was late has agreed with the others on the round that comes now when it entered the view.
         if not was_late and self._catching_up is None:
-            self._deal = deal_runs(self._counts)
+            self._portions.begin_round()
             self._others_have = False
         reach("round.committed")
 
@@ -328,9 +313,7 @@ class Rounds:
         if self._catching_up is not None:
             self._on_deal(range(0))
             return
-        rank = self._view.members.index(self._connection.name)
-        first = sum(self._counts[:rank])
-        self._on_deal(range(first, first + self._counts[rank]))
+        self._on_deal(self._portions.of(self._view.members.index(self._connection.name)))
 
     def _group_now(self) -> ProcessGroup:
         assert self._group is not None

@@ -90,7 +90,7 @@ def _run_script(rest: list[str]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Does what `lifeline.die_with_parent` does, without its imports."""
+    """Does what `paceline.parent.die_with_parent` does, without its imports."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL

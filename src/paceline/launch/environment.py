@@ -1,4 +1,4 @@
-"""Decides the variables of a worker's environment: its ranks, ports and threads."""
+"""Decides the variables of a worker's environment: its ranks, ports and threads, and what it takes over."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline import _core
+from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
+from paceline.security.inherited import VARIABLE as SECRET_FD
+
+# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
+_NOT_PASSED_ON = (
+    "PACELINE_SECRET",
+    "PACELINE_SECRET_FILE",
+    SECRET_FD,
+    "PACELINE_STORE",
+    "PACELINE_TERMINAL",
+    "PACELINE_ELASTIC_FD",
+    "PACELINE_WORKER",
+    RECORD_FD,
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,12 @@ def place_variables(
 def worker_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
     """Returns torchrun's variables for one of `world_size` workers of this machine."""
     return place_variables(Place(rank, world_size, rank, world_size), ("127.0.0.1", port), run_id)
+
+
+def inherited(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns what workers take over of their launcher's variables, and the defaults for those that it lacks."""
+    defaults = {"PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # the latter as torchrun
+    return defaults | {name: value for name, value in base.items() if name not in _NOT_PASSED_ON}
 
 
 def allowed_cores() -> int:

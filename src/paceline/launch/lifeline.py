@@ -1,6 +1,6 @@
 """Makes sure that nothing outlives the launcher, whatever ends it.
 
-The kernel kills a worker whose launcher dies (PR_SET_PDEATHSIG). Guards kill what a worker had started: they are
+The kernel kills a worker whose launcher dies (`paceline/parent.py`). Guards kill what a worker had started: they are
 processes that were forked early and hold the reading end of a pipe, which closes when the launcher dies. They kill the
 job's cgroup if there is one, and every process that carries the job's mark in its environment or is in a session that a
 worker leads, and they remove the job's directory. They kill nothing else, since a process tree may hold processes that
@@ -25,16 +25,8 @@ from paceline.launch.cgroup import Cgroup
 MARK = "PACELINE_JOB"
 GUARDS = 3
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ROUNDS = 20  # how often to look again for processes that were started during the killing
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when `parent`, its parent, ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

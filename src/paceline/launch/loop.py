@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline import __version__
 from paceline.launch.cleanup import Cleanup
-from paceline.launch.environment import free_port
+from paceline.launch.environment import free_port, inherited
 from paceline.launch.events import Events
 from paceline.launch.failures import report_parts
 from paceline.launch.job import Job
@@ -30,25 +30,10 @@ from paceline.launch.signals import Signals
 from paceline.launch.watching import Watcher
 from paceline.launch.worker import Worker
 from paceline.observe.watching import Watched
-from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
-from paceline.security.inherited import VARIABLE as SECRET_FD
 
 if TYPE_CHECKING:
     from paceline.launch.outlook import Outlook
     from paceline.launch.page import Page
-
-# Variables of the job around this launcher, if a worker started it; the launcher's own workers must not use them.
-_NOT_PASSED_ON = (
-    "PACELINE_SECRET",
-    "PACELINE_SECRET_FILE",
-    SECRET_FD,
-    "PACELINE_STORE",
-    "PACELINE_TERMINAL",
-    "PACELINE_ELASTIC_FD",
-    "PACELINE_WORKER",
-    RECORD_FD,
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
 
 
 class Crew(Protocol):
@@ -205,13 +190,7 @@ class Loop(ABC):
 
     def _environment(self, mark: str) -> dict[str, str]:
         """Returns the variables that the workers share; `mark` tells those that start together from the others."""
-        environment = self._machine.environment(os.environ)
-        for name in _NOT_PASSED_ON:
-            environment.pop(name, None)
-        environment.update(self._cleanup.variables(mark))
-        environment.setdefault("PYTHONUNBUFFERED", "1")
-        environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun
-        return environment
+        return {**inherited(self._machine.environment(os.environ)), **self._cleanup.variables(mark)}
 
     def _wait_s(self) -> float | None:
         page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)

@@ -23,8 +23,8 @@ from paceline.errors import WorkerError
 from paceline.launch.bootstrap import offer_stack
 from paceline.launch.environment import allowed_cores, free_port, threads_per_worker, worker_environment
 from paceline.launch.failures import Record
-from paceline.launch.lifeline import die_with_parent
 from paceline.launch.spawn_watch import SpawnWatch
+from paceline.parent import die_with_parent
 from paceline.record.memory import DIRECTORY_VARIABLE, directory_of_files
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD

@@ -6,7 +6,6 @@ change: no torch, no group, and none of the descriptors that it inherits but its
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import os
@@ -34,14 +33,13 @@ from paceline.elastic.joining.wire import (
     receive_into,
     send_head,
 )
+from paceline.parent import die_with_parent
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection
 
 FIRST_S = 30.0  # how long the learner has to come
 _PATIENCE_S = 30.0  # how long it may take nothing
-_PR_SET_PDEATHSIG = 1
 _MOST_DESCRIPTORS = 1 << 20
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,12 @@ class Progress:
 def be_child(served: Served, donor_pid: int) -> NoReturn:
     """Serves one learner in a process that was just forked, and ends it; it never outlives the donor."""
     try:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == donor_pid:
-            gc.disable()  # what the donor left for the collector is the donor's to close
-            _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            _serve(served)
+        die_with_parent(donor_pid)
+        gc.disable()  # what the donor left for the collector is the donor's to close
+        _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _serve(served)
     except (OSError, BrokenLessonError):
         pass  # the learner or the donor is gone
     finally:

@@ -20,7 +20,8 @@ from enum import Enum, auto
 
 from paceline import __version__
 from paceline.launch.failures import Failure, first_failure, shortened
-from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Report, Start, Stop, Stopped, Wait
+from paceline.launch.nodes.messages import End, Failed, Finished, Join, Leave, Order, Report, Stop, Stopped, Wait
+from paceline.launch.nodes.ranking import ranked
 from paceline.launch.nodes.steering import Orders
 
 FIRST_PAUSE_S = 0.25
@@ -207,28 +208,10 @@ class Membership:
         self.members = list(self.nodes)[: self.policy.max_nodes]
         self._open = set(self.members)
         self._finished, self._failures, self._lost, self._makes_room = set(), [], [], False
-        joins = [self.nodes[node] for node in self.members]
-        master = joins[0]
-        orders: Orders = []
-        for at, (node, join) in enumerate(zip(self.members, joins, strict=True)):
-            role_sizes = [each.workers if each.role == join.role else 0 for each in joins]
-            start = Start(
-                generation=self.generation,
-                restart_count=self.restarts,
-                max_restarts=self.policy.max_restarts,
-                run_id=self.policy.run_id,
-                group_rank=at,
-                group_world_size=len(joins),
-                first_rank=sum(each.workers for each in joins[:at]),
-                world_size=sum(each.workers for each in joins),
-                role_first_rank=sum(role_sizes[:at]),
-                role_world_size=sum(role_sizes),
-                master_addr=master.address,
-                master_port=self.policy.port or master.port,
-                hosts=tuple(each.host for each in joins),
-            )
-            orders.append((node, start))
+        policy, joins = self.policy, [self.nodes[node] for node in self.members]
+        starts = ranked(joins, self.generation, self.restarts, policy.max_restarts, policy.run_id, policy.port)
         waiting = list(self.nodes)[self.policy.max_nodes :]
+        orders: Orders = [*zip(self.members, starts, strict=True)]
         return orders + [(node, Wait(f"{len(self.members)} machines are at work")) for node in waiting]
 
     def _stop(self, reason: str, but: str | None = None) -> Orders:

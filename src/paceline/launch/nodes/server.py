@@ -10,7 +10,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Inbox, MessageError, Report, TellTime, encode
+from paceline.launch.nodes.framing import Inbox, MessageError, encode
+from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Report, TellTime
 from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection, receive_now

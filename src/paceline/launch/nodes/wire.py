@@ -10,19 +10,8 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from paceline.launch.nodes.messages import (
-    Alive,
-    AskTime,
-    Begin,
-    Inbox,
-    Know,
-    MessageError,
-    Order,
-    Report,
-    Start,
-    TellTime,
-    encode,
-)
+from paceline.launch.nodes.framing import Inbox, MessageError, encode
+from paceline.launch.nodes.messages import Alive, AskTime, Begin, Know, Order, Report, Start, TellTime
 from paceline.launch.nodes.server import CHANNEL, HEARTBEAT_S
 from paceline.observe.clocks import Offset, OffsetEstimate
 from paceline.security.encryption import Connection, begin

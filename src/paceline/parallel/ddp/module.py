@@ -211,7 +211,10 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         self._checks.is_uneven = self._join_config.enable
         root = self._announce_step() if self._join_config.enable and records else 0
         if not (self.require_backward_grad_sync and records):
-            return self._call(args, kwargs)
+            output = self._call(args, kwargs)
+            if records:
+                self._reducer.leave_out(output)
+            return output
         self._reducer.before_forward((args, kwargs))
         self._watched.check_unchanged()
         if self.forward_sync_buffers and self.training and self._averages is None:

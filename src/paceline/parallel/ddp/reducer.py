@@ -176,6 +176,13 @@ class Reducer:
             return set()
         return self._gradients.names_without(used_parameters(outputs))
 
+    def leave_out(self, output: object) -> None:
+        """Makes a backward of `output` average nothing, although another forward may await its own.
+
+        Such a backward reaches the parameters as well, which alone would look like the awaited one.
+        """
+        self._outputs.tell_apart(tensor for tensor in find_tensors(output) if tensor.grad_fn is not None)
+
     def is_recomputing(self) -> bool:
         """Returns whether a backward calls forward again, for outputs that `expect` received before.
 
@@ -221,7 +228,8 @@ class Reducer:
     # - How a backward begins
 
     def _begin_unseen(self, _: torch.Tensor) -> None:
-        if self._state in (State.EXPECTING, State.INCOMPLETE):
+        is_own = self._state is State.EXPECTING and not self._outputs.in_other
+        if is_own or self._state is State.INCOMPLETE:
             self._begin(running_backward())
 
     def _begin(self, task: int) -> None:
