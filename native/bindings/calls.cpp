@@ -42,6 +42,15 @@ bool python_interrupted() {
     return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
+std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue) {
+    if (!queue) throw nb::value_error("the group is closed");
+    if (queue->is_inherited())
+        throw nb::value_error(
+            "this process was forked from a member of the group, and only that member can make the group's calls; "
+            "start processes with multiprocessing's method 'spawn', and make a group in them");
+    return queue;
+}
+
 nb::object report(Outcome outcome) {
     if (outcome.code == Code::ok) return nb::none();
     return nb::cast(std::move(outcome));
@@ -51,7 +60,7 @@ nb::object run_call(CallQueue& queue, Call call) {
     Outcome outcome;
     {
         const nb::gil_scoped_release release;
-        outcome = queue.run(std::move(call), python_interrupted);
+        outcome = queue.run(call, python_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return report(std::move(outcome));

@@ -25,6 +25,10 @@ Call to_call(const nanobind::tuple& fields);
 // Lets Ctrl-C interrupt a waiting call; leaves the exception set on the calling thread.
 bool python_interrupted();
 
+// Returns the queue of a group if calls can be made on it. Throws nb::value_error if the group is closed, or if this
+// process inherited it by a fork.
+std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue);
+
 // Returns None when the call succeeded.
 nanobind::object report(Outcome outcome);
 

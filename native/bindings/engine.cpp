@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/prepared_call.hpp"
 #include "call/completion_counter.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
@@ -57,6 +58,16 @@ class HostGroup {
         return queue->submit(std::move(call));
     }
 
+    PreparedCall* prepare(const nb::tuple& fields) const {
+        Call call = to_call(fields);
+        if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call));
+        const auto find = [mesh = std::weak_ptr(mesh_), peers = peers_](Call& again) {
+            again.region = 0;
+            if (const auto held = mesh.lock()) host::locate(again, held, peers);
+        };
+        return new PreparedCall(queue(), std::move(call), find);
+    }
+
     void close() {
         const std::shared_ptr<CallQueue> ending = std::move(queue_);
         const nb::gil_scoped_release release;
@@ -68,14 +79,15 @@ class HostGroup {
     int failure() const { return failure_of(queue_); }
 
   private:
-    std::shared_ptr<CallQueue> queue() const {
-        if (!queue_) throw nb::value_error("the group is closed");
-        return queue_;
+    std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
+
+    // Whether the tensor is reduced in place if it lies in a shared region.
+    bool may_be_shared(const Call& call) const {
+        return call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_;
     }
 
     void find_region(Call& call) const {
-        if (call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_)
-            host::locate(call, mesh_, peers_);
+        if (may_be_shared(call)) host::locate(call, mesh_, peers_);
     }
 
     nb::object finish(Call call) {
@@ -212,6 +224,7 @@ void register_engine(nb::module_& module) {
         .def("all_reduce", &HostGroup::all_reduce)
         .def("run", &HostGroup::run)
         .def("submit", &HostGroup::submit)
+        .def("prepare", &HostGroup::prepare, nb::rv_policy::take_ownership)
         .def("record_as", &HostGroup::record_as)
         .def("abort", &HostGroup::abort)
         .def("failure", &HostGroup::failure)

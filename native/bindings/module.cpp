@@ -23,6 +23,7 @@ NB_MODULE(_core, module) {
     nanobind::set_leak_warnings(false);
     paceline::bindings::register_engine(module);
     paceline::bindings::register_links(module);
+    paceline::bindings::register_prepared_calls(module);
     paceline::bindings::register_store(module);
     paceline::bindings::register_record(module);
     paceline::bindings::register_tls(module);

@@ -50,7 +50,7 @@ void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) 
     recorded.arrive(recorded_as_.load(std::memory_order_relaxed), call, sequence, is_async);
 }
 
-Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
+Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
         const std::lock_guard hold(running_);
         const Interrupted stopped = [&] { return cancelled_.load(std::memory_order_relaxed) || interrupted(); };
@@ -60,7 +60,7 @@ Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
         recorded.end(call.observed, outcome);
         return outcome;
     }
-    const std::shared_ptr<Work> work = submit(std::move(call));
+    const std::shared_ptr<Work> work = submit(call);
     while (!work->wait(kInterruptCheckNs))
         if (interrupted()) cancelled_.store(true, std::memory_order_relaxed);
     return work->outcome();

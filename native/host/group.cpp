@@ -182,7 +182,7 @@ std::uint64_t Group::sent_nbytes(const Call& call) const {
 
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
     if (broken_) return outcome_;
-    outcome_ = {};
+    if (outcome_.code != Code::ok) outcome_ = {};
     // Only this rank's own word is looked at here: another rank that has aborted is missed in this call's first round.
     if (control(rank_).aborted.load(std::memory_order_acquire) != 0) {
         adopt_abort();
@@ -224,6 +224,7 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
             begin(call, nullptr, 0);
             break;
     }
+    if (outcome_.code == Code::ok) return {};  // without copying the lists of a failure
     if (broken_ && call.region != 0) isolate(call);
     return outcome_;
 }
