@@ -109,6 +109,11 @@ class RunningGroup(BaseGroup):
         """Returns how long a call waits for the other ranks."""
         return timedelta(microseconds=self.timeout_ns / 1000)
 
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether this rank has ended the group."""
+        return self._closed
+
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets `timeout` for later calls."""
         self.timeout_ns = to_nanoseconds(timeout)
