@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -102,6 +103,26 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
                 CHECK(at.group.run(call, nullptr, false).code == Code::ok);
                 for (const float value : input) CHECK(value == mine);
                 for (const float value : output) CHECK(value == in_the_order_of_the_tree(0, n));
+            }
+        });
+}
+
+void a_call_is_made_again_from_the_front() {
+    for (const int n : {1, 2, 3})
+        with_ranks(n, [n](Rank at) {
+            for (const std::size_t count : {0, 1, 18, 19, 1024, 9000, 50'000}) {
+                std::vector<float> input(count), output(count);
+                Call call = sum_of(output);
+                auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
+                const std::size_t first = count / 3 * 4;
+                call.inputs.emplace_back(std::vector<Piece>{{bytes, first}, {bytes + first, 4 * count - first}});
+                for (int made = 1; made <= 3; ++made) {
+                    std::fill(input.begin(), input.end(), static_cast<float>(made * (at.rank + 1)));
+                    call.inputs[0].rewind();
+                    call.outputs[0].rewind();
+                    CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                    for (const float value : output) CHECK(value == static_cast<float>(made * n * (n + 1) / 2));
+                }
             }
         });
 }
@@ -269,6 +290,7 @@ void an_abort_on_another_thread_ends_the_own_call() {
 int main() {
     sums_are_right_for_every_size();
     a_sum_out_of_place_follows_the_tree_and_leaves_its_input();
+    a_call_is_made_again_from_the_front();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();
     a_call_that_failed_for_some_fails_for_those_who_come_late();
