@@ -75,18 +75,18 @@ def _of_mpi(world: object, name: str, tensor: object, whole: object) -> Contesta
     return calls | {"MPI init": started}
 
 
-def measure(calls: Contestants, nbytes: int, turns: int) -> dict[str, list[float]]:
-    """Seconds a call of each turn."""
+def measure(calls: Contestants, nbytes: int, turns: int) -> dict[str, tuple[int, list[float]]]:
+    """The calls of a turn, and the seconds a call of each turn."""
     a_turn = max(4, min(100, (1 << 20) // max(nbytes, 1 << 12)))
+    counts = {name: max(4, a_turn // 4) if name == "start and wait" else a_turn for name in calls}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
     for _ in range(turns):
         for name, call in calls.items():
-            calls_of_turn = max(4, a_turn // 4) if name == "start and wait" else a_turn
-            times[name].append(seconds_per_call(call, calls_of_turn))
-    return times | {"calls of a turn": [a_turn]}
+            times[name].append(seconds_per_call(call, counts[name]))
+    return {name: (counts[name], seconds) for name, seconds in times.items()}
 
 
 def rank_main(rank: int, ranks: int, options: dict[str, list], directory: str, world: object | None = None) -> None:
@@ -152,9 +152,8 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for library in found or [None]:
         for name, nbytes, times in run(chosen.ranks, options, library):
-            (a_turn,) = times.pop("calls of a turn")
-            ours = statistics.median(times["persistent"])
-            for contestant, seconds in times.items():
+            ours = statistics.median(times["persistent"][1])
+            for contestant, (a_turn, seconds) in times.items():
                 called = contestant.replace("MPI", library) if library else contestant
                 rows.append(
                     {
@@ -165,7 +164,7 @@ def main() -> None:
                         "p95 µs": 1e6 * statistics.quantiles(seconds, n=20)[-1],
                         "fastest µs": 1e6 * min(seconds),
                         "p50 / persistent": statistics.median(seconds) / ours,
-                        "n": len(seconds) * int(a_turn),
+                        "n": len(seconds) * a_turn,
                     }
                 )
     show(f"persistent calls on {chosen.ranks} ranks of one thread", rows, chosen.json)
