@@ -56,7 +56,7 @@ nb::object report(Outcome outcome) {
     return nb::cast(std::move(outcome));
 }
 
-nb::object run_call(CallQueue& queue, Call call) {
+nb::object run_call(CallQueue& queue, Call& call) {
     Outcome outcome;
     {
         const nb::gil_scoped_release release;

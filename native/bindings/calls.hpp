@@ -33,7 +33,7 @@ std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue);
 nanobind::object report(Outcome outcome);
 
 // Runs the call on this thread without holding the interpreter lock.
-nanobind::object run_call(CallQueue& queue, Call call);
+nanobind::object run_call(CallQueue& queue, Call& call);
 
 // Both take the queue of a group that may have been closed, and then have no effect.
 void abort_calls(std::shared_ptr<CallQueue> queue);

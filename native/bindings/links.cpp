@@ -75,7 +75,8 @@ class ScheduleGroup {
     }
 
     nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
-        return run_call(*queue(), by_schedule(std::move(schedule), fields));
+        Call call = by_schedule(std::move(schedule), fields);
+        return run_call(*queue(), call);
     }
 
     PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) const {

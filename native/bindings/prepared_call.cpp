@@ -19,15 +19,12 @@ std::shared_ptr<CallQueue> PreparedCall::begin(std::int64_t timeout_ns) {
 
 nb::object PreparedCall::run(std::int64_t timeout_ns) {
     const std::shared_ptr<CallQueue> queue = begin(timeout_ns);
-    is_running_ = true;
-    Outcome outcome;
-    {
-        const nb::gil_scoped_release release;
-        outcome = queue->run(call_, python_interrupted);
-    }
-    is_running_ = false;
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    return report(std::move(outcome));
+    const struct Running {
+        explicit Running(bool& is_running) : flag(is_running) { flag = true; }
+        ~Running() { flag = false; }
+        bool& flag;
+    } running(is_running_);
+    return run_call(*queue, call_);
 }
 
 std::shared_ptr<Work> PreparedCall::submit(std::int64_t timeout_ns) {

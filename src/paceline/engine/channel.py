@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from paceline import _core
-from paceline.engine.codes import ITEM_SIZES
+from paceline.engine.codes import ITEM_SIZES, NO_REDUCTION
 from paceline.schedule.steps import Operation
 
 # A tensor in one or more pieces: address, number of bytes, address, number of bytes, ...
@@ -170,6 +170,11 @@ class Channel(Protocol):
         """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
+
+    def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> Outcome | None:
+        """Copies one dense tensor of the root to all ranks; None when it went well."""
+        outputs = [[address, count * ITEM_SIZES[dtype]]]
+        return self.run(Call(Operation.BROADCAST, dtype, NO_REDUCTION, root, count, timeout_ns, [], outputs))
 
     def run(self, call: Call, /) -> Outcome | None:
         """Runs a call to its end; None when it went well."""

@@ -47,11 +47,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def is_plain_strided(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor of any layout is dense and plain (see `is_plain`)."""
-    return tensor.layout is torch.strided and is_plain(tensor)
-
-
 def count_elements(tensors: Sequence[torch.Tensor]) -> int:
     """Returns the number of elements of all `tensors` together."""
     return sum(tensor.numel() for tensor in tensors)

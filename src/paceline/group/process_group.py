@@ -9,8 +9,8 @@ from torch.autograd import profiler
 
 from paceline.durations import Timeout
 from paceline.engine.channel import Call
-from paceline.engine.codes import DTYPE_CODES
-from paceline.group.buffers import Buffers, Tensors, as_list, is_plain_strided
+from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION
+from paceline.group.buffers import Buffers, Tensors, as_list, is_plain
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.explaining import explain_choice
 from paceline.group.options import Options, are_options, one_list, reduction_of, time_limit
@@ -26,12 +26,14 @@ from paceline.group.planning import (
     plan_scatter,
 )
 from paceline.group.reduce_op import ReduceOp, Reduction
-from paceline.group.reductions import is_unscaled, reduces
+from paceline.group.reductions import QUICK_CODES
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
 from paceline.group.tree_sums import TreeSummingGroup
 from paceline.group.work import Work
 from paceline.schedule.steps import Operation
+
+_STRIDED = torch.strided
 
 
 class ProcessGroup(TreeSummingGroup, TorchMethods):
@@ -51,15 +53,19 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         any_order: bool = False,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
-        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and is_unscaled(op):
-            code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
-            if code is not None and tensors.is_cpu and is_plain_strided(tensors) and reduces(code, op):
-                if self._closed:
-                    raise self.closed_error()
-                outcome = self._channel.all_reduce(tensors.data_ptr(), tensors.numel(), code, op, self.timeout_ns)
-                if outcome is not None:
-                    raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
-                return None
+        if timeout is None and not async_op and isinstance(op, ReduceOp) and isinstance(tensors, torch.Tensor):
+            # The path of most calls, on which each line counts: it neither calls functions of Python nor hashes enums.
+            quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(tensors.dtype)
+            if quick is not None and tensors.is_cpu and tensors.layout is _STRIDED:
+                code, reduce_code = quick[0], quick[1][op]
+                if reduce_code >= 0 and tensors.is_contiguous() and not tensors.is_neg():
+                    if self._closed:
+                        raise self.closed_error()
+                    count = tensors.numel()
+                    outcome = self._channel.all_reduce(tensors.data_ptr(), count, code, reduce_code, self.timeout_ns)
+                    if outcome is not None:
+                        raise self._error(outcome, (0, Operation.ALL_REDUCE, code, reduce_code, -1, count))
+                    return None
         listed = as_list(tensors, "all_reduce")
         if len(listed) == 1 and listed[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self, listed[0], reduction_of(op), async_op, timeout)
@@ -95,6 +101,16 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         """Copies the root's `tensors` to all ranks."""
         if are_options(root):
             return self.broadcast(tensors, root.rootRank, True, time_limit(root))
+        if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
+            code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
+            if code is not None and tensors.is_cpu and tensors.layout is _STRIDED and is_plain(tensors):
+                if self._closed:
+                    raise self.closed_error()
+                count = tensors.numel()
+                outcome = self._channel.broadcast(tensors.data_ptr(), count, code, root, self.timeout_ns)
+                if outcome is not None:
+                    raise self._error(outcome, (0, Operation.BROADCAST, code, NO_REDUCTION, root, count))
+                return None
         return self._run(plan_broadcast(tensors, root, self.limit_ns(timeout), any_order), async_op)
 
     def reduce(
