@@ -131,8 +131,10 @@ def run(ranks: int, options: dict[str, object], library: str | None) -> list:
                 "OMP_NUM_THREADS": "1",
                 "MPI4PY_LIBMPI": str(min(place.glob("lib/libmpi.so.*"))),
             }
-            command = [str(place / "bin" / "mpiexec"), "-n", str(ranks), sys.executable, __file__, "--worker", directory]
-            subprocess.run(command, env={**os.environ, **environment}, timeout=900, check=True)
+            command = [str(place / "bin" / "mpiexec"), "-n", str(ranks), sys.executable, __file__]
+            subprocess.run(
+                [*command, "--worker", directory], env={**os.environ, **environment}, timeout=900, check=True
+            )
         return json.loads(Path(directory, "result.json").read_text())
 
 

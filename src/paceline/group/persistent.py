@@ -99,8 +99,8 @@ class PersistentCall(ABC):
     def _require_idle(self) -> None:
         if self._is_started:
             raise ValueError(
-                f"{self._who()}{self._name}: this persistent call is started and not over; call wait(), or test() until "
-                "it returns True, before the next start"
+                f"{self._who()}{self._name}: this persistent call is started and not over; call wait(), or test() "
+                "until it returns True, before the next start"
             )
 
     def _started_work(self) -> Work:
@@ -119,9 +119,9 @@ class PersistentCall(ABC):
 
     def _moved(self) -> ValueError:
         return ValueError(
-            f"{self._who()}{self._name}: a tensor of this persistent call is no longer where {self._name}_init found it; "
-            "resize_, set_ or an assignment to .data has given it other memory. Prepare the call again, or write new "
-            "values into the old memory with copy_"
+            f"{self._who()}{self._name}: a tensor of this persistent call is no longer where {self._name}_init found "
+            "it; resize_, set_ or an assignment to .data has given it other memory. Prepare the call again, or write "
+            "new values into the old memory with copy_"
         )
 
 
@@ -216,9 +216,7 @@ class RepeatedCall(PersistentCall):
         tensors: the tensors that the program passed.
     """
 
-    def __init__(
-        self, name: str, make: Callable[[bool], Work | None], tensors: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, name: str, make: Callable[[bool], Work | None], tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__(name, tensors)
         self._make = make
 

@@ -1,4 +1,4 @@
-"""Persistent forms of the collectives that have a root, and of messages between two ranks; see `persistent_calls.py`."""
+"""Persistent forms of the collectives that have a root, and of messages; `persistent_calls.py` describes them."""
 
 from __future__ import annotations
 

@@ -120,9 +120,7 @@ def plan_scatter(
     return Call(Operation.SCATTER, code, NO_REDUCTION, root, count, timeout_ns, flat_inputs, flat_outputs), buffers
 
 
-def plan_all_to_all(
-    group: BaseGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int
-) -> Plan:
+def plan_all_to_all(group: BaseGroup, outputs: Sequence[Tensors], inputs: Sequence[Tensors], timeout_ns: int) -> Plan:
     """Returns the plan of an all_to_all."""
     read = lists_by_rank(inputs, group, "all_to_all", "input_tensor_list")
     written = lists_by_rank(outputs, group, "all_to_all", "output_tensor_list")
