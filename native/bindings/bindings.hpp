@@ -8,6 +8,7 @@ namespace paceline::bindings {
 void register_engine(nanobind::module_& module);
 void register_links(nanobind::module_& module);
 void register_prepared_calls(nanobind::module_& module);
+void register_quick_calls(nanobind::module_& module);
 void register_store(nanobind::module_& module);
 void register_record(nanobind::module_& module);
 void register_tls(nanobind::module_& module);

@@ -64,12 +64,12 @@ class HostGroup {
 
     PreparedCall* prepare(const nb::tuple& fields) const {
         Call call = to_call(fields);
-        if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call));
+        if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call), true);
         const auto find = [mesh = std::weak_ptr(mesh_), peers = peers_](Call& again) {
             again.region = 0;
             if (const auto held = mesh.lock()) host::locate(again, held, peers);
         };
-        return new PreparedCall(queue(), std::move(call), find);
+        return new PreparedCall(queue(), std::move(call), true, find);
     }
 
     void close() {
@@ -108,7 +108,7 @@ class HostGroup {
 
     nb::object finish(Call& call) {
         find_region(call);
-        return run_call(*queue(), call);
+        return run_call(*queue(), call, is_small(call));
     }
 
     std::shared_ptr<shm::Mesh> mesh_;

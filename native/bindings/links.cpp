@@ -80,7 +80,7 @@ class ScheduleGroup {
     }
 
     PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) const {
-        return new PreparedCall(queue(), by_schedule(std::move(schedule), fields));
+        return new PreparedCall(queue(), by_schedule(std::move(schedule), fields), false);
     }
 
     std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {

@@ -24,7 +24,7 @@ nb::object PreparedCall::run(std::int64_t timeout_ns) {
         ~Running() { flag = false; }
         bool& flag;
     } running(is_running_);
-    return run_call(*queue, call_);
+    return run_call(*queue, call_, may_be_over_at_once_);
 }
 
 std::shared_ptr<Work> PreparedCall::submit(std::int64_t timeout_ns) {

@@ -10,10 +10,15 @@ namespace paceline::bindings {
 
 class PreparedCall {
   public:
-    // `complete` is called before each call, to fill in what may change between two calls; it may be empty. The queue
-    // is that of the call's group, which ends without regard to the calls that were prepared for it.
-    PreparedCall(const std::shared_ptr<CallQueue>& queue, Call call, std::function<void(Call&)> complete = nullptr)
-        : queue_(queue), call_(std::move(call)), complete_(std::move(complete)) {}
+    // `is_on_one_host` says that small calls may be over at once. `complete` is called before each call, to fill in
+    // what may change between two calls; it may be empty. The queue is that of the call's group, which ends without
+    // regard to the calls that were prepared for it.
+    PreparedCall(const std::shared_ptr<CallQueue>& queue, Call call, bool is_on_one_host,
+                 std::function<void(Call&)> complete = nullptr)
+        : queue_(queue),
+          call_(std::move(call)),
+          may_be_over_at_once_(is_on_one_host && is_small(call_)),
+          complete_(std::move(complete)) {}
 
     // Makes the call on this thread; returns None when it succeeded. Throws nb::value_error if another thread is making
     // it, or if the group is closed.
@@ -26,9 +31,9 @@ class PreparedCall {
 
     std::weak_ptr<CallQueue> queue_;
     Call call_;
+    bool may_be_over_at_once_;
     std::function<void(Call&)> complete_;
     bool is_running_ = false;  // guarded by the interpreter lock
 };
 
 }  // namespace paceline::bindings
-

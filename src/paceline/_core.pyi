@@ -1,6 +1,7 @@
 """The C++ core. Codes (operation, dtype, reduce op, status) are the enum values of `native/`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -46,10 +47,32 @@ class Mesh:
     def close(self) -> None: ...
 
 class PreparedCall:
-    """A collective call that is made many times; see `paceline.engine.channel.Prepared`."""
+    """A collective call that was prepared once and is made many times, on the same memory.
+
+    Both methods raise a ValueError if another thread is making this very call, or the group is closed.
+    """
 
     def run(self, timeout_ns: int, /) -> Outcome | None: ...
     def submit(self, timeout_ns: int, /) -> Work: ...
+
+class HasTimeout(Protocol):
+    timeout_ns: int
+
+class QuickCall:
+    """What a persistent call does each time that it is called; see native/bindings/quick_call.hpp."""
+
+    is_started: bool
+
+    def __call__(self) -> None: ...
+    def arm(
+        self,
+        prepared: PreparedCall,
+        places: Sequence[tuple[Callable[[], int], int]],
+        limits: HasTimeout,
+        watched: dict[str, object],
+        key: str,
+        /,
+    ) -> None: ...
 
 class HostGroup:
     @staticmethod

@@ -142,21 +142,6 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     outputs: Sequence[Pieces]
 
 
-class Prepared(Protocol):
-    """A call that was checked and prepared once, and is made many times on the same memory."""
-
-    def run(self, timeout_ns: int, /) -> Outcome | None:
-        """Makes the call, from any thread; None when it went well.
-
-        Raises:
-            ValueError: another thread is making this very call, or the group is closed.
-        """
-
-    def submit(self, timeout_ns: int, /) -> Pending:
-        """Queues the call behind those made before, and returns at once; raises as `run` does."""
-        ...
-
-
 def recorded_call(group: int, call: Call, sequence: int, is_async: bool) -> _core.RecordedCall:
     """Returns the record of a call that has just been made, for an engine that is written in Python."""
     fields = (call.operation, call.dtype, call.reduce_op, sequence, call.count, call.root, is_async, -1)
@@ -183,8 +168,8 @@ class Channel(Protocol):
         """Queues a call behind those made before, and returns at once."""
         ...
 
-    def prepare(self, call: Call, /) -> Prepared | None:
-        """Returns the call prepared for being made many times; None if that would not be faster than `run`."""
+    def prepare(self, call: Call, /) -> _core.PreparedCall | None:
+        """Returns the call prepared for being made many times; None if the engine is not in the core."""
         return None
 
     def record_as(self, group: int, /) -> None:

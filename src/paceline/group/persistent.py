@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.autograd import profiler
-from torch.compiler import is_dynamo_compiling
 
+from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
-from paceline.engine.channel import Prepared
+from paceline.engine.channel import Outcome
 from paceline.group.buffers import Tensors, as_list
-from paceline.group.eager import eager, outside
+from paceline.group.eager import eager
 from paceline.group.planning import Plan
 from paceline.group.profiling import Recording
 from paceline.group.running import RunningGroup
 from paceline.group.work import Work
 
 
-class PersistentCall(ABC):
+class PersistentCall(_core.QuickCall):
     """A call that was prepared once, by `all_reduce_init` for example, and can be made any number of times.
 
     `call()` makes it, and returns when it is complete. `call.start()` starts it, and `call.wait()` waits until it is
@@ -38,27 +38,27 @@ class PersistentCall(ABC):
     """
 
     def __init__(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
         self._name = name
         dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
         self._memory = [(tensor.data_ptr, tensor.data_ptr()) for tensor in dense]
         self._work: Work | None = None  # of the latest start, until `wait`
-        self._is_started = False
         self._starting = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"PersistentCall({self._name}, {'started' if self._is_started else 'not started'})"
+        return f"PersistentCall({self._name}, {'started' if self.is_started else 'not started'})"
 
-    @abstractmethod
-    def __call__(self) -> None:
-        """Makes the call; returns when it is complete, as the plain call does."""
+    def _call_with_care(self) -> None:
+        """Makes the call; the core calls this unless a shorter way will do."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _submit(self) -> Work:
         """Starts the call in the background."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _who(self) -> str:
         """Returns the words for this rank at the beginning of a message."""
+        return ""
 
     @eager
     def start(self) -> None:
@@ -67,7 +67,7 @@ class PersistentCall(ABC):
         with self._starting:
             self._require_idle()
             self._work = self._submit()
-            self._is_started = True
+            self.is_started = True
 
     @eager
     def wait(self, timeout: Timeout | None = None) -> None:
@@ -82,7 +82,7 @@ class PersistentCall(ABC):
             work.wait(timeout)
         finally:
             if work.is_completed():
-                self._is_started, self._work = False, None
+                self.is_started, self._work = False, None
 
     @eager
     def test(self) -> bool:
@@ -93,11 +93,11 @@ class PersistentCall(ABC):
         work = self._started_work()
         if not work.is_completed():
             return False
-        self._is_started = False
+        self.is_started = False
         return work.wait()
 
     def _require_idle(self) -> None:
-        if self._is_started:
+        if self.is_started:
             raise ValueError(
                 f"{self._who()}{self._name}: this persistent call is started and not over; call wait(), or test() "
                 "until it returns True, before the next start"
@@ -125,6 +125,10 @@ class PersistentCall(ABC):
         )
 
 
+class _Limits(NamedTuple):
+    timeout_ns: int
+
+
 class EngineCall(PersistentCall):
     """A persistent call that the engine has prepared.
 
@@ -142,7 +146,7 @@ class EngineCall(PersistentCall):
         name: str,
         group: RunningGroup,
         plan: Plan,
-        prepared: Prepared,
+        prepared: _core.PreparedCall,
         tensors: Sequence[torch.Tensor],
         timeout: Timeout | None,
     ) -> None:
@@ -152,36 +156,30 @@ class EngineCall(PersistentCall):
         # Other tensors on the same memory, which keep it even if the program gives its own tensors another.
         plan[1].kept = [each.detach() for each in plan[1].kept]
         self._prepared = prepared
-        self._run = prepared.run
-        self._own_timeout_ns = None if timeout is None else to_nanoseconds(timeout)
+        self._limits: RunningGroup | _Limits = group if timeout is None else _Limits(to_nanoseconds(timeout))
+        self.arm(prepared, self._memory, self._limits, profiler.__dict__, "_is_profiler_enabled")
 
-    def __call__(self) -> None:
-        """Makes the call; returns when it is complete."""
-        if is_dynamo_compiling():
-            return outside(self.__call__)
-        for data_ptr, address in self._memory:  # as in `_require_memory`, without the cost of a call
-            if data_ptr() != address:
-                raise self._moved()
-        if self._is_started:
-            self._require_idle()
+    def _call_with_care(self) -> None:
+        self._require_memory()
+        self._require_idle()
         recording = self._recording() if profiler._is_profiler_enabled else None
-        timeout_ns = self._own_timeout_ns
         try:
-            outcome = self._run(self._group.timeout_ns if timeout_ns is None else timeout_ns)
+            outcome = self._prepared.run(self._limits.timeout_ns)
         except ValueError as error:
             raise self._refused(error) from None
         finally:
             if recording is not None:
                 recording.end()
         if outcome is not None:
-            raise self._group.abandon(outcome, self._plan)
-        return None
+            self._fail(outcome)
+
+    def _fail(self, outcome: Outcome) -> NoReturn:
+        raise self._group.abandon(outcome, self._plan)
 
     def _submit(self) -> Work:
         recording = self._recording() if profiler._is_profiler_enabled else None
-        timeout_ns = self._own_timeout_ns
         try:
-            pending = self._prepared.submit(self._group.timeout_ns if timeout_ns is None else timeout_ns)
+            pending = self._prepared.submit(self._limits.timeout_ns)
         except ValueError as error:
             raise self._refused(error) from None
         work = self._group.work_of(pending, self._plan)
@@ -220,21 +218,15 @@ class RepeatedCall(PersistentCall):
         super().__init__(name, tensors)
         self._make = make
 
-    def __call__(self) -> None:
-        """Makes the call; returns when it is complete."""
-        if is_dynamo_compiling():
-            return outside(self.__call__)
+    @eager
+    def _call_with_care(self) -> None:
         self._require_memory()
         self._require_idle()
         self._make(False)
-        return None
 
     def _submit(self) -> Work:
         work = self._make(True)
         return Work(None, self._name) if work is None else work
-
-    def _who(self) -> str:
-        return ""
 
 
 def prepared_call(

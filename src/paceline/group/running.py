@@ -8,9 +8,10 @@ from datetime import timedelta
 import torch
 from torch.autograd import profiler
 
+from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
-from paceline.engine.channel import HeaderFields, Outcome, Pending, Prepared
+from paceline.engine.channel import HeaderFields, Outcome, Pending
 from paceline.engine.codes import ITEM_SIZES
 from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
 from paceline.errors import CollectiveError, CollectiveTimeoutError
@@ -168,7 +169,7 @@ class RunningGroup(BaseGroup):
             buffers.finish()
         return Work(None, str(call.operation), buffers.kept, results=buffers.written) if async_op is None else None
 
-    def prepare(self, plan: Plan) -> Prepared | None:
+    def prepare(self, plan: Plan) -> _core.PreparedCall | None:
         """Returns the planned call for being made many times; None if the engine gains nothing by that.
 
         The call reads and writes the buffers where they are now, and nothing is copied back.
