@@ -10,6 +10,7 @@ the median (p50), the 95th percentile and the fastest turn; n is the number of c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -29,7 +30,7 @@ WARM_UP = 20
 Contestants = dict[str, Callable[[], object]]
 
 
-def contestants(name: str, nbytes: int, world: object | None) -> Contestants:
+def contestants(name: str, nbytes: int, world: object | None, undo: contextlib.ExitStack) -> Contestants:
     import torch
 
     import paceline as dist
@@ -49,10 +50,10 @@ def contestants(name: str, nbytes: int, world: object | None) -> Contestants:
         prepared.wait()
 
     calls = {"plain": lambda: plain(*arguments), "persistent": prepared, "start and wait": started}
-    return calls | (_of_mpi(world, name, tensor.numpy(), whole.numpy()) if world is not None else {})
+    return calls | (_of_mpi(world, name, tensor.numpy(), whole.numpy(), undo) if world is not None else {})
 
 
-def _of_mpi(world: object, name: str, tensor: object, whole: object) -> Contestants:
+def _of_mpi(world: object, name: str, tensor: object, whole: object, undo: contextlib.ExitStack) -> Contestants:
     from mpi4py import MPI
 
     method, arguments = {
@@ -67,6 +68,7 @@ def _of_mpi(world: object, name: str, tensor: object, whole: object) -> Contesta
         request = getattr(world, f"{method}_init")(*arguments)
     except NotImplementedError:  # the library is older than MPI 4
         return calls
+    undo.callback(request.Free)
 
     def started() -> None:
         request.Start()
@@ -99,7 +101,8 @@ def rank_main(rank: int, ranks: int, options: dict[str, list], directory: str, w
     results = []
     for name in options["calls"]:
         for nbytes in options["sizes"] if name != "barrier" else [0]:
-            times = measure(contestants(name, nbytes, world), nbytes, options["turns"])
+            with contextlib.ExitStack() as undo:
+                times = measure(contestants(name, nbytes, world, undo), nbytes, options["turns"])
             results.append((name, nbytes, times))
     if rank == 0:
         Path(directory, "result.json").write_text(json.dumps(results))

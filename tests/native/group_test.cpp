@@ -127,6 +127,20 @@ void a_call_is_made_again_from_the_front() {
         });
 }
 
+void a_thread_says_once_that_it_will_wait() {
+    std::atomic<int> told{0};
+    with_ranks(2, [&told](Rank at) {
+        const std::function<void()> tell = [&told] { told.fetch_add(1); };
+        std::vector<float> values(3, 1.0f);
+        Call call = sum_of(values);
+        if (at.rank == 0) call.before_waiting = &tell;
+        while (at.rank == 1 && told.load() == 0) std::this_thread::yield();
+        CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+        CHECK(call.before_waiting == nullptr && values[0] == 2.0f);
+    });
+    CHECK(told.load() == 1);
+}
+
 void a_mismatch_fails_alike_and_leaves_the_group_usable() {
     with_ranks(3, [](Rank at) {
         std::vector<float> values(at.rank == 1 ? 7 : 8, 1.0f);
@@ -291,6 +305,7 @@ int main() {
     sums_are_right_for_every_size();
     a_sum_out_of_place_follows_the_tree_and_leaves_its_input();
     a_call_is_made_again_from_the_front();
+    a_thread_says_once_that_it_will_wait();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();
     a_call_that_failed_for_some_fails_for_those_who_come_late();
