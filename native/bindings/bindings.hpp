@@ -9,6 +9,8 @@ void register_process(nanobind::module_& module);
 void register_engine(nanobind::module_& module);
 void register_memory(nanobind::module_& module);
 void register_links(nanobind::module_& module);
+void register_prepared_calls(nanobind::module_& module);
+void register_quick_calls(nanobind::module_& module);
 void register_store(nanobind::module_& module);
 void register_record(nanobind::module_& module);
 void register_tls(nanobind::module_& module);

@@ -1,5 +1,7 @@
 #include "bindings/calls.hpp"
 
+#include <optional>
+
 namespace nb = nanobind;
 
 namespace paceline::bindings {
@@ -42,16 +44,37 @@ bool python_interrupted() {
     return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
 }
 
+std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue) {
+    if (!queue) throw nb::value_error("the group is closed");
+    if (queue->is_inherited())
+        throw nb::value_error(
+            "this process was forked from a member of the group, and only that member can make the group's calls; "
+            "start processes with multiprocessing's method 'spawn', and make a group in them");
+    return queue;
+}
+
+bool is_small(const Call& call) {
+    constexpr std::size_t kSmall = 4096;
+    std::size_t nbytes = 0;
+    for (const Stream& each : call.inputs) nbytes += each.nbytes();
+    for (const Stream& each : call.outputs) nbytes += each.nbytes();
+    return nbytes <= kSmall;
+}
+
 nb::object report(Outcome outcome) {
     if (outcome.code == Code::ok) return nb::none();
     return nb::cast(std::move(outcome));
 }
 
-nb::object run_call(CallQueue& queue, Call call) {
+nb::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once) {
     Outcome outcome;
     {
-        const nb::gil_scoped_release release;
-        outcome = queue.run(std::move(call), python_interrupted);
+        std::optional<nb::gil_scoped_release> released;
+        const std::function<void()> release = [&released] { released.emplace(); };
+        call.before_waiting = &release;
+        if (!may_be_over_at_once) will_wait(call);
+        outcome = queue.run(call, python_interrupted);
+        call.before_waiting = nullptr;
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return report(std::move(outcome));

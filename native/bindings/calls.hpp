@@ -25,11 +25,19 @@ Call to_call(const nanobind::tuple& fields);
 // Lets Ctrl-C interrupt a waiting call; leaves the exception set on the calling thread.
 bool python_interrupted();
 
+// Returns the queue of a group if calls can be made on it. Throws nb::value_error if the group is closed, or if this
+// process inherited it by a fork.
+std::shared_ptr<CallQueue> usable(std::shared_ptr<CallQueue> queue);
+
+// Whether the tensors are so small that to give up the interpreter lock would take longer than to copy and reduce them.
+bool is_small(const Call& call);
+
 // Returns None when the call succeeded.
 nanobind::object report(Outcome outcome);
 
-// Runs the call on this thread without holding the interpreter lock.
-nanobind::object run_call(CallQueue& queue, Call call);
+// Runs the call on this thread without holding the interpreter lock. If it `may_be_over_at_once`, the lock is not given
+// up before the thread has to wait.
+nanobind::object run_call(CallQueue& queue, Call& call, bool may_be_over_at_once = false);
 
 // Both take the queue of a group that may have been closed, and then have no effect.
 void abort_calls(std::shared_ptr<CallQueue> queue);

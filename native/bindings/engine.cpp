@@ -9,6 +9,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/prepared_call.hpp"
 #include "call/completion_counter.hpp"
 #include "host/group.hpp"
 #include "host/regions.hpp"
@@ -37,17 +38,21 @@ class HostGroup {
 
     nb::object all_reduce(std::uint64_t address, std::uint64_t count, int dtype, int reduce_op,
                           std::int64_t timeout_ns) {
-        Call call;
-        call.operation = Operation::all_reduce;
-        call.dtype = static_cast<DType>(dtype);
+        Call call = on_one_tensor(Operation::all_reduce, address, count, dtype, timeout_ns);
         call.reduce_op = static_cast<ReduceOp>(reduce_op);
-        call.count = count;
-        call.timeout_ns = timeout_ns;
-        call.outputs.push_back(to_stream({address, count * item_size(call.dtype)}));
-        return finish(std::move(call));
+        return finish(call);
     }
 
-    nb::object run(const nb::tuple& call) { return finish(to_call(call)); }
+    nb::object broadcast(std::uint64_t address, std::uint64_t count, int dtype, int root, std::int64_t timeout_ns) {
+        Call call = on_one_tensor(Operation::broadcast, address, count, dtype, timeout_ns);
+        call.root = root;
+        return finish(call);
+    }
+
+    nb::object run(const nb::tuple& fields) {
+        Call call = to_call(fields);
+        return finish(call);
+    }
 
     std::shared_ptr<Work> submit(const nb::tuple& fields) {
         Call call = to_call(fields);
@@ -55,6 +60,16 @@ class HostGroup {
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
         return queue->submit(std::move(call));
+    }
+
+    PreparedCall* prepare(const nb::tuple& fields) const {
+        Call call = to_call(fields);
+        if (!may_be_shared(call)) return new PreparedCall(queue(), std::move(call), true);
+        const auto find = [mesh = std::weak_ptr(mesh_), peers = peers_](Call& again) {
+            again.region = 0;
+            if (const auto held = mesh.lock()) host::locate(again, held, peers);
+        };
+        return new PreparedCall(queue(), std::move(call), true, find);
     }
 
     void close() {
@@ -68,19 +83,32 @@ class HostGroup {
     int failure() const { return failure_of(queue_); }
 
   private:
-    std::shared_ptr<CallQueue> queue() const {
-        if (!queue_) throw nb::value_error("the group is closed");
-        return queue_;
+    std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
+
+    // Whether the tensor is reduced in place if it lies in a shared region.
+    bool may_be_shared(const Call& call) const {
+        return call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_;
     }
 
     void find_region(Call& call) const {
-        if (call.operation == Operation::all_reduce && call.inputs.empty() && call.outputs[0].nbytes() > slot_bytes_)
-            host::locate(call, mesh_, peers_);
+        if (may_be_shared(call)) host::locate(call, mesh_, peers_);
     }
 
-    nb::object finish(Call call) {
+    static Call on_one_tensor(Operation operation, std::uint64_t address, std::uint64_t count, int dtype,
+                              std::int64_t timeout_ns) {
+        Call call;
+        call.operation = operation;
+        call.dtype = static_cast<DType>(dtype);
+        call.count = count;
+        call.timeout_ns = timeout_ns;
+        const Piece tensor{reinterpret_cast<std::uint8_t*>(address), count * item_size(call.dtype)};
+        call.outputs.emplace_back(std::vector<Piece>{tensor});
+        return call;
+    }
+
+    nb::object finish(Call& call) {
         find_region(call);
-        return run_call(*queue(), std::move(call));
+        return run_call(*queue(), call, is_small(call));
     }
 
     std::shared_ptr<shm::Mesh> mesh_;
@@ -210,8 +238,10 @@ void register_engine(nb::module_& module) {
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),
                     nb::arg("timeout_s"), nb::rv_policy::take_ownership)
         .def("all_reduce", &HostGroup::all_reduce)
+        .def("broadcast", &HostGroup::broadcast)
         .def("run", &HostGroup::run)
         .def("submit", &HostGroup::submit)
+        .def("prepare", &HostGroup::prepare, nb::rv_policy::take_ownership)
         .def("record_as", &HostGroup::record_as)
         .def("abort", &HostGroup::abort)
         .def("failure", &HostGroup::failure)

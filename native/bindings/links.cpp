@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/prepared_call.hpp"
 #include "bindings/tls.hpp"
 #include "executor/executor.hpp"
 
@@ -74,16 +75,16 @@ class ScheduleGroup {
     }
 
     nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
-        Call call = to_call(fields);
-        call.algorithm = schedule->algorithm;
-        call.schedule = std::move(schedule);
-        return run_call(*queue(), std::move(call));
+        Call call = by_schedule(std::move(schedule), fields);
+        return run_call(*queue(), call);
+    }
+
+    PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) const {
+        return new PreparedCall(queue(), by_schedule(std::move(schedule), fields), false);
     }
 
     std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
-        Call call = to_call(fields);
-        call.algorithm = schedule->algorithm;
-        call.schedule = std::move(schedule);
+        Call call = by_schedule(std::move(schedule), fields);
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
         return queue->submit(std::move(call));
@@ -134,6 +135,13 @@ class ScheduleGroup {
     }
 
   private:
+    static Call by_schedule(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
+        Call call = to_call(fields);
+        call.algorithm = schedule->algorithm;
+        call.schedule = std::move(schedule);
+        return call;
+    }
+
     template <class Start>
     Message start(bool background, Start begin) {
         if (!messenger_) throw nb::value_error("the group is closed");
@@ -147,10 +155,7 @@ class ScheduleGroup {
         return Message(messenger, std::move(request));
     }
 
-    std::shared_ptr<CallQueue> queue() const {
-        if (!queue_) throw nb::value_error("the group is closed");
-        return queue_;
-    }
+    std::shared_ptr<CallQueue> queue() const { return usable(queue_); }
 
     std::shared_ptr<link::LaneSet> lanes_;
     std::shared_ptr<Messenger> messenger_;
@@ -217,6 +222,7 @@ void register_links(nb::module_& module) {
                     nb::rv_policy::take_ownership)
         .def("run", &ScheduleGroup::run)
         .def("submit", &ScheduleGroup::submit)
+        .def("prepare", &ScheduleGroup::prepare, nb::rv_policy::take_ownership)
         .def("send", &ScheduleGroup::send)
         .def("receive", &ScheduleGroup::receive)
         .def("gone", &ScheduleGroup::gone)

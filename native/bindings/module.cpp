@@ -25,6 +25,8 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_engine(module);
     paceline::bindings::register_memory(module);
     paceline::bindings::register_links(module);
+    paceline::bindings::register_prepared_calls(module);
+    paceline::bindings::register_quick_calls(module);
     paceline::bindings::register_store(module);
     paceline::bindings::register_record(module);
     paceline::bindings::register_tls(module);

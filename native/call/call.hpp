@@ -137,7 +137,16 @@ struct Call {
     std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
     std::uint8_t algorithm = 0;                          // the schedule's
     Observed observed;                                   // the group stores it
+    // Called once before the thread waits for longer than a moment: for another rank, or for another call. Null, or set
+    // for small calls of a group on one host, which may be over before that.
+    const std::function<void()>* before_waiting = nullptr;
 };
+
+// Says that the thread waits from now on.
+inline void will_wait(Call& call) {
+    if (call.before_waiting != nullptr) (*call.before_waiting)();
+    call.before_waiting = nullptr;
+}
 
 // Returns the count that the call's header reports.
 inline std::uint64_t count_in_header(const Call& call) {

@@ -50,9 +50,13 @@ void CallQueue::arrive(RecordedCall& recorded, const Call& call, bool is_async) 
     recorded.arrive(recorded_as_.load(std::memory_order_relaxed), call, sequence, is_async);
 }
 
-Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
+Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
     if (pending_.load(std::memory_order_acquire) == 0) {
-        const std::lock_guard hold(running_);
+        std::unique_lock hold(running_, std::try_to_lock);
+        if (!hold.owns_lock()) {
+            will_wait(call);
+            hold.lock();
+        }
         const Interrupted stopped = [&] { return cancelled_.load(std::memory_order_relaxed) || interrupted(); };
         RecordedCall recorded;
         arrive(recorded, call, false);
@@ -60,13 +64,15 @@ Outcome CallQueue::run(Call call, const Interrupted& interrupted) {
         recorded.end(call.observed, outcome);
         return outcome;
     }
-    const std::shared_ptr<Work> work = submit(std::move(call));
+    will_wait(call);
+    const std::shared_ptr<Work> work = submit(call);
     while (!work->wait(kInterruptCheckNs))
         if (interrupted()) cancelled_.store(true, std::memory_order_relaxed);
     return work->outcome();
 }
 
 std::shared_ptr<Work> CallQueue::submit(Call call) {
+    call.before_waiting = nullptr;  // it concerns the caller's thread
     auto work = std::make_shared<Work>(std::move(call));
     {
         const std::lock_guard hold(queueing_);

@@ -14,6 +14,7 @@
 
 #include "call/call.hpp"
 #include "call/recorded_call.hpp"
+#include "process/fork_guard.hpp"
 
 namespace paceline {
 
@@ -48,11 +49,14 @@ class CallQueue {
     void close();
 
     // `interrupted` is called on the caller's thread.
-    Outcome run(Call call, const Interrupted& interrupted);
+    Outcome run(Call& call, const Interrupted& interrupted);
     std::shared_ptr<Work> submit(Call call);
 
     // Records the calls from now on as those of the group that the recorder knows by this serial.
     void record_as(std::uint32_t group) { recorded_as_.store(group, std::memory_order_relaxed); }
+
+    // Whether this process has the queue from a parent, whose group it is, by a fork.
+    bool is_inherited() const { return forks_ != forks_from_members(); }
 
     // As for `Collectives`.
     void abort() { group_->abort(); }
@@ -63,6 +67,7 @@ class CallQueue {
     void arrive(RecordedCall& recorded, const Call& call, bool is_async);
 
     std::unique_ptr<Collectives> group_;
+    const std::uint32_t forks_ = forks_from_members();  // when the queue was made
     std::atomic<std::uint32_t> recorded_as_{0};
     std::atomic<std::uint64_t> arrived_{0};  // calls so far, which numbers them as the group does
     std::mutex running_;

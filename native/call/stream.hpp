@@ -24,6 +24,8 @@ class Stream {
 
     std::size_t nbytes() const { return nbytes_; }
     const std::vector<Piece>& pieces() const { return pieces_; }
+    // Goes back to the front, for another call on the same pieces.
+    void rewind() { index_ = within_ = 0; }
 
     // Calls visit(data, n, done) for the next `count` bytes, piece by piece; `done` counts from this call's start.
     template <class Visit>
@@ -46,6 +48,15 @@ class Stream {
     void copy_to(std::uint8_t* to, std::size_t count) {
         next(count,
              [to](const std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(to + done, data, n); });
+    }
+    // Copies the next `count` bytes without moving on.
+    void peek_to(std::uint8_t* to, std::size_t count) const {
+        if (count == 0) return;
+        if (pieces_.size() == 1) {
+            std::memcpy(to, pieces_[0].data + within_, count);
+        } else {
+            Stream(*this).copy_to(to, count);
+        }
     }
     void copy_from(const std::uint8_t* from, std::size_t count) {
         next(count, [from](std::uint8_t* data, std::size_t n, std::size_t done) { std::memcpy(data, from + done, n); });

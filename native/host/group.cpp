@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 // peer from the core that it needs. The thread of asynchronous calls competes with the program's own, so it spins less.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
+constexpr int kMoment = 50;  // spins, which take a microsecond or two
 constexpr int kYields = 20;
 // A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
 // slices, whereas the scheduler soon runs a thread that is woken from its sleep.
@@ -110,6 +111,7 @@ bool Group::await(std::uint32_t round) {
 bool Group::await_slowly(int peer, std::uint32_t round) {
     const std::atomic<std::uint32_t>& word = cell(peer, round).round;
     if (crowded_) {
+        will_wait(*call_);
         auto before = Clock::now();
         for (int i = 0; i < kYields; ++i) {
             sched_yield();
@@ -123,6 +125,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
         for (int i = 0; i < spins; ++i) {
             shm::relax_cpu();
             if (word.load(std::memory_order_acquire) == round) return true;
+            if (i == kMoment) will_wait(*call_);
         }
     }
     if (!clock_started_) {
@@ -184,12 +187,13 @@ std::uint64_t Group::sent_nbytes(const Call& call) const {
 
 Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) {
     if (broken_) return outcome_;
-    outcome_ = {};
+    if (outcome_.code != Code::ok) outcome_ = {};
     // Only this rank's own word is looked at here: another rank that has aborted is missed in this call's first round.
     if (control(rank_).aborted.load(std::memory_order_acquire) != 0) {
         adopt_abort();
         return outcome_;
     }
+    call_ = &call;
     interrupted_ = &interrupted;
     background_ = background;
     timeout_ns_ = call.timeout_ns;
@@ -226,6 +230,7 @@ Outcome Group::run(Call& call, const Interrupted& interrupted, bool background) 
             begin(call, nullptr, 0);
             break;
     }
+    if (outcome_.code == Code::ok) return {};  // without copying the lists of a failure
     if (broken_ && call.region != 0) isolate(call);
     return outcome_;
 }

@@ -102,6 +102,7 @@ class Group final : public Collectives {
     bool broken_ = false;
     bool crowded_ = false;  // a rank that waits may take time from another one
 
+    Call* call_ = nullptr;  // the one that runs
     const Interrupted* interrupted_ = nullptr;
     bool background_ = false;
     std::int64_t timeout_ns_ = 0;

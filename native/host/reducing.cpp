@@ -45,9 +45,8 @@ bool Group::all_reduce(Call& call) {
 bool Group::all_reduce_inline(Call& call) {
     Stream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
-    Stream input = contribution(call);
     alignas(16) std::uint8_t mine[kInline];
-    input.copy_to(mine, nbytes);
+    contribution(call).peek_to(mine, nbytes);
     const std::uint32_t round = round_;
     if (!begin(call, mine, nbytes)) return false;
     for (int r = 0; r < size_; ++r) sources_[static_cast<std::size_t>(r)] = cell(r, round).payload;
@@ -61,9 +60,8 @@ bool Group::all_reduce_inline(Call& call) {
 bool Group::all_reduce_in_one_round(Call& call) {
     Stream& tensor = call.outputs[0];
     const std::size_t nbytes = tensor.nbytes();
-    Stream input = contribution(call);
     const std::uint32_t round = round_;
-    input.copy_to(slot(rank_, round), nbytes);
+    contribution(call).peek_to(slot(rank_, round), nbytes);
     if (!begin(call, nullptr, 0)) return false;
     reduce_out_of_slots(call, tensor, nbytes, round);
     return true;

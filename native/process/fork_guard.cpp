@@ -20,12 +20,16 @@ std::vector<ForkGuard*>& guards() {
     static std::vector<ForkGuard*> all;
     return all;
 }
-std::atomic<bool> forked{false};
+std::atomic<std::uint32_t> forks{0};
 
 }  // namespace
 
 bool forked_from_member() {
-    return forked.load(std::memory_order_relaxed);
+    return forks_from_members() != 0;
+}
+
+std::uint32_t forks_from_members() {
+    return forks.load(std::memory_order_relaxed);
 }
 
 ForkGuard::ForkGuard(std::function<void()> close) : close_(std::move(close)) {
@@ -48,7 +52,7 @@ void ForkGuard::close() {
 
 void ForkGuard::close_in_child() {
     for (const ForkGuard* guard : guards()) guard->close_();
-    if (!guards().empty()) forked.store(true, std::memory_order_relaxed);
+    if (!guards().empty()) forks.fetch_add(1, std::memory_order_relaxed);
     guards().clear();
     lock().unlock();
 }

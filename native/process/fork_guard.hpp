@@ -4,6 +4,7 @@
 // returns there.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 namespace paceline {
@@ -27,5 +28,7 @@ class ForkGuard {
 
 // Whether this process was forked from one that had guards, a member of a group whose links the child must not use.
 bool forked_from_member();
+// How often that has happened to this process and its ancestors; what was made at another number is inherited.
+std::uint32_t forks_from_members();
 
 }  // namespace paceline

@@ -3,6 +3,7 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <thread>
@@ -109,6 +110,40 @@ void a_sum_out_of_place_follows_the_tree_and_leaves_its_input() {
                 for (const float value : output) CHECK(value == in_the_order_of_the_tree(0, n));
             }
         });
+}
+
+void a_call_is_made_again_from_the_front() {
+    for (const int n : {1, 2, 3})
+        with_ranks(n, [n](Rank at) {
+            for (const std::size_t count : {0, 1, 18, 19, 1024, 9000, 50'000}) {
+                std::vector<float> input(count), output(count);
+                Call call = sum_of(output);
+                auto* const bytes = reinterpret_cast<std::uint8_t*>(input.data());
+                const std::size_t first = count / 3 * 4;
+                call.inputs.emplace_back(std::vector<Piece>{{bytes, first}, {bytes + first, 4 * count - first}});
+                for (int made = 1; made <= 3; ++made) {
+                    std::fill(input.begin(), input.end(), static_cast<float>(made * (at.rank + 1)));
+                    call.inputs[0].rewind();
+                    call.outputs[0].rewind();
+                    CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+                    for (const float value : output) CHECK(value == static_cast<float>(made * n * (n + 1) / 2));
+                }
+            }
+        });
+}
+
+void a_thread_says_once_that_it_will_wait() {
+    std::atomic<int> told{0};
+    with_ranks(2, [&told](Rank at) {
+        const std::function<void()> tell = [&told] { told.fetch_add(1); };
+        std::vector<float> values(3, 1.0f);
+        Call call = sum_of(values);
+        if (at.rank == 0) call.before_waiting = &tell;
+        while (at.rank == 1 && told.load() == 0) std::this_thread::yield();
+        CHECK(at.group.run(call, nullptr, false).code == Code::ok);
+        CHECK(call.before_waiting == nullptr && values[0] == 2.0f);
+    });
+    CHECK(told.load() == 1);
 }
 
 void a_mismatch_fails_alike_and_leaves_the_group_usable() {
@@ -284,6 +319,8 @@ void an_abort_on_another_thread_ends_the_own_call() {
 int main() {
     sums_are_right_for_every_size();
     a_sum_out_of_place_follows_the_tree_and_leaves_its_input();
+    a_call_is_made_again_from_the_front();
+    a_thread_says_once_that_it_will_wait();
     a_mismatch_fails_alike_and_leaves_the_group_usable();
     a_missing_rank_is_named_after_the_timeout();
     a_call_that_failed_for_some_fails_for_those_who_come_late();

@@ -188,7 +188,8 @@ class Idle final : public Collectives {
 void a_queue_records_its_calls() {
     CallQueue queue(std::make_unique<Idle>());
     const std::uint32_t serial = Recorder::active()->open_group("queue", "engine", 0, 0, {});
-    queue.run(Call{}, [] { return false; });  // before the group is known, and so not recorded
+    Call unknown;
+    queue.run(unknown, [] { return false; });  // before the group is known, and so not recorded
     queue.record_as(serial);
     Call call;
     call.operation = Operation::broadcast;

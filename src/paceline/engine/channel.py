@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from paceline.engine.codes import ITEM_SIZES
+from paceline import _core
+from paceline.engine.codes import ITEM_SIZES, NO_REDUCTION
 from paceline.schedule.steps import Operation
 
 # A tensor in one or more pieces: address, number of bytes, address, number of bytes, ...
@@ -149,12 +150,21 @@ class Channel(Protocol):
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(Call(Operation.ALL_REDUCE, dtype, reduce_op, -1, count, timeout_ns, [], outputs))
 
+    def broadcast(self, address: int, count: int, dtype: int, root: int, timeout_ns: int, /) -> Outcome | None:
+        """Copies one dense tensor of the root to all ranks; None when it went well."""
+        outputs = [[address, count * ITEM_SIZES[dtype]]]
+        return self.run(Call(Operation.BROADCAST, dtype, NO_REDUCTION, root, count, timeout_ns, [], outputs))
+
     def run(self, call: Call, /) -> Outcome | None:
         """Runs a call to its end; None when it went well."""
 
     def submit(self, call: Call, /) -> Pending:
         """Queues a call behind those made before, and returns at once."""
         ...
+
+    def prepare(self, call: Call, /) -> _core.PreparedCall | None:
+        """Returns the call prepared for being made many times; None if the engine is not in the core."""
+        return None
 
     def record_as(self, group: int, /) -> None:
         """Records the calls from now on as those of the group with this serial (`record.recorder.open_group`)."""

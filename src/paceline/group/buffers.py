@@ -47,11 +47,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def is_plain_strided(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor of any layout is dense and plain (see `is_plain`)."""
-    return tensor.layout is torch.strided and is_plain(tensor)
-
-
 def count_elements(tensors: Sequence[torch.Tensor]) -> int:
     """Returns the number of elements of all `tensors` together."""
     return sum(tensor.numel() for tensor in tensors)
@@ -69,8 +64,9 @@ class Buffers:
     def __init__(self, scale: float | torch.Tensor | None = None, any_order: bool = False) -> None:
         self.kept: list[torch.Tensor] = []
         self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may have copies of them
+        self.has_copies = False
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._scale = scale
+        self.scale = scale
         self._any_order = any_order
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -101,13 +97,14 @@ class Buffers:
         return self._write_back if self._copy_back else None
 
     def _usable(self, tensor: torch.Tensor) -> bool:
-        if self._scale is not None:
+        if self.scale is not None:
             return False
         return is_plain(tensor) or (self._any_order and _is_channels_last(tensor))
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.has_copies = True
         dense = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        return dense if self._scale is None else dense.mul_(self._scale)
+        return dense if self.scale is None else dense.mul_(self.scale)
 
     def _write_back(self) -> None:
         for tensor, dense in self._copy_back:

@@ -48,8 +48,10 @@ class Devices:
         """Returns the types of device that have an engine."""
         return frozenset({"cpu", *self._openers})
 
-    def of(self, tensors: Sequence[torch.Tensor], call: str) -> OpenGroup:
+    def of(self, tensors: Sequence[torch.Tensor], call: object) -> OpenGroup:
         """Returns the open group on the device of `tensors`, or on the CPU if there are none.
+
+        The text of `call` is the call's name.
 
         Raises:
             TypeError: there is no engine for the device, or the tensors are on several devices.
@@ -88,7 +90,7 @@ class Devices:
         for serial in self._recorded:
             close_group(serial)
 
-    def _opener(self, device: torch.device, call: str) -> Opener:
+    def _opener(self, device: torch.device, call: object) -> Opener:
         opener = self._openers.get(device.type)
         if opener is None:
             fitting = engines_for(device.type)

@@ -48,7 +48,7 @@ class MessagingGroup(RunningGroup):
     ) -> Work:
         """Starts a message, and without `background` waits for it."""
         if self._closed:
-            raise self._closed_error()
+            raise self.closed_error()
         code = dtype_code(tensors, name)
         buffers = Buffers()
         pieces = buffers.read(tensors) if name == "send" else buffers.write(tensors)
@@ -57,7 +57,7 @@ class MessagingGroup(RunningGroup):
         messages = opened.messages
         lost = MESSAGES_LOST if isinstance(opened.channel, _core.HostGroup) else GROUP_LOST
         start = messages.send if name == "send" else messages.receive
-        message = start(peer, tag, code, pieces, self._limit_ns(timeout), background)
+        message = start(peer, tag, code, pieces, self.limit_ns(timeout), background)
         other_end = _other_end(self._members, name, peer)
         call = f"{name}({dtype_name(code)}, {count_elements(tensors)} elements, {other_end}, tag {tag})"
 

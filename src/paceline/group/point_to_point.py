@@ -46,7 +46,7 @@ def send(
     if chosen is None:
         return
     peer = peer_rank(chosen, dst, group_dst, "send", "dst")
-    chosen.send(as_list(tensor, "send"), peer, _checked(tag, "send"), False, timeout)
+    chosen.send(as_list(tensor, "send"), peer, checked_tag(tag, "send"), False, timeout)
 
 
 @eager
@@ -68,9 +68,9 @@ def recv(
         return -1
     listed = as_list(tensor, "recv")
     if src is None and group_src is None:
-        return get_global_rank(chosen, receive_from_any(chosen, listed, _checked(tag, "recv"), timeout))
+        return get_global_rank(chosen, receive_from_any(chosen, listed, checked_tag(tag, "recv"), timeout))
     peer = peer_rank(chosen, src, group_src, "recv", "src")
-    chosen.recv(listed, peer, _checked(tag, "recv"), False, timeout)
+    chosen.recv(listed, peer, checked_tag(tag, "recv"), False, timeout)
     return chosen.ranks[peer]
 
 
@@ -92,7 +92,7 @@ def isend(
     if chosen is None:
         return None
     peer = peer_rank(chosen, dst, group_dst, "isend", "dst")
-    return chosen.send(as_list(tensor, "isend"), peer, _checked(tag, "isend"), True, timeout)
+    return chosen.send(as_list(tensor, "isend"), peer, checked_tag(tag, "isend"), True, timeout)
 
 
 @eager
@@ -115,7 +115,7 @@ def irecv(
         return None
     anyone = src is None and group_src is None
     peer = ANY_SOURCE if anyone else peer_rank(chosen, src, group_src, "irecv", "src")
-    return chosen.recv(as_list(tensor, "irecv"), peer, _checked(tag, "irecv"), True, timeout)
+    return chosen.recv(as_list(tensor, "irecv"), peer, checked_tag(tag, "irecv"), True, timeout)
 
 
 class P2POp:
@@ -144,7 +144,7 @@ class P2POp:
         self.tensor = tensor
         self._count = sum(each.numel() for each in as_list(tensor, "P2POp"))
         self.group = group
-        self.tag = _checked(tag, "P2POp")
+        self.tag = checked_tag(tag, "P2POp")
         self.peer = peer
         self.group_peer = group_peer
         chosen = resolve(group)
@@ -204,7 +204,12 @@ def receive_from_any(group: ProcessGroup, tensors: list[torch.Tensor], tag: int,
     return work.source_rank()
 
 
-def _checked(tag: int, call: str) -> int:
+def checked_tag(tag: int, call: str) -> int:
+    """Returns `tag`.
+
+    Raises:
+        ValueError: it is negative.
+    """
     if tag < 0:
         raise ValueError(f"{call}: tag is {tag}; it must be 0 or more")
     return tag

@@ -8,19 +8,32 @@ import torch
 from torch.autograd import profiler
 
 from paceline.durations import Timeout
+from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION
-from paceline.group.arguments import lists_by_rank, require_counts
-from paceline.group.buffers import Buffers, Tensors, as_list, count_elements, dtype_code, is_plain_strided
+from paceline.group.buffers import Buffers, Tensors, as_list, is_plain
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.explaining import explain_choice
 from paceline.group.options import Options, are_options, one_list, reduction_of, time_limit
+from paceline.group.planning import (
+    plan_all_gather,
+    plan_all_reduce,
+    plan_all_to_all,
+    plan_barrier,
+    plan_broadcast,
+    plan_gather,
+    plan_reduce,
+    plan_reduce_scatter,
+    plan_scatter,
+)
 from paceline.group.reduce_op import ReduceOp, Reduction
-from paceline.group.reductions import checked_reduction, is_unscaled, reduces
+from paceline.group.reductions import QUICK_CODES
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
 from paceline.group.tree_sums import TreeSummingGroup
 from paceline.group.work import Work
 from paceline.schedule.steps import Operation
+
+_STRIDED = torch.strided
 
 
 class ProcessGroup(TreeSummingGroup, TorchMethods):
@@ -40,23 +53,23 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         any_order: bool = False,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
-        if isinstance(tensors, torch.Tensor) and timeout is None and not async_op and is_unscaled(op):
-            code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
-            if code is not None and tensors.is_cpu and is_plain_strided(tensors) and reduces(code, op):
-                if self._closed:
-                    raise self._closed_error()
-                outcome = self._channel.all_reduce(tensors.data_ptr(), tensors.numel(), code, op, self._timeout_ns)
-                if outcome is not None:
-                    raise self._error(outcome, (0, Operation.ALL_REDUCE, code, op, -1, tensors.numel()))
-                return None
+        if timeout is None and not async_op and isinstance(op, ReduceOp) and isinstance(tensors, torch.Tensor):
+            # The path of most calls, on which each line counts: it neither calls functions of Python nor hashes enums.
+            quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(tensors.dtype)
+            if quick is not None and tensors.is_cpu and tensors.layout is _STRIDED:
+                code, reduce_code = quick[0], quick[1][op]
+                if reduce_code >= 0 and tensors.is_contiguous() and not tensors.is_neg():
+                    if self._closed:
+                        raise self.closed_error()
+                    count = tensors.numel()
+                    outcome = self._channel.all_reduce(tensors.data_ptr(), count, code, reduce_code, self.timeout_ns)
+                    if outcome is not None:
+                        raise self._error(outcome, (0, Operation.ALL_REDUCE, code, reduce_code, -1, count))
+                    return None
         listed = as_list(tensors, "all_reduce")
         if len(listed) == 1 and listed[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self, listed[0], reduction_of(op), async_op, timeout)
-        code, reduce_code, buffers = checked_reduction(listed, op, "all_reduce", any_order)
-        outputs = [buffers.write(listed)]
-        return self._run(
-            Operation.ALL_REDUCE, code, reduce_code, -1, count_elements(listed), [], outputs, buffers, async_op, timeout
-        )
+        return self._run(plan_all_reduce(listed, op, self.limit_ns(timeout), any_order), async_op)
 
     def all_reduce_memory(
         self,
@@ -74,7 +87,8 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept
-        return self._run(Operation.ALL_REDUCE, dtype, op, -1, count, [], [pieces], buffers, async_op, None)
+        call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
+        return self._run((call, buffers), async_op)
 
     def reduce_scatter_memory(
         self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
@@ -95,22 +109,17 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         """Copies the root's `tensors` to all ranks."""
         if are_options(root):
             return self.broadcast(tensors, root.rootRank, True, time_limit(root))
-        listed = as_list(tensors, "broadcast")
-        code = dtype_code(listed, "broadcast")
-        buffers = Buffers(any_order=any_order)
-        outputs = [buffers.write(listed)]
-        return self._run(
-            Operation.BROADCAST,
-            code,
-            NO_REDUCTION,
-            root,
-            count_elements(listed),
-            [],
-            outputs,
-            buffers,
-            async_op,
-            timeout,
-        )
+        if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
+            code = None if profiler._is_profiler_enabled else DTYPE_CODES.get(tensors.dtype)
+            if code is not None and tensors.is_cpu and tensors.layout is _STRIDED and is_plain(tensors):
+                if self._closed:
+                    raise self.closed_error()
+                count = tensors.numel()
+                outcome = self._channel.broadcast(tensors.data_ptr(), count, code, root, self.timeout_ns)
+                if outcome is not None:
+                    raise self._error(outcome, (0, Operation.BROADCAST, code, NO_REDUCTION, root, count))
+                return None
+        return self._run(plan_broadcast(tensors, root, self.limit_ns(timeout), any_order), async_op)
 
     def reduce(
         self,
@@ -123,19 +132,13 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         """Reduces `tensors` over all ranks into those of the root; the tensors of other ranks do not change."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
-        listed = as_list(tensors, "reduce")
-        code, reduce_code, buffers = checked_reduction(listed, op, "reduce")
-        root_or_copy = buffers.write if self._rank == root else buffers.read
-        outputs = [root_or_copy(listed)]
-        return self._run(
-            Operation.REDUCE, code, reduce_code, root, count_elements(listed), [], outputs, buffers, async_op, timeout
-        )
+        return self._run(plan_reduce(self, tensors, root, op, self.limit_ns(timeout)), async_op)
 
     def all_gather(
         self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
         """Copies every rank's `tensors` to all ranks; `outputs[r]` receives those of rank r."""
-        return self._gather(Operation.ALL_GATHER, outputs, tensors, -1, async_op, timeout)
+        return self._run(plan_all_gather(self, outputs, tensors, self.limit_ns(timeout)), async_op)
 
     def gather(
         self,
@@ -149,12 +152,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
-        if bool(outputs) != (self._rank == root):
-            raise ValueError(
-                f"rank {self.me.rank}: gather takes gather_list on the destination, rank {self.ranks[root]}, "
-                "and on no other rank"
-            )
-        return self._gather(Operation.GATHER, outputs or [], tensors, root, async_op, timeout)
+        return self._run(plan_gather(self, outputs, tensors, root, self.limit_ns(timeout)), async_op)
 
     def reduce_scatter(
         self,
@@ -170,28 +168,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
         if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
             inputs = one_list(inputs, "reduce_scatter")  # torch's form, without options
-        written = as_list(output, "reduce_scatter")
-        read = lists_by_rank(inputs, self, "reduce_scatter", "input_list")
-        code, reduce_code, buffers = checked_reduction(
-            [*written, *(t for each in read for t in each)], op, "reduce_scatter"
-        )
-        require_counts(read, count_elements(written), self, "reduce_scatter", "input_list")
-        flat_inputs = [buffers.read(each) for each in read]
-        plain = Buffers()
-        flat_outputs = [plain.write(written)]
-        plain.kept[:0] = buffers.kept
-        return self._run(
-            Operation.REDUCE_SCATTER,
-            code,
-            reduce_code,
-            -1,
-            count_elements(written),
-            flat_inputs,
-            flat_outputs,
-            plain,
-            async_op,
-            timeout,
-        )
+        return self._run(plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout)), async_op)
 
     def scatter(
         self,
@@ -205,30 +182,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         if are_options(root):
             inputs = one_list(inputs, "scatter") if inputs else None
             return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
-        if bool(inputs) != (self._rank == root):
-            raise ValueError(
-                f"rank {self.me.rank}: scatter takes scatter_list on the source, rank {self.ranks[root]}, "
-                "and on no other rank"
-            )
-        written = as_list(output, "scatter")
-        read = lists_by_rank(inputs, self, "scatter", "scatter_list") if inputs else []
-        code = dtype_code([*written, *(t for each in read for t in each)], "scatter")
-        require_counts(read, count_elements(written), self, "scatter", "scatter_list")
-        buffers = Buffers()
-        flat_inputs = [buffers.read(each) for each in read]
-        flat_outputs = [buffers.write(written)]
-        return self._run(
-            Operation.SCATTER,
-            code,
-            NO_REDUCTION,
-            root,
-            count_elements(written),
-            flat_inputs,
-            flat_outputs,
-            buffers,
-            async_op,
-            timeout,
-        )
+        return self._run(plan_scatter(self, output, inputs, root, self.limit_ns(timeout)), async_op)
 
     def all_to_all(
         self,
@@ -238,24 +192,13 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         timeout: Timeout | None = None,
     ) -> Work | None:
         """Copies `inputs[r]` to rank r, which receives it in its `outputs[this rank]`; each pair has its own size."""
-        read = lists_by_rank(inputs, self, "all_to_all", "input_tensor_list")
-        written = lists_by_rank(outputs, self, "all_to_all", "output_tensor_list")
-        require_counts(
-            [written[self._rank]], count_elements(read[self._rank]), self, "all_to_all", "this rank's part for itself"
-        )
-        code = dtype_code([t for each in (*read, *written) for t in each], "all_to_all")
-        buffers = Buffers()
-        flat_inputs = [buffers.read(each) for each in read]
-        flat_outputs = [buffers.write(each) for each in written]
-        return self._run(
-            Operation.ALL_TO_ALL, code, NO_REDUCTION, -1, 0, flat_inputs, flat_outputs, buffers, async_op, timeout
-        )
+        return self._run(plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout)), async_op)
 
     def barrier(self, async_op: bool | Options | None = None, timeout: Timeout | None = None) -> Work | None:
         """Waits until every rank has called it."""
         if are_options(async_op):
             async_op, timeout = True, time_limit(async_op)
-        return self._run(Operation.BARRIER, 0, NO_REDUCTION, -1, 0, [], [], Buffers(), async_op, timeout)
+        return self._run(plan_barrier(self.limit_ns(timeout)), async_op)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns every rank's `data` in rank order; the lengths may differ."""
@@ -268,34 +211,3 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
     def explain(self, operation: str, nbytes: int) -> str:
         """Returns which algorithm the group uses for a call of that size, and why."""
         return explain_choice(self._channel, self.backend, self.size(), operation, nbytes)
-
-    def _gather(
-        self,
-        operation: Operation,
-        outputs: Sequence[Tensors],
-        tensors: Tensors,
-        root: int,
-        async_op: bool | None,
-        timeout: Timeout | None,
-    ) -> Work | None:
-        name = str(operation)
-        here = operation is Operation.ALL_GATHER or self._rank == root
-        read = as_list(tensors, name)
-        written = lists_by_rank(outputs, self, name, "the list of outputs") if here else []
-        code = dtype_code([*read, *(t for each in written for t in each)], name)
-        require_counts(written, count_elements(read), self, name, "the list of outputs")
-        buffers = Buffers()
-        flat_inputs = [buffers.read(read)]
-        flat_outputs = [buffers.write(each) for each in written]
-        return self._run(
-            operation,
-            code,
-            NO_REDUCTION,
-            root,
-            count_elements(read),
-            flat_inputs,
-            flat_outputs,
-            buffers,
-            async_op,
-            timeout,
-        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeGuard
 
 import torch
 
 from paceline import _core
+from paceline.engine.codes import DTYPE_CODES
 from paceline.group.buffers import Buffers, dtype_code
 from paceline.group.options import reduction_of
 from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
@@ -16,15 +16,19 @@ from paceline.group.reduce_op import PremulSum, ReduceOp, Reduction
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
-def is_unscaled(op: Reduction) -> TypeGuard[ReduceOp]:
-    """Returns whether `op` reduces the tensors as they are."""
-    return op.__class__ is ReduceOp and op is not _PREMUL_SUM
-
-
 @functools.cache
 def reduces(dtype: int, reduce_op: int) -> bool:
     """Returns whether the core reduces elements of the type with the code `dtype` on the CPU."""
     return _core.reduces(dtype, reduce_op)
+
+
+# For each type that is not complex: its code, and by reduction the reduction's code, or -1 where the core does not
+# reduce the tensors as they are. The numbers are plain ones, since members of an enum are slow to hash and to convert.
+QUICK_CODES: dict[torch.dtype, tuple[int, list[int]]] = {
+    dtype: (code, [int(op) if op is not _PREMUL_SUM and _core.reduces(code, op) else -1 for op in ReduceOp])
+    for dtype, code in DTYPE_CODES.items()
+    if not dtype.is_complex
+}
 
 
 def checked_reduction(

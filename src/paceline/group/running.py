@@ -8,15 +8,17 @@ from datetime import timedelta
 import torch
 from torch.autograd import profiler
 
+from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
-from paceline.engine.channel import Call, HeaderFields, Outcome
+from paceline.engine.channel import HeaderFields, Outcome, Pending
 from paceline.engine.codes import ITEM_SIZES
 from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.base import BaseGroup
 from paceline.group.buffers import Buffers
 from paceline.group.devices import Devices, Opener
+from paceline.group.planning import Plan
 from paceline.group.profiling import Recording
 from paceline.group.work import Work
 from paceline.record import recorder
@@ -111,11 +113,16 @@ class RunningGroup(BaseGroup):
     @property
     def timeout(self) -> timedelta:
         """Returns how long a call waits for the other ranks."""
-        return timedelta(microseconds=self._timeout_ns / 1000)
+        return timedelta(microseconds=self.timeout_ns / 1000)
+
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether this rank has ended the group."""
+        return self._closed
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets `timeout` for later calls."""
-        self._timeout_ns = to_nanoseconds(timeout)
+        self.timeout_ns = to_nanoseconds(timeout)
 
     def abort(self) -> None:
         """Ends every call of the group on all its ranks, now and later, with a `GroupAbortedError`.
@@ -141,52 +148,20 @@ class RunningGroup(BaseGroup):
         self._closed = True
         self._devices.close()
 
-    def _run(
-        self,
-        operation: Operation,
-        dtype: int,
-        reduce_op: int,
-        root: int,
-        count: int,
-        inputs: Sequence[Sequence[int]],
-        outputs: Sequence[Sequence[int]],
-        buffers: Buffers,
-        async_op: bool | None,
-        timeout: Timeout | None,
-    ) -> Work | None:
-        """Makes a collective call on the engine of the device of `buffers`.
+    def _run(self, plan: Plan, async_op: bool | None) -> Work | None:
+        """Makes a planned call on the engine of the device of its tensors.
 
         Args:
-            operation: which call.
-            dtype, reduce_op: by the codes of `engine/codes.py`.
-            root: a group rank, or -1 if the call has no root.
-            count: the number of elements, which the ranks compare.
-            inputs, outputs: the addresses and sizes of the buffers that the call reads and writes.
-            buffers: the owner of those buffers, which copies results back that were written to a copy.
+            plan: the call and its buffers.
             async_op: if None, the call waits as with False, and returns a finished `Work` as torch's methods do.
-            timeout: the group's if None.
         """
         if self._closed:
-            raise self._closed_error()
-        timeout_ns = self._limit_ns(timeout)
-        described = count
-        if operation is Operation.ALL_TO_ALL:  # the ranks' numbers of elements differ
-            described = sum(sum(pieces[1::2]) for pieces in inputs) // ITEM_SIZES[dtype]
-        header = (0, operation, dtype, reduce_op, root, described)
-        name = str(operation)
-        recording = Recording(name, _shown(buffers, inputs)) if profiler._is_profiler_enabled else None
-        channel = self._devices.of(buffers.kept, name).channel
-        call = Call(operation, dtype, reduce_op, root, count, timeout_ns, inputs, outputs)
+            raise self.closed_error()
+        call, buffers = plan
+        recording = Recording(str(call.operation), _shown(plan)) if profiler._is_profiler_enabled else None
+        channel = self._devices.of(buffers.kept, call.operation).channel
         if async_op:
-            submitted = channel.submit(call)
-            work = Work(
-                submitted,
-                name,
-                buffers.kept,
-                buffers.finish,
-                lambda outcome: self._abandon(outcome, header, buffers),
-                buffers.written,
-            )
+            work = self.work_of(channel.submit(call), plan)
             if recording is not None:
                 work.when_over(recording.end)
             return work
@@ -194,19 +169,46 @@ class RunningGroup(BaseGroup):
         if recording is not None:
             recording.end()
         if outcome is not None:
-            raise self._abandon(outcome, header, buffers)
+            raise self.abandon(outcome, plan)
         if buffers.finish is not None:
             buffers.finish()
-        return Work(None, name, buffers.kept, results=buffers.written) if async_op is None else None
+        return Work(None, str(call.operation), buffers.kept, results=buffers.written) if async_op is None else None
 
-    def _limit_ns(self, timeout: Timeout | None) -> int:
-        return self._timeout_ns if timeout is None else to_nanoseconds(timeout)
+    def prepare(self, plan: Plan) -> _core.PreparedCall | None:
+        """Returns the planned call for being made many times; None if the engine gains nothing by that.
 
-    def _abandon(self, outcome: Outcome, header: HeaderFields, buffers: Buffers) -> CollectiveError:
+        The call reads and writes the buffers where they are now, and nothing is copied back.
+        """
+        if self._closed:
+            raise self.closed_error()
+        call, buffers = plan
+        return self._devices.of(buffers.kept, call.operation).channel.prepare(call)
+
+    def work_of(self, pending: Pending, plan: Plan) -> Work:
+        """Returns the `Work` of a planned call that has been submitted."""
+        call, buffers = plan
+        return Work(
+            pending,
+            str(call.operation),
+            buffers.kept,
+            buffers.finish,
+            lambda outcome: self.abandon(outcome, plan),
+            buffers.written,
+        )
+
+    def limit_ns(self, timeout: Timeout | None) -> int:
+        """Returns how long a call with this argument waits, in nanoseconds."""
+        return self.timeout_ns if timeout is None else to_nanoseconds(timeout)
+
+    def abandon(self, outcome: Outcome, plan: Plan) -> CollectiveError:
         """Returns the error of a call; keeps its buffers alive if a library may write to them after a time-out."""
+        call, buffers = plan
         if outcome.code == Code.TIMED_OUT and not self._abandoned:
             self._abandoned.append(buffers)
-        return self._error(outcome, header)
+        count = call.count
+        if call.operation is Operation.ALL_TO_ALL:  # the ranks' numbers of elements differ
+            count = sum(sum(pieces[1::2]) for pieces in call.inputs) // ITEM_SIZES[call.dtype]
+        return self._error(outcome, (0, call.operation, call.dtype, call.reduce_op, call.root, count))
 
     def _error(self, outcome: Outcome, header: HeaderFields) -> CollectiveError:
         return self._failed(outcome, describe_call(header).rsplit(" as call", 1)[0])
@@ -218,10 +220,12 @@ class RunningGroup(BaseGroup):
             error.missing = tuple(self.ranks[at] for at in outcome.missing if at != self._rank)
         return error
 
-    def _closed_error(self) -> ValueError:
+    def closed_error(self) -> ValueError:
+        """Returns the error of a call that is made after the group's end."""
         return ValueError(f"rank {self.me.rank}: {self._closed_why}")
 
 
-def _shown(buffers: Buffers, inputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _shown(plan: Plan) -> list[torch.Tensor]:
     """Returns the tensors that a profile shows: the inputs, or the tensors that the call changes in place."""
-    return buffers.kept[: sum(len(flat) // 2 for flat in inputs)] or buffers.kept
+    call, buffers = plan
+    return buffers.kept[: sum(len(flat) // 2 for flat in call.inputs)] or buffers.kept

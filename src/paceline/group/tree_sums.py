@@ -8,6 +8,7 @@ from operator import is_
 import torch
 
 from paceline import _core
+from paceline.engine.channel import Call
 from paceline.group.buffers import Buffers, count_elements, dtype_code
 from paceline.group.messages import MessagingGroup
 from paceline.group.reduce_op import ReduceOp
@@ -38,4 +39,5 @@ class TreeSummingGroup(MessagingGroup):
         read = [] if in_place else [buffers.read(inputs)]
         written = [buffers.write(outputs)]
         count = count_elements(inputs)
-        self._run(Operation.ALL_REDUCE, code, ReduceOp.SUM, -1, count, read, written, buffers, False, None)
+        call = Call(Operation.ALL_REDUCE, code, ReduceOp.SUM, -1, count, self.timeout_ns, read, written)
+        self._run((call, buffers), False)

@@ -59,6 +59,10 @@ class ScheduledChannel(Channel):
         """Queues a call behind those made before, and returns at once."""
         return self._links.submit(self._schedule_for(call), call)
 
+    def prepare(self, call: Call) -> _core.PreparedCall:
+        """Returns the call with its schedule."""
+        return self._links.prepare(self._schedule_for(call), call)
+
     def record_as(self, group: int) -> None:
         """Records the calls of the links."""
         self._links.record_as(group)

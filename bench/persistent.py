@@ -1,0 +1,179 @@
+"""What does a persistent call cost, against the plain call and MPI's persistent one?
+
+    python bench/persistent.py [--ranks 2] [--sizes BYTES ...] [--calls NAME ...] [--turns 300] [--json FILE]
+
+All contestants take short turns within the same processes, which an MPI library starts: Open MPI and MPICH where `make`
+has installed them, one after the other, and none where there is none. "MPI init" is `Allreduce_init` and its like with
+Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is the plain call. Times are of one call in a turn:
+the median (p50), the 95th percentile and the fastest turn; n is the number of calls. One thread a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from report import human, parser, seconds_per_call, show
+
+SIZES = [4, 1 << 10, 16 << 10, 64 << 10]
+CALLS = ["all_reduce", "broadcast", "all_gather_into_tensor", "barrier"]
+LIBRARIES = ("openmpi", "mpich")
+WARM_UP = 20
+
+Contestants = dict[str, Callable[[], object]]
+
+
+def contestants(name: str, nbytes: int, world: object | None, undo: contextlib.ExitStack) -> Contestants:
+    import torch
+
+    import paceline as dist
+
+    count, size = nbytes // 4, dist.get_world_size()
+    tensor, whole = torch.zeros(count), torch.zeros(count * size)
+    arguments = {
+        "all_reduce": (tensor,),
+        "broadcast": (tensor, 0),
+        "all_gather_into_tensor": (whole, tensor),
+        "barrier": (),
+    }[name]
+    plain, prepared = getattr(dist, name), getattr(dist, f"{name}_init")(*arguments)
+
+    def started() -> None:
+        prepared.start()
+        prepared.wait()
+
+    calls = {"plain": lambda: plain(*arguments), "persistent": prepared, "start and wait": started}
+    return calls | (_of_mpi(world, name, tensor.numpy(), whole.numpy(), undo) if world is not None else {})
+
+
+def _of_mpi(world: object, name: str, tensor: object, whole: object, undo: contextlib.ExitStack) -> Contestants:
+    from mpi4py import MPI
+
+    method, arguments = {
+        "all_reduce": ("Allreduce", (MPI.IN_PLACE, tensor)),
+        "broadcast": ("Bcast", (tensor,)),
+        "all_gather_into_tensor": ("Allgather", (tensor, whole)),
+        "barrier": ("Barrier", ()),
+    }[name]
+    call = getattr(world, method)
+    calls: Contestants = {"MPI": lambda: call(*arguments)}
+    try:
+        request = getattr(world, f"{method}_init")(*arguments)
+    except NotImplementedError:  # the library is older than MPI 4
+        return calls
+    undo.callback(request.Free)
+
+    def started() -> None:
+        request.Start()
+        request.Wait()
+
+    return calls | {"MPI init": started}
+
+
+def measure(calls: Contestants, nbytes: int, turns: int) -> dict[str, tuple[int, list[float]]]:
+    """The calls of a turn, and the seconds a call of each turn."""
+    a_turn = max(4, min(100, (1 << 20) // max(nbytes, 1 << 12)))
+    counts = {name: max(4, a_turn // 4) if name == "start and wait" else a_turn for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    for _ in range(turns):
+        for name, call in calls.items():
+            times[name].append(seconds_per_call(call, counts[name]))
+    return {name: (counts[name], seconds) for name, seconds in times.items()}
+
+
+def rank_main(rank: int, ranks: int, options: dict[str, list], directory: str, world: object | None = None) -> None:
+    import torch
+
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("paceline", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    results = []
+    for name in options["calls"]:
+        for nbytes in options["sizes"] if name != "barrier" else [0]:
+            with contextlib.ExitStack() as undo:
+                times = measure(contestants(name, nbytes, world, undo), nbytes, options["turns"])
+            results.append((name, nbytes, times))
+    if rank == 0:
+        Path(directory, "result.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mpi_main(directory: str) -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    options = json.loads(Path(directory, "options.json").read_text())
+    rank_main(world.rank, world.size, options, directory, world)
+
+
+def run(ranks: int, options: dict[str, object], library: str | None) -> list:
+    import paceline as dist
+
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "options.json").write_text(json.dumps(options))
+        if library is None:
+            dist.spawn(rank_main, (ranks, options, directory), ranks)
+        else:
+            place = Path(sys.prefix) / "mpi" / library
+            environment = {
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+                "OMP_NUM_THREADS": "1",
+                "MPI4PY_LIBMPI": str(min(place.glob("lib/libmpi.so.*"))),
+            }
+            command = [str(place / "bin" / "mpiexec"), "-n", str(ranks), sys.executable, __file__]
+            subprocess.run(
+                [*command, "--worker", directory], env={**os.environ, **environment}, timeout=900, check=True
+            )
+        return json.loads(Path(directory, "result.json").read_text())
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    arguments.add_argument("--calls", nargs="+", default=CALLS, choices=CALLS, metavar="NAME")
+    arguments.add_argument("--turns", type=int, default=300)
+    arguments.add_argument("--worker", metavar="DIRECTORY", help="used by this script itself")
+    chosen = arguments.parse_args()
+    if chosen.worker:
+        mpi_main(chosen.worker)
+        return
+    options = {"calls": chosen.calls, "sizes": chosen.sizes, "turns": chosen.turns}
+    found = [each for each in LIBRARIES if any((Path(sys.prefix) / "mpi" / each).glob("lib/libmpi.so.*"))]
+    rows: list[dict[str, object]] = []
+    for library in found or [None]:
+        for name, nbytes, times in run(chosen.ranks, options, library):
+            ours = statistics.median(times["persistent"][1])
+            for contestant, (a_turn, seconds) in times.items():
+                called = contestant.replace("MPI", library) if library else contestant
+                rows.append(
+                    {
+                        "call": name,
+                        "size": human(nbytes) if nbytes else "-",
+                        "by": called,
+                        "p50 µs": 1e6 * statistics.median(seconds),
+                        "p95 µs": 1e6 * statistics.quantiles(seconds, n=20)[-1],
+                        "fastest µs": 1e6 * min(seconds),
+                        "p50 / persistent": statistics.median(seconds) / ours,
+                        "n": len(seconds) * a_turn,
+                    }
+                )
+    show(f"persistent calls on {chosen.ranks} ranks of one thread", rows, chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+// A collective call that is checked and prepared once, and made many times.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "bindings/calls.hpp"
+
+namespace paceline::bindings {
+
+class PreparedCall {
+  public:
+    // `is_on_one_host` says that small calls may be over at once. `complete` is called before each call, to fill in
+    // what may change between two calls; it may be empty. The queue is that of the call's group, which ends without
+    // regard to the calls that were prepared for it.
+    PreparedCall(const std::shared_ptr<CallQueue>& queue, Call call, bool is_on_one_host,
+                 std::function<void(Call&)> complete = nullptr)
+        : queue_(queue),
+          call_(std::move(call)),
+          may_be_over_at_once_(is_on_one_host && is_small(call_)),
+          complete_(std::move(complete)) {}
+
+    // Makes the call on this thread; returns None when it succeeded. Throws nb::value_error if another thread is making
+    // it, or if the group is closed.
+    nanobind::object run(std::int64_t timeout_ns);
+    // Queues the call behind those made before.
+    std::shared_ptr<Work> submit(std::int64_t timeout_ns);
+
+  private:
+    std::shared_ptr<CallQueue> begin(std::int64_t timeout_ns);
+
+    std::weak_ptr<CallQueue> queue_;
+    Call call_;
+    bool may_be_over_at_once_;
+    std::function<void(Call&)> complete_;
+    bool is_running_ = false;  // guarded by the interpreter lock
+};
+
+}  // namespace paceline::bindings

@@ -1,0 +1,100 @@
+#include "bindings/quick_call.hpp"
+
+#include <nanobind/stl/pair.h>
+
+#include "bindings/bindings.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+// The text as Python keeps it for names of attributes; it lives as long as the process.
+PyObject* name(const char* text) {
+    return PyUnicode_InternFromString(text);
+}
+
+PyObject* with_care(PyObject* self) {
+    static PyObject* const method = name("_call_with_care");
+    return PyObject_CallMethodNoArgs(self, method);
+}
+
+}  // namespace
+
+void QuickCall::arm(nb::object prepared, std::vector<Place> places, nb::object limits, nb::dict watched, nb::str key) {
+    call_ = nb::cast<PreparedCall*>(prepared);
+    prepared_ = std::move(prepared);
+    places_ = std::move(places);
+    limits_ = std::move(limits);
+    watched_ = std::move(watched);
+    key_ = std::move(key);
+}
+
+bool QuickCall::is_as_usual() const {
+    if (call_ == nullptr || is_started) return false;
+    if (PyDict_GetItemWithError(watched_.ptr(), key_.ptr()) != Py_False) return false;
+    for (const auto& [where, address] : places_) {
+        const nb::object now = nb::steal(PyObject_CallNoArgs(where.ptr()));
+        if (!now.is_valid() || PyLong_AsUnsignedLongLong(now.ptr()) != address) return false;
+    }
+    return true;
+}
+
+PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keywords) {
+    static PyObject* const timeout_ns = name("timeout_ns");
+    static PyObject* const fail = name("_fail");
+    if (PyTuple_GET_SIZE(arguments) != 0 || (keywords != nullptr && PyDict_GET_SIZE(keywords) != 0)) {
+        PyErr_SetString(PyExc_TypeError, "a persistent call takes no arguments; they were given when it was prepared");
+        return nullptr;
+    }
+    const QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
+    if (!quick.is_as_usual()) {
+        PyErr_Clear();
+        return with_care(self);
+    }
+    try {
+        const nb::object limit = nb::steal(PyObject_GetAttr(quick.limits_.ptr(), timeout_ns));
+        if (!limit.is_valid()) return nullptr;
+        const nb::object outcome = quick.call_->run(nb::cast<std::int64_t>(limit));
+        return outcome.is_none() ? outcome.inc_ref().ptr() : PyObject_CallMethodOneArg(self, fail, outcome.ptr());
+    } catch (nb::python_error& error) {
+        error.restore();
+        return nullptr;
+    } catch (const std::exception&) {  // the group has ended, or another thread makes the call
+        return with_care(self);
+    }
+}
+
+int QuickCall::traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!nb::inst_ready(self)) return 0;
+    const QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
+    Py_VISIT(quick.prepared_.ptr());
+    Py_VISIT(quick.limits_.ptr());
+    Py_VISIT(quick.watched_.ptr());
+    for (const auto& [where, address] : quick.places_) Py_VISIT(where.ptr());
+    return 0;
+}
+
+int QuickCall::clear(PyObject* self) {
+    QuickCall& quick = *nb::inst_ptr<QuickCall>(self);
+    quick.call_ = nullptr;
+    const auto dropped = std::pair(std::move(quick.places_), std::move(quick.prepared_));
+    quick.places_.clear();
+    quick.limits_.reset();
+    quick.watched_.reset();
+    return 0;
+}
+
+void register_quick_calls(nb::module_& module) {
+    static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(&QuickCall::call)},
+                                  {Py_tp_traverse, reinterpret_cast<void*>(&QuickCall::traverse)},
+                                  {Py_tp_clear, reinterpret_cast<void*>(&QuickCall::clear)},
+                                  {0, nullptr}};
+    nb::class_<QuickCall>(module, "QuickCall", nb::type_slots(slots))
+        .def(nb::init<>())
+        .def("arm", &QuickCall::arm)
+        .def_rw("is_started", &QuickCall::is_started);
+}
+
+}  // namespace paceline::bindings
