@@ -17,6 +17,7 @@ import paceline as dist
 SAMPLES = 22
 BATCH = 2
 RATE = 0.1
+_WAITING_S = 0.2
 
 
 class Centre(nn.Module):
@@ -82,10 +83,12 @@ class Stream(IterableDataset):
         return iter(dataset())
 
 
-def build(centres: bool) -> tuple[Counted, torch.optim.Optimizer]:
+def build(centres: bool, adapts: bool = False) -> tuple[Counted, torch.optim.Optimizer]:
     """Returns the network and its optimizer."""
     torch.manual_seed(0)
     model = Counted(centres)
+    if adapts:
+        return model, torch.optim.AdamW(model.net.parameters(), lr=RATE)
     return model, torch.optim.SGD(model.net.parameters(), lr=RATE, momentum=0.5)
 
 
@@ -98,12 +101,18 @@ def train(
     skips: str = "",
     streams: bool = False,
     num_workers: int = 0,
+    complete: int = 0,
+    adapts: bool = False,
+    meddles: str = "",
 ) -> dict[str, Any]:
     """Trains; returns the digest of the state, the parameters and the record.
 
     Args:
         epochs: how many.
         step_s: how long a step takes at least.
+        complete: while there are fewer workers, steps take long, so that those who are missing come before the end.
+        adapts: whether the optimizer is AdamW, with clipped gradients, and a learning rate that changes in each step.
+        meddles: "clamp" to change parameters after each step, and "closure" to step with a closure.
         centres: whether the network has buffers.
         weighs: whether a rank's weight is the number of its samples.
         skips: "sample" to skip each batch with sample 7, "error" to skip it after an error in its backward, and "step"
@@ -112,14 +121,16 @@ def train(
         num_workers: how many processes of each worker read it.
     """
     dist.init_process_group(elastic=True)
-    inner, optimizer = build(centres)
+    inner, optimizer = build(centres, adapts)
     model = dist.DistributedDataParallel(inner)
     loader = dist.StatefulLoader(Stream() if streams else dataset(), BATCH, num_workers=num_workers)
     steps = Steps()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97 if adapts else 1.0)
     state = dist.ElasticState(
         model,
         optimizer=optimizer,
         loader=loader,
+        schedule=schedule,
         steps=steps,
         on_view=lambda change: steps.views.append([change.workers, [*change.came], [*change.went]]),
     )
@@ -138,8 +149,14 @@ def train(
             else:
                 loss.backward()
             steps.shares.append(_shares(inner.used.grad))
-            optimizer.step()
-            time.sleep(step_s)
+            if adapts:
+                nn.utils.clip_grad_norm_(inner.net.parameters(), 0.05)
+            optimizer.step(lambda: 0.0) if meddles == "closure" else optimizer.step()
+            schedule.step()
+            if meddles == "clamp":
+                for param in inner.net.parameters():
+                    param.data.clamp_(-0.1, 0.1)
+            time.sleep(_WAITING_S if dist.get_world_size() < complete else step_s)
     return {
         "digest": state.digest(),
         "shares": steps.shares,

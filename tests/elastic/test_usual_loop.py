@@ -23,9 +23,11 @@ RARE = {"result.taken"}
 SWEPT = [point for point in (*POINTS, *POINTS_OF_MEANS) if point not in RARE]
 
 
-def run(failpoints: str = "", step_s: float = 0.003, workers: int = 3, **options: object) -> Outcome:
+def run(
+    failpoints: str = "", step_s: float = 0.003, workers: int = 3, epochs: int = EPOCHS, **options: object
+) -> Outcome:
     return elastic_job.run(
-        functools.partial(elastic_usual.train, EPOCHS, step_s, **options),
+        functools.partial(elastic_usual.train, epochs, step_s, **options),
         workers=workers,
         failpoints=failpoints,
         policy={"gather_s": 0.02, "start_patience_s": 5.0},
@@ -42,10 +44,10 @@ def result_of(outcome: Outcome) -> dict[str, Any]:
     return first
 
 
-def require_each_sample_once(result: dict[str, Any]) -> None:
+def require_each_sample_once(result: dict[str, Any], epochs: int = EPOCHS) -> None:
     """Requires that each epoch has used each sample in exactly one committed step."""
     used = [index for step in result["shares"] for index in step]
-    assert len(used) == EPOCHS * SAMPLES
+    assert len(used) == epochs * SAMPLES
     for at in range(0, len(used), SAMPLES):
         assert sorted(used[at : at + SAMPLES]) == list(range(SAMPLES))
     assert all(result["shares"])
@@ -142,8 +144,8 @@ def test_buffers_follow_the_first_worker_that_counts(point: str) -> None:
 
 
 def test_newcomers_take_part_and_views_are_told() -> None:
-    result = result_of(run("0.1.0:round.voted@2=kill", step_s=0.3))
-    require_each_sample_once(result)
+    result = result_of(run("0.1.0:round.voted@2=kill", epochs=6, complete=3))
+    require_each_sample_once(result, 6)
     require_reference(result)
     first, *later = result["views"]
     assert first == [3, [*WORKERS], []]
@@ -157,10 +159,10 @@ def test_newcomers_take_part_and_views_are_told() -> None:
 def test_a_batch_is_dealt_out_alike_across_views() -> None:
     # A newcomer has come. Before 0.0.0 begins the batch it loses the view, in which 0.2.0 begins it; the newcomer dies.
     failpoints = "0.1.0:round.voted@2=kill,0.0.0:view.agreed@3=lose,0.1.1:batch.dealt@1=kill"
-    outcome = run(failpoints, step_s=0.3)
+    outcome = run(failpoints, epochs=6, complete=3)
     result = result_of(outcome)
     assert outcome.ended["0.1.1"] == -9
-    require_each_sample_once(result)
+    require_each_sample_once(result, 6)
     require_reference(result)
 
 

@@ -157,7 +157,7 @@ def test_a_snapshot_is_the_state_at_its_instant(donor):
     assert model.registry.digest() != before
     taught = learn(*(each.offer for each in donors)).learn()
     assert taught is not None
-    other.registry.restore(taught.state)
+    other.registry.restore(taught.take_state())
     assert other.registry.digest() == before
     assert (taught.contents.round, taught.contents.committed, taught.contents.dealt) == (7, 99, DEALT)
     assert len(taught.donors) == 2
@@ -184,7 +184,7 @@ def test_a_damaged_chunk_is_taken_from_the_other_donor(donor, monkeypatch):
     taught = learn(right.offer).learn()
     assert taught is not None
     assert taken == ["wrong", "right"]
-    other.registry.restore(taught.state)
+    other.registry.restore(taught.take_state())
     assert other.registry.digest() == model.registry.digest()
     for each in taught.donors:
         each.close()

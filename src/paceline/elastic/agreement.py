@@ -33,6 +33,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
         has_begun: it is in the batch whose first round that is, or in a later round of it.
         voted: the digest of the result with which it has voted in this round, 0 without one.
         committed: the digest of the result of the round before, 0 without one.
+        has_followed: it has made the steps of the others, in the usual loop, and lacks the rest of the state.
+        unchecked: the parts of the state that were not compared meanwhile.
+        teaches: it gives a lesson.
     """
 
     round: int
@@ -42,6 +45,9 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     has_begun: bool = False
     voted: int = 0
     committed: int = 0
+    has_followed: bool = False
+    unchecked: tuple[int, ...] = ()
+    teaches: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class Agreement:
     Attributes:
         round: the round that is computed next.
         deal: the nodes of each rank in that round.
-        source: for each rank without a state, the rank from which it gets that; None for the others.
+        source: for each rank that lacks the state, or a part of it, the rank from which it gets that; None for the
+            others.
+        followers: those ranks that lack only a part.
         late: the ranks that have the latest result, but do not know that it was committed.
         outvoted: the late ranks that have voted for another result.
         committed: the digest of the latest result.
@@ -63,6 +71,7 @@ class Agreement:
     late: frozenset[int] = frozenset()
     outvoted: frozenset[int] = frozenset()
     committed: int = 0
+    followers: frozenset[int] = frozenset()
 
 
 def agree(statuses: Sequence[Status], shards: int) -> Agreement:
@@ -71,21 +80,38 @@ def agree(statuses: Sequence[Status], shards: int) -> Agreement:
     Raises:
         ValueError: a member is more than one round behind, which the protocol rules out.
     """
-    latest = max(status.round for status in statuses)
+    rounds = [FRESH if status.has_followed else status.round for status in statuses]
+    latest = max(rounds)
     if latest == FRESH:  # the job begins, and rank 0's state is everybody's
         return Agreement(0, deal_evenly(shards, len(statuses)), (None, *[0] * (len(statuses) - 1)))
-    if lost := [rank for rank, status in enumerate(statuses) if FRESH < status.round < latest - 1]:
+    if lost := [rank for rank, each in enumerate(rounds) if FRESH < each < latest - 1]:
         raise ValueError(f"ranks {lost} are more than one round behind round {latest}: {list(statuses)}")
-    donors = [rank for rank, status in enumerate(statuses) if status.round == latest]
-    fresh = [rank for rank, status in enumerate(statuses) if status.round == FRESH]
-    late = frozenset(rank for rank, status in enumerate(statuses) if FRESH < status.round < latest)
+    donors = [rank for rank, each in enumerate(rounds) if each == latest]
+    late = frozenset(rank for rank, each in enumerate(rounds) if FRESH < each < latest)
     committed = statuses[donors[0]].committed
     outvoted = frozenset(rank for rank in late if statuses[rank].voted != committed)
-    given = {rank: donors[at % len(donors)] for at, rank in enumerate(fresh)}
-    source = tuple(given.get(rank) for rank in range(len(statuses)))
-    held = [status.held if status.round == latest else () for status in statuses]
+    held = [status.held if each == latest else () for status, each in zip(statuses, rounds, strict=True)]
     deal = complete([[Node(*each) for each in nodes] for nodes in held], shards)
-    return Agreement(latest, deal, source, late, outvoted, committed)
+    lacking = [rank for rank, each in enumerate(rounds) if each == FRESH]
+    followers = frozenset(rank for rank in lacking if _is_up_to_date(statuses[rank], latest, committed))
+    source = _sources(statuses, donors, lacking, followers)
+    return Agreement(latest, deal, source, late, outvoted, committed, followers)
+
+
+def _is_up_to_date(status: Status, latest: int, committed: int) -> bool:
+    return status.has_followed and status.round == latest and status.committed == committed
+
+
+def _sources(
+    statuses: Sequence[Status], donors: Sequence[int], lacking: Sequence[int], followers: frozenset[int]
+) -> tuple[int | None, ...]:
+    """Returns for each rank from which it gets what it lacks; those that teach know what followers have already."""
+    teachers = [rank for rank in donors if statuses[rank].teaches] or donors
+    chosen: dict[int, int] = {}
+    for at, rank in enumerate(lacking):
+        able = teachers if rank in followers else donors
+        chosen[rank] = able[at % len(able)]
+    return tuple(chosen.get(rank) for rank in range(len(statuses)))
 
 
 def deal_runs(counts: Sequence[int]) -> Deal:

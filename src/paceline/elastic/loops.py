@@ -11,6 +11,7 @@ from torch import nn
 from paceline.data.loader import StatefulLoader
 from paceline.elastic.averaging import Averaging
 from paceline.elastic.connection import LauncherConnection, same_bits_as
+from paceline.elastic.joining.steps import Steps
 from paceline.elastic.registry import Registry, Stateful
 from paceline.elastic.rounds import Rounds
 from paceline.parallel.ddp.module import DistributedDataParallel
@@ -20,10 +21,10 @@ from paceline.parallel.sharded.logical import LogicalShards
 class Loop(Protocol):
     """What differs between the loops.
 
-    Attributes: `can_replay`, whether the loop may be run on results that others have computed.
+    Attributes: `can_learn`, whether a worker that comes late can catch up while the others train.
     """
 
-    can_replay: bool
+    can_learn: bool
 
     def registry(self, others: dict[str, Stateful]) -> Registry:
         """Returns the state of the module and of the others."""
@@ -41,7 +42,7 @@ class Loop(Protocol):
 class ShardsLoop:
     """The loop in logical shards: the bits of its results do not depend on the workers."""
 
-    can_replay = True
+    can_learn = True
 
     def __init__(self, shards: LogicalShards) -> None:
         self._shards = shards
@@ -81,8 +82,6 @@ class UsualLoop:
             an option that needs ranks which stay.
     """
 
-    can_replay = False  # the forward and backward are the script's own calls
-
     def __init__(self, model: DistributedDataParallel, others: Collection[Stateful]) -> None:
         loaders = [each for each in others if isinstance(each, StatefulLoader)]
         if len(loaders) != 1:
@@ -91,17 +90,20 @@ class UsualLoop:
                 "batches the module is trained on, as loader=loader, since workers come and go between its batches"
             )
         (self._loader,) = loaders
+        self.can_learn = False
         self._model = model
         self._on_batch: Callable[[], None] | None = None
         self._averaging = Averaging(model, self._loader, self._begin_batch)
 
     def registry(self, others: dict[str, Stateful]) -> Registry:
         """Returns the state of the module and of the others."""
-        return Registry(self._model.module, others, is_replicated=False)
+        registry = Registry(self._model.module, others, is_replicated=False)
+        self.can_learn = bool(registry.optimizers)
+        return registry
 
     def rounds(self, connection: LauncherConnection, registry: Registry, on_batch: Callable[[], None]) -> Rounds:
         """Returns the rounds that average the module's gradients from now on."""
-        rounds = Rounds(1, connection, registry, lambda _: None)
+        rounds = Rounds(1, connection, registry, lambda _: None, Steps(registry.optimizers))
         self._on_batch = on_batch
         self._averaging.average_by(rounds, connection.name)
         return rounds

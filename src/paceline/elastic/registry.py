@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.parallel.digests import memory_of
 
-_WINDOWS = 16  # the rolling digest goes through the whole state once in so many rounds
+WINDOWS = 16  # the rolling digest goes through the whole state once in so many rounds
 
 
 @runtime_checkable
@@ -51,6 +51,16 @@ class Registry:
         self._others = dict(others)
         self._is_replicated = is_replicated
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The module's."""
+        return [*self._module.parameters()]
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Those among the others."""
+        return {name: each for name, each in self._others.items() if isinstance(each, torch.optim.Optimizer)}
+
     def capture(self) -> dict[str, Any]:
         """Returns the state; its tensors are those that the training goes on to change."""
         return {
@@ -77,6 +87,31 @@ class Registry:
         version, numbers, gauss = python_state
         random.setstate((version, tuple(numbers), gauss))
 
+    def capture_rest(self, is_known: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
+        """Returns what a worker lacks that has made all steps of the optimizers.
+
+        Args:
+            is_known: whether the worker has the gradient of a parameter.
+        """
+        return {
+            "gradients": [None if is_known(param) else param.grad for param in self.parameters],
+            "has_gradient": [param.grad is not None for param in self.parameters],
+            "buffers": [buffer.detach() for buffer in self._module.buffers()],
+            "others": {name: _without_tensors(each) for name, each in self._others.items()},
+        }
+
+    @torch.no_grad()
+    def restore_rest(self, rest: Mapping[str, Any]) -> None:
+        """Completes a state with what `capture_rest` returned in another process."""
+        _copy_all([*self._module.buffers()], rest["buffers"])
+        for param, gradient, has_gradient in zip(self.parameters, rest["gradients"], rest["has_gradient"], strict=True):
+            if not has_gradient:
+                param.grad = None
+            elif gradient is not None:
+                param.grad = gradient
+        for name, each in self._others.items():
+            each.load_state_dict(_with_tensors(each, rest["others"][name]))
+
     def digest(self) -> str:
         """Returns the SHA-256 of parameters, buffers and the state of all others, as 64 hexadecimal digits."""
         total = hashlib.sha256()
@@ -85,12 +120,17 @@ class Registry:
             total.update(memory_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
         return total.hexdigest()
 
+    @property
+    def nbytes(self) -> int:
+        """The size of what `rolling_digest` goes through."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
     def rolling_digest(self, round_number: int) -> int:
         """Returns a digest (XXH3, 63 bits) of one sixteenth of the state's tensors, the next one in each round."""
-        tensors = [leaf for leaf in _leaves([self._tensors()]) if isinstance(leaf, torch.Tensor)]
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        window = -(-sum(sizes) // _WINDOWS)
-        start = (round_number % _WINDOWS) * window
+        tensors = self._tensors()
+        sizes = [tensor.nbytes for tensor in tensors]
+        window = -(-sum(sizes) // WINDOWS)
+        start = (round_number % WINDOWS) * window
         stop = start + window
         total = xxhash.xxh3_64(seed=0)
         at = 0
@@ -101,13 +141,15 @@ class Registry:
             at += size
         return total.intdigest() >> 1
 
-    def _tensors(self) -> list[Any]:
+    def _tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors that change in training, in an order that is the same on every worker."""
         states = [each.state for each in self._others.values() if isinstance(each, torch.optim.Optimizer)]
-        return [
+        kept = [
             [param.detach() for param in self._module.parameters()],
             [each for each in self._module.buffers() if self._is_replicated and not each.is_floating_point()],
             [[state.get(param, {}) for group in _groups(state, self._others) for param in group] for state in states],
         ]
+        return [leaf for leaf in _leaves(kept) if isinstance(leaf, torch.Tensor)]
 
 
 def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterator[Sequence[Any]]:
@@ -115,6 +157,31 @@ def _groups(state: Mapping[Any, Any], others: Mapping[str, Stateful]) -> Iterato
     for each in others.values():
         if isinstance(each, torch.optim.Optimizer) and each.state is state:
             yield from (group["params"] for group in each.param_groups)
+
+
+def _without_tensors(stateful: Stateful) -> Any:
+    """Returns a state; if it is an optimizer's, without the tensors that it keeps for each parameter."""
+    state = stateful.state_dict()
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return state
+    kept = {
+        param: {key: each for key, each in entries.items() if not isinstance(each, torch.Tensor)}
+        for param, entries in state["state"].items()
+        if isinstance(entries, Mapping)
+    }
+    return {**state, "state": kept}
+
+
+def _with_tensors(stateful: Stateful, state: Any) -> Any:
+    """Returns a state that `_without_tensors` returned in another process, with the tensors of this one's."""
+    if not isinstance(stateful, torch.optim.Optimizer):
+        return state
+    own = stateful.state_dict()["state"]
+    kept = {
+        param: {**entries, **state["state"].get(param, {})} if isinstance(entries, Mapping) else entries
+        for param, entries in own.items()
+    }
+    return {**state, "state": kept}
 
 
 def _copy_all(mine: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ what follows from that. What a member does again is a pure function of the shard
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,11 +21,16 @@ from paceline.elastic.computing import Computing
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealings, ViewChange
 from paceline.elastic.failpoints import reach
-from paceline.elastic.handing_over import hand_over
+from paceline.elastic.handing_over import HandingOver
 from paceline.elastic.joining.catching_up import CatchingUp
+from paceline.elastic.joining.course import StrayedError
 from paceline.elastic.joining.donors import Donor
+from paceline.elastic.joining.following import Following
 from paceline.elastic.joining.learner import Taught
 from paceline.elastic.joining.newcomer import Newcomer
+from paceline.elastic.joining.priority import at_low_priority
+from paceline.elastic.joining.replay import LostDonorsError
+from paceline.elastic.joining.steps import Steps
 from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import LEFT_OUT, OUTVOTED, Broken, Dismissed, Finished, Installed, View
 from paceline.elastic.portions import Portions
@@ -47,6 +52,7 @@ class Rounds:
         connection: the worker's connection to its launcher.
         registry: the state, which a worker that joins is given.
         on_deal: is called with this worker's shards whenever they change.
+        steps: of the usual loop, which a worker that joins makes again; it cannot run the loop itself on results.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Rounds:
         connection: LauncherConnection,
         registry: Registry,
         on_deal: Callable[[range], None],
+        steps: Steps | None = None,
     ) -> None:
         self._shards = shards
         self._connection = connection
@@ -62,8 +69,10 @@ class Rounds:
         self._on_deal = on_deal
         self._meeting = Meeting(connection)
         self._newcomer = Newcomer(connection)
-        self._donor = Donor(connection, registry)
+        self._steps = steps
+        self._donor = Donor(connection, registry, steps)
         self._catching_up: CatchingUp | None = None  # with the others, who have committed later rounds
+        self._following: Following | None = None  # the same in the usual loop, before the script's loop begins
         self._view = View(0, (), is_planned=False)
         self._group: ProcessGroup | None = None
         self.number = FRESH  # the round that comes next
@@ -137,7 +146,7 @@ class Rounds:
             result, self._digest = self._catching_up.result(self.number, self._state)
         else:
             result = self._until_it_holds(attempt)
-        self._donor.committed(self.number, result, self._digest, self._state, self.dealings.latest)
+        self._donor.committed(self.number, result, self._digest, self._state, self._committed, self.dealings.latest)
         self._commit()
         return result
 
@@ -204,8 +213,9 @@ class Rounds:
             if isinstance(answer, Dismissed):
                 self._end(answer.reason, answer.code)
             if isinstance(answer, Taught):
-                self._begin_catching_up(answer)
-                return
+                if self._begin_catching_up(answer):
+                    return
+                continue
             if self.number != FRESH or self._connection.name in answer.members:
                 self._enter(answer)
                 return
@@ -239,11 +249,10 @@ class Rounds:
         group = self._meeting.enter(view)
         reach("view.formed")
         statuses = exchange_statuses(group, self._status())
-        latest = max(status.round for status in statuses)
-        self._others_have = any(status.has_begun for status in statuses if status.round == latest)
-        self.dealings.learn([status.dealt for status in statuses], is_new=self.number == FRESH)
         agreed = agree(statuses, self._shards)
-        self._share(group, agreed)
+        self._others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
+        self.dealings.learn([status.dealt for status in statuses], is_new=self.number == FRESH)
+        self._share(group, agreed, statuses)
         # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
         group.barrier()
         reach("view.agreed")
@@ -252,15 +261,30 @@ class Rounds:
         self._connection.send(Installed(view.generation, self.number))
 
     def _status(self) -> Status:
-        held = tuple((node.first, node.stop) for node in self._mine.held)
         dealt = self.dealings.latest
-        return Status(self.number, held, self._mine.shard_ns, dealt, self._has_begun, self._digest, self._committed)
+        if self.number == FRESH and self._following is not None and not self._following.has_strayed:
+            return self._following.status(dealt)
+        held = tuple((node.first, node.stop) for node in self._mine.held)
+        return Status(
+            self.number,
+            held,
+            self._mine.shard_ns,
+            dealt,
+            self._has_begun,
+            self._digest,
+            self._committed,
+            teaches=self._donor.teaches,
+        )
 
-    def _share(self, group: ProcessGroup, agreed: Agreement) -> None:
+    def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[Status]) -> None:
         """Gives the state to those that lack it; learns that others have committed what this worker has voted for."""
-        rank = group.rank()
-        if hand_over(self._registry, agreed.source, group):
+        rank, handing_over = group.rank(), HandingOver(self._registry, group, self._steps)
+        handing_over.give(agreed, statuses)
+        if (source := agreed.source[rank]) is not None:
+            handing_over.take(source, statuses[rank], self._following if rank in agreed.followers else None)
             self._committed = agreed.committed
+            if self._following is not None:
+                self._following.holds = agreed.round
         if rank in agreed.outvoted:
             self._end(f"the others have committed another result of round {self.number} than its own", OUTVOTED)
         if rank in agreed.late:
@@ -319,14 +343,38 @@ class Rounds:
         assert self._group is not None
         return self._group
 
-    def _begin_catching_up(self, taught: Taught) -> None:
-        self._registry.restore(taught.state)
+    def _begin_catching_up(self, taught: Taught) -> bool:
+        """Takes over a snapshot, and in the usual loop follows the others; returns False if that led nowhere."""
+        at_low_priority(lambda: self._registry.restore(taught.take_state()))
         reach("join.restored")
         contents = taught.contents
-        self.number, self._committed = contents.round, contents.committed
         self.dealings.learn([contents.dealt], is_new=True)
+        if self._steps is not None:
+            return self._follow(taught, self._steps)
+        self.number, self._committed = contents.round, contents.committed
         self._catching_up = CatchingUp(self._connection, taught, self._enter, self._end)
         self._meeting.watch_only(len(contents.dealt.members))
+        return True
+
+    def _follow(self, taught: Taught, steps: Steps) -> bool:
+        """Makes the others' steps until this worker is in a view; returns False, and asks again, if it cannot."""
+        following = Following(self._connection, taught, self._enter_after, self._end, self._registry, steps)
+        self._following = following
+        try:
+            following.until_admitted()
+        except (StrayedError, LostDonorsError):
+            self.number = FRESH
+            self._newcomer.has_failed(may_learn=not following.has_strayed)
+            return False
+        finally:
+            self._following = None
+        return True
+
+    def _enter_after(self, view: View) -> None:
+        """Enters a view as one that has followed the others, and perhaps was left out of the view before."""
+        if self._following is not None and self._following.holds == FRESH:
+            self.number = FRESH
+        self._enter(view)
 
     def _end(self, reason: str, code: int) -> NoReturn:
         self._donor.close()

@@ -43,9 +43,10 @@ class ElasticState:
         model: the logical shards, which hold the model, or the model in a DistributedDataParallel.
         on_view: is called with a `ViewChange` at the beginning of the first batch that other workers train on than the
             one before, with the same arguments on every worker, so that it may change learning rates.
-        replays: a worker that comes late runs the loop of `LogicalShards` on the results of the others until it has
-            caught up with them. With False they wait while it gets the state, as in the usual loop. A loop with
-            collectives of its own, or one that looks into `batches`, needs False.
+        replays: a worker that comes late catches up while the others train. It runs the loop of `LogicalShards` on
+            their results, or makes the steps of their optimizers before the usual loop. With False they wait while it
+            gets the state. A loop of `LogicalShards` with collectives of its own, or one that looks into `batches`,
+            needs False.
         others: everything else that has a state, by name: the optimizer, the scheduler, the loader, ....
 
     Raises:
@@ -156,7 +157,7 @@ class ElasticState:
         rounds = self._rounds = self._loop.rounds(connection, self._registry, self._begin_batch)
         if threading.current_thread() is threading.main_thread():
             _leave_on_sigterm(connection, rounds)
-        rounds.join(self._loop.fingerprint(), replays=self._replays and self._loop.can_replay)
+        rounds.join(self._loop.fingerprint(), replays=self._replays and self._loop.can_learn)
 
     def _begin_batch(self) -> None:
         assert self._rounds is not None

@@ -1,4 +1,7 @@
-"""A worker that has the state of some rounds ago runs its loop on the results since, and then enters a view."""
+"""A worker that has the state of some rounds ago follows the others, and then enters a view.
+
+In the loop of logical shards it runs the script's loop on their results; `following.py` has the usual loop.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from paceline.parallel.sharded.sums import Values
 _ENDING_S = 1.0  # how long a learner without donors waits for the news that the job is over
 
 
-class CatchingUp:
-    """Follows the others until they let this worker in.
+class Learning:
+    """What learners of both loops do: they say when they are near, and enter the view that lets them in.
 
     Args:
         connection: the worker's connection to its launcher.
@@ -41,6 +44,41 @@ class CatchingUp:
         self._connection = connection
         self._enter, self._end = enter, end
         self._replay = Replay(taught.donors, self._is_near, self._check)
+
+    def _is_near(self, round_number: int) -> None:
+        reach("join.near")
+        self._connection.send(Learned(round_number))
+
+    def _check(self) -> None:
+        """Ends this worker if it was asked to end."""
+        if (order := self._connection.dismissed) is not None:
+            self._end(order.reason, order.code)
+
+    def _comes_in(self, generation: int, holds: Callable[[], int]) -> bool:
+        """Enters the view that the others have entered, or one that follows because it broke, if it has this worker.
+
+        Args:
+            generation: the number of the view.
+            holds: returns the round whose state this worker has by now.
+        """
+        after = generation - 1
+        while True:
+            view = self._connection.await_view(after, lambda each: each.generation == generation or not each.is_planned)
+            if isinstance(view, Dismissed):
+                self._end(view.reason, view.code)
+            if self._connection.name not in view.members:
+                return False
+            try:
+                self._enter(view)
+            except LOST as error:
+                after = view.generation
+                self._connection.send(Broken(view.generation, holds(), str(error)))
+            else:
+                return True
+
+
+class CatchingUp(Learning):
+    """Gives the script's loop the others' results until they let this worker in."""
 
     def result(self, round_number: int, state: int) -> tuple[Values, int]:
         """Returns the result of the round, which the others have committed, and its digest.
@@ -70,7 +108,7 @@ class CatchingUp:
                 self.give_up(str(error))
             if isinstance(item, Result):
                 return item.dealt
-            if self._connection.name in item.members and self._comes_in(item.generation, round_number):
+            if self._connection.name in item.members and self._comes_in(item.generation, lambda: round_number):
                 self._replay.close()
                 return None
             self._replay.was_left_out()
@@ -86,29 +124,3 @@ class CatchingUp:
 
         order = self._connection.await_news(found)
         self._end(order.reason, order.code)
-
-    def _is_near(self, round_number: int) -> None:
-        reach("join.near")
-        self._connection.send(Learned(round_number))
-
-    def _check(self) -> None:
-        """Ends this worker if it was asked to end."""
-        if (order := self._connection.dismissed) is not None:
-            self._end(order.reason, order.code)
-
-    def _comes_in(self, generation: int, round_number: int) -> bool:
-        """Enters the view that the others have entered, or one that follows because it broke, if it has this worker."""
-        after = generation - 1
-        while True:
-            view = self._connection.await_view(after, lambda each: each.generation == generation or not each.is_planned)
-            if isinstance(view, Dismissed):
-                self._end(view.reason, view.code)
-            if self._connection.name not in view.members:
-                return False
-            try:
-                self._enter(view)
-            except LOST as error:
-                after = view.generation
-                self._connection.send(Broken(view.generation, round_number, str(error)))
-            else:
-                return True

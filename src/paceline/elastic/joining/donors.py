@@ -14,7 +14,8 @@ from paceline.elastic.dealings import Dealt
 from paceline.elastic.failpoints import reach
 from paceline.elastic.joining.delays import Delays
 from paceline.elastic.joining.snapshot import Snapshot
-from paceline.elastic.joining.wire import Entered, Item, Result
+from paceline.elastic.joining.steps import Steps
+from paceline.elastic.joining.wire import Entered, Item, Result, Stepped
 from paceline.elastic.messages import Donating, Lesson, View
 from paceline.elastic.registry import Registry
 from paceline.engine.addresses import own_address
@@ -29,13 +30,25 @@ KEY = "lesson of an elastic job"
 
 
 class Donor:
-    """The lessons that this member gives; most of the time there are none."""
+    """The lessons that this member gives; most of the time there are none.
 
-    def __init__(self, connection: LauncherConnection, registry: Registry) -> None:
+    Args:
+        connection: the worker's connection to its launcher.
+        registry: the state.
+        steps: of the usual loop, in which learners get the steps of optimizers; otherwise they get results of rounds.
+    """
+
+    def __init__(self, connection: LauncherConnection, registry: Registry, steps: Steps | None = None) -> None:
         self._connection = connection
         self._registry = registry
+        self._steps = steps
         self._given: dict[int, Snapshot] = {}
         self._delays: dict[int, Delays] = {}
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there are any."""
+        return bool(self._given)
 
     def begin_batch(self, agreed: int, round_number: int, committed: int, dealt: Dealt) -> None:
         """Begins the lessons that all members have heard of; `agreed` is the largest such number."""
@@ -46,17 +59,22 @@ class Donor:
         self._forget_those_over()
         for lesson in self._connection.lessons_until(agreed):
             self._begin(lesson, round_number, committed, dealt)
+        self._watch_steps(round_number, committed)
 
     def committed(
-        self, round_number: int, result: Sequence[torch.Tensor], digest: int, state: int, dealt: Dealt
+        self, round_number: int, result: Sequence[torch.Tensor], digest: int, state: int, before: int, dealt: Dealt
     ) -> None:
-        """Logs a result for those who learn."""
-        if self._given:
-            memories = [memory_of(each) for each in result]
-            kinds = tuple((str(each.dtype), tuple(each.shape)) for each in result)
-            nbytes = sum(map(len, memories))
-            self._log(Result(round_number, nbytes, kinds, digest, state, dealt), memories)
-            reach("join.logged")
+        """Logs a round for those who learn."""
+        if not self._given:
+            return
+        if self._steps is not None:
+            self._steps.at = round_number + 1, digest
+            result = []
+        memories = [memory_of(each) for each in result]
+        kinds = tuple((str(each.dtype), tuple(each.shape)) for each in result)
+        nbytes = sum(map(len, memories))
+        self._log(Result(round_number, nbytes, kinds, digest, state, dealt, before), memories)
+        reach("join.logged")
 
     def entering(self, round_number: int, view: View) -> None:
         """Logs that the members enter a view."""
@@ -67,6 +85,21 @@ class Donor:
         """Ends all lessons; idempotent."""
         for number in list(self._given):
             self._forget(number)
+
+    def _watch_steps(self, round_number: int, committed: int) -> None:
+        """Has the steps of optimizers logged from here on, if anybody learns."""
+        if self._steps is None:
+            return
+        self._steps.at = round_number, committed
+        if self._given and self._steps.on_step is None:
+            self._steps.on_step = self._stepping
+        elif not self._given and self._steps.on_step is not None:
+            self._steps.on_step = None
+            self._steps.forget()
+
+    def _stepping(self, item: Stepped, memories: Sequence[memoryview]) -> None:
+        self._log(item, memories)
+        reach("join.logged")
 
     def _log(self, item: Item, memories: Sequence[memoryview] = ()) -> None:
         for snapshot in self._given.values():
@@ -85,6 +118,9 @@ class Donor:
                 lesson.number, self._registry, round_number, committed, dealt, listener, key
             )
             self._delays[lesson.number] = Delays(lesson.learner)
+            if self._steps is not None:
+                self._steps.at = round_number, committed
+                self._steps.note(self._registry.parameters)
             address = f"{host}:{port}"
         except (OSError, TypeError, ValueError, PacelineError) as error:
             sys.stderr.write(f"paceline: {self._connection} cannot serve its state to {lesson.learner}: {error}\n")

@@ -14,6 +14,7 @@ import torch
 from paceline.elastic.failpoints import reach
 from paceline.elastic.joining.chunks import Chunks, Layout
 from paceline.elastic.joining.donors import KEY
+from paceline.elastic.joining.priority import be_modest
 from paceline.elastic.joining.wire import (
     CHANNEL,
     CHUNK_BYTES,
@@ -40,13 +41,18 @@ _DUPLICATE_S = 1.0  # how long a donor may take to send what another has sent as
 _LOOK_S = 0.02
 
 
-@dataclass(frozen=True)
 class Taught:
     """What the donors have given: the state, what goes with it, and connections for the results since."""
 
-    contents: Contents
-    state: Any
-    donors: list[Connection]
+    def __init__(self, contents: Contents, state: Any, donors: list[Connection]) -> None:
+        self.contents = contents
+        self.donors = donors
+        self._state = state
+
+    def take_state(self) -> Any:
+        """Returns the state, which is large, and forgets it."""
+        state, self._state = self._state, None
+        return state
 
 
 @dataclass
@@ -104,6 +110,7 @@ class Learner:
 
     def _run(self, offer: Learn) -> None:
         """Gets chunks from one donor as long as there are any and it goes well."""
+        be_modest()
         try:
             connection = self._connect(offer)
             self._connected[offer.donor] = connection
@@ -140,7 +147,7 @@ class Learner:
                 number = room.chunks.next_for(donor)
             if number is None:
                 return
-            connection.sendall(REQUEST.pack(Ask.CHUNK, number, 0))
+            connection.sendall(REQUEST.pack(Ask.CHUNK, number, 0, 0))
             head, _ = receive_head(connection)
             if not isinstance(head, Chunk) or head.number != number or head.nbytes > len(scratch):
                 raise BrokenLessonError(f"{head} instead of chunk {number}")

@@ -12,7 +12,18 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.elastic.joining.wire import Entered, Item, Result, body_bytes, decode_head, encode_head
+import xxhash
+
+from paceline.elastic.joining.wire import (
+    CHUNK_BYTES,
+    Entered,
+    Item,
+    Result,
+    Stepped,
+    body_bytes,
+    decode_head,
+    encode_head,
+)
 
 _LENGTH = struct.Struct("<Q")  # of the head that follows
 _PIECES = 512  # that one system call writes
@@ -69,13 +80,25 @@ class LogReader:
         """How many results are there that the learner has not got."""
         return sum(isinstance(entry.item, Result) for entry in self._entries)
 
-    def next(self, round_: int, generation: int) -> Entry | None:
-        """Returns what a learner needs in that round, after a view of that generation; None if it is not there yet."""
+    def next(self, round_: int, generation: int, steps: int = 0) -> Entry | None:
+        """Returns what a learner needs in that round; None if it is not there yet.
+
+        Args:
+            round_: the round.
+            generation: the latest view of which the learner knows that the members have entered it.
+            steps: how many steps of optimizers it has got of this round.
+        """
         self._read()
         for entry in self._entries:
-            item = entry.item
-            if item.round == round_ and (isinstance(item, Result) or item.generation > generation):
-                return entry
+            match entry.item:
+                case item if item.round != round_:
+                    continue
+                case Stepped() if steps > 0:
+                    steps -= 1
+                case Entered(generation=entered) if entered <= generation:
+                    continue
+                case _:
+                    return entry
         return None
 
     def forget(self, round_: int) -> int:
@@ -89,6 +112,13 @@ class LogReader:
         _libc.fallocate(self.file, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(stop))
         return stop
 
+    def digest_of(self, entry: Entry) -> bytes:
+        """Returns the digest of an entry's body."""
+        total = xxhash.xxh3_128(seed=0)
+        for at in range(entry.body, entry.stop, CHUNK_BYTES):
+            total.update(os.pread(self.file, min(CHUNK_BYTES, entry.stop - at), at))
+        return total.digest()
+
     def _read(self) -> None:
         size = os.fstat(self.file).st_size
         while self._stop + _LENGTH.size <= size:
@@ -97,7 +127,7 @@ class LogReader:
             if at + length > size:
                 return
             item = decode_head(os.pread(self.file, length, at))
-            assert isinstance(item, (Result, Entered))
+            assert isinstance(item, (Result, Stepped, Entered))
             stop = at + length + body_bytes(item)
             if stop > size:
                 return

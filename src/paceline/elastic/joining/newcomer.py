@@ -30,6 +30,11 @@ class Newcomer:
         self._ready = Ready(self._ready.fingerprint, self._failed < _MOST_LESSONS and self._ready.learns, self._latest)
         self._connection.send(self._ready)
 
+    def has_failed(self, *, may_learn: bool) -> None:
+        """Asks again after a lesson that led nowhere; unless it may learn, the others wait while it gets the state."""
+        self._failed = self._failed + 1 if may_learn else _MOST_LESSONS
+        self.ask_again()
+
     def await_way_in(self, after: int) -> View | Dismissed | Taught:
         """Waits for the next view after a generation, for the order to end, or for a lesson that succeeds.
 
@@ -45,8 +50,7 @@ class Newcomer:
             if (taught := learner.learn()) is not None:
                 return taught
             if not self._has_a_place(after):
-                self._failed += 1
-                self.ask_again()
+                self.has_failed(may_learn=True)
 
     def _news(self, after: int) -> list[View | Dismissed | Learn]:
         """Returns the answer, or what donors offer in a lesson that is newer than the last one."""

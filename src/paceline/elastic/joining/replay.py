@@ -17,6 +17,8 @@ from paceline.elastic.joining.wire import (
     Item,
     NothingYet,
     Result,
+    Stepped,
+    digest_of_chunk,
     receive_head,
     receive_into,
 )
@@ -71,16 +73,35 @@ class Replay:
         self._generation = 0  # the last view of which the learner knows that the others have entered it
         self._pursuit = Pursuit()
         self._is_near = False
-        self._next: tuple[Item, Values] | None = None
+        self._next: tuple[Result | Entered, Values] | None = None
+        self._steps = 0  # of optimizers, since the round before
 
-    def next(self, round_number: int) -> Item:
+    def follow(self, round_number: int) -> tuple[Item, Values]:
+        """Returns what happened next in the usual loop, until the result of the round: steps of optimizers too.
+
+        Raises:
+            LostDonorsError: no donor is left.
+        """
+        item, values = self._get(round_number)
+        match item:
+            case Stepped():
+                self._steps += 1
+            case Result():
+                self._steps = 0
+            case Entered():
+                self._generation = item.generation
+        return item, values
+
+    def next(self, round_number: int) -> Result | Entered:
         """Returns what happened next to the members, who have finished all rounds before this one.
 
         Raises:
             LostDonorsError: no donor is left.
         """
         if self._next is None:
-            self._next = self._get(round_number)
+            item, values = self._get(round_number)
+            assert not isinstance(item, Stepped), "the loop of logical shards has no such items"
+            self._next = item, values
         item = self._next[0]
         if isinstance(item, Entered):
             self._generation = item.generation
@@ -121,10 +142,10 @@ class Replay:
         raise LostDonorsError(f"nobody serves the result of round {round_number} any more")
 
     def _get_from(self, donor: Connection, round_number: int) -> tuple[Item, Values]:
-        donor.sendall(REQUEST.pack(Ask.ITEM, round_number, self._generation))
+        donor.sendall(REQUEST.pack(Ask.ITEM, round_number, self._generation, self._steps))
         for other in self._donors[1:]:
             with contextlib.suppress(OSError):  # it is found out when it is needed
-                other.sendall(REQUEST.pack(Ask.FORGET, round_number, 0))
+                other.sendall(REQUEST.pack(Ask.FORGET, round_number, 0, 0))
         while True:
             while not select.select([donor], [], [], _LOOK_S)[0]:
                 self._check()
@@ -134,6 +155,8 @@ class Replay:
                     self._near(round_number)
                 case Entered():
                     return head, []
+                case Stepped():
+                    return head, _receive_checked(donor, head)
                 case Result():
                     values = _receive(donor, head)
                     if self._pursuit.is_near(ahead):
@@ -148,7 +171,14 @@ class Replay:
             self._on_near(round_number)
 
 
-def _receive(donor: Connection, head: Result) -> Values:
+def _receive_checked(donor: Connection, head: Stepped) -> Values:
+    values = _receive(donor, head)
+    if digest_of_chunk([memory_of(each) for each in values]) != head.digest:
+        raise BrokenLessonError(f"a step before round {head.round} came damaged")
+    return values
+
+
+def _receive(donor: Connection, head: Result | Stepped) -> Values:
     values = []
     for name, shape in head.tensors:
         dtype = getattr(torch, name.removeprefix("torch."), None)

@@ -17,9 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import msgspec
+
 from paceline.elastic.failpoints import reach
 from paceline.elastic.joining.chunks import Layout
 from paceline.elastic.joining.log import LogReader
+from paceline.elastic.joining.priority import be_modest
 from paceline.elastic.joining.wire import (
     CHANNEL,
     CHUNK_BYTES,
@@ -29,6 +32,7 @@ from paceline.elastic.joining.wire import (
     Chunk,
     Contents,
     NothingYet,
+    Stepped,
     digest_of_chunk,
     receive_into,
     send_head,
@@ -103,6 +107,7 @@ def be_child(served: Served, donor_pid: int) -> NoReturn:
     """Serves one learner in a process that was just forked, and ends it; it never outlives the donor."""
     try:
         die_with_parent(donor_pid)
+        be_modest()
         gc.disable()  # what the donor left for the collector is the donor's to close
         _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -148,7 +153,7 @@ class Serving:
         self._served, self._learner = served, learner
         self._layout = Layout(served.contents.sizes, CHUNK_BYTES)
         self._log = LogReader(served.log)
-        self._awaited: tuple[int, int] | None = None  # a round and a generation
+        self._awaited: tuple[int, int, int] | None = None  # a round, a generation and a number of steps
         self._done = 0  # up to where the log is not needed any more
 
     def run(self) -> None:
@@ -170,19 +175,19 @@ class Serving:
                 receive_into(self._learner, request)
                 self._answer(*REQUEST.unpack(request))
 
-    def _answer(self, ask: int, first: int, second: int) -> None:
+    def _answer(self, ask: int, first: int, second: int, third: int) -> None:
         match ask:
             case Ask.CHUNK if first < self._layout.count:
                 self._give_chunk(first)
             case Ask.ITEM:
                 self._forget(first)
-                self._awaited = first, second
+                self._awaited = first, second, third
                 if not self._give_awaited():
                     send_head(self._learner, NothingYet())
             case Ask.FORGET:
                 self._forget(first)
             case _:
-                raise BrokenLessonError(f"the learner asked for {ask} {first} {second}")
+                raise BrokenLessonError(f"the learner asked for {ask} {first} {second} {third}")
 
     def _give_chunk(self, number: int) -> None:
         spans = self._layout.spans(number)
@@ -200,7 +205,10 @@ class Serving:
         if entry is None:
             return False
         self._awaited = None
-        send_head(self._learner, entry.item, self._log.ahead)
+        item = entry.item
+        if isinstance(item, Stepped):  # digested here, since the members would have to wait for it
+            item = msgspec.structs.replace(item, digest=self._log.digest_of(entry))
+        send_head(self._learner, item, self._log.ahead)
         self._send_log(entry.body, entry.stop)
         self._tell_donor()
         return True

@@ -18,7 +18,7 @@ from paceline.security.encryption import Connection
 
 CHANNEL = "lesson"  # of the handshake
 CHUNK_BYTES = 4 << 20
-REQUEST = struct.Struct("<QQQ")  # an Ask and two numbers
+REQUEST = struct.Struct("<QQQQ")  # an Ask and three numbers
 FRAME = struct.Struct("<QQ")
 _LARGEST_HEAD = 1 << 30
 
@@ -27,7 +27,7 @@ class Ask(IntEnum):
     """What a learner asks for."""
 
     CHUNK = 1  # of this number
-    ITEM = 2  # what the log has next for this round, after a view of this generation
+    ITEM = 2  # what the log has next for this round, after a view of this generation and so many steps
     FORGET = 3  # nothing: it has all results of the rounds before this one
 
 
@@ -65,11 +65,12 @@ class Result(_Head, frozen=True):
 
     Attributes:
         round: the round.
-        nbytes: the length of the body: the tensors, contiguous.
+        nbytes: the length of the body: the tensors, contiguous. In the usual loop there are none.
         tensors: their dtypes and shapes.
         digest: of the result.
         state: the members' digest of a part of their state before the round.
         dealt: the latest batch that was dealt out.
+        before: the digest of the result of the round before.
     """
 
     round: int
@@ -78,6 +79,33 @@ class Result(_Head, frozen=True):
     digest: int
     state: int
     dealt: Dealt
+    before: int = 0
+
+
+class Stepped(_Head, frozen=True):
+    """A step of an optimizer in the usual loop, as it is about to be made.
+
+    Attributes:
+        round: the round that comes next.
+        after: the digest of the result of the round before.
+        optimizer: its name.
+        nbytes: the length of the body: the gradients, and then tensors of the options, contiguous.
+        tensors: their dtypes and shapes.
+        has_gradient: for each parameter in the order of the groups, whether it has a gradient.
+        options: those of the groups, such as the learning rate, encoded.
+        obstacle: why the step does not follow from all this, if it does not.
+        digest: of the body; whoever sends it adds that.
+    """
+
+    round: int
+    after: int
+    optimizer: str
+    nbytes: int = 0
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    has_gradient: tuple[bool, ...] = ()
+    options: bytes = b""
+    obstacle: str = ""
+    digest: bytes = b""
 
 
 class Entered(_Head, frozen=True):
@@ -92,8 +120,8 @@ class NothingYet(_Head, frozen=True):
     """The learner has caught up: the donor has nothing that it asks for, and sends that as soon as it has."""
 
 
-Item = Result | Entered
-Head = Contents | Chunk | Result | Entered | NothingYet
+Item = Result | Stepped | Entered
+Head = Contents | Chunk | Result | Stepped | Entered | NothingYet
 _heads = msgspec.msgpack.Decoder(Head)
 
 
@@ -121,7 +149,7 @@ def decode_head(data: bytes | bytearray | memoryview) -> Head:
 
 def body_bytes(head: Head) -> int:
     """Returns the length of the body that follows a head."""
-    return head.nbytes if isinstance(head, (Chunk, Result)) else 0
+    return head.nbytes if isinstance(head, (Chunk, Result, Stepped)) else 0
 
 
 def digest_of_chunk(parts: Sequence[memoryview]) -> bytes:

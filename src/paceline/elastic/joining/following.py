@@ -1,0 +1,110 @@
+"""A worker of the usual loop that has the state of some rounds ago makes the others' steps, and then enters a view.
+
+It is not in the script's loop yet, whose forward and backward it could not make with the others. What changes apart
+from the steps, such as buffers, the scheduler and the loader, it gets when it enters the view.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from paceline.elastic.agreement import FRESH, Status
+from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.dealings import Dealt
+from paceline.elastic.failpoints import reach
+from paceline.elastic.joining.catching_up import Learning
+from paceline.elastic.joining.course import Course, StrayedError
+from paceline.elastic.joining.learner import Taught
+from paceline.elastic.joining.priority import at_low_priority
+from paceline.elastic.joining.steps import Steps
+from paceline.elastic.joining.wire import Entered, Result, Stepped
+from paceline.elastic.messages import View
+from paceline.elastic.registry import WINDOWS, Registry
+
+_QUICKLY_COMPARED = 128 << 20  # bytes, which take some 20 ms
+
+
+class Following(Learning):
+    """Makes the others' steps until they let this worker in.
+
+    Args:
+        connection: the worker's connection to its launcher.
+        taught: what the donors have given; the state has been taken over.
+        enter: enters a view.
+        end: ends this worker, for a reason and with an exit code.
+        registry: the state.
+        steps: those of the optimizers.
+
+    Attributes:
+        holds: the round before which this worker has the whole state, FRESH while it lacks a part.
+        has_strayed: its state is not that of the others, or cannot become so.
+    """
+
+    def __init__(
+        self,
+        connection: LauncherConnection,
+        taught: Taught,
+        enter: Callable[[View], None],
+        end: Callable[[str, int], NoReturn],
+        registry: Registry,
+        steps: Steps,
+    ) -> None:
+        super().__init__(connection, taught, enter, end)
+        self._registry, self._steps = registry, steps
+        self._course = Course(taught.contents.round, taught.contents.committed, WINDOWS)
+        self.holds = FRESH
+        self.has_strayed = False
+
+    def status(self, dealt: Dealt) -> Status:
+        """Returns what this worker says about itself when it enters a view."""
+        is_small = self._registry.nbytes <= _QUICKLY_COMPARED
+        unchecked = range(WINDOWS) if is_small else sorted(self._course.unchecked)
+        at, committed = self._course.round, self._course.committed
+        return Status(at, dealt=dealt, committed=committed, has_followed=True, unchecked=tuple(unchecked))
+
+    def until_admitted(self) -> None:
+        """Returns when this worker is in a view with the others.
+
+        Raises:
+            StrayedError: its state is not that of the others.
+            LostDonorsError: nobody serves the steps any more.
+        """
+        try:
+            while True:
+                entered = at_low_priority(self._until_next_view)
+                if self._connection.name not in entered.members:
+                    continue
+                if self._comes_in(entered.generation, lambda: self.holds):
+                    return
+                self.holds = FRESH
+                if self.has_strayed:
+                    raise StrayedError("the others have gone on without it")
+                self._replay.was_left_out()
+        except StrayedError as error:
+            self.strays(str(error))
+            raise
+        finally:
+            self._replay.close()
+
+    def strays(self, reason: str) -> None:
+        """Says why this worker needs the whole state, for which the others have to wait, unless it has said so."""
+        if not self.has_strayed:
+            self.has_strayed = True
+            sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
+
+    def _until_next_view(self) -> Entered:
+        """Makes the steps that precede the next view of the others."""
+        while True:
+            self._check()
+            item, values = self._replay.follow(self._course.round)
+            match item:
+                case Stepped():
+                    self._course.steps(item)
+                    self._steps.again(item, values)
+                    reach("join.replay")
+                case Result():
+                    self._course.passes(item, self._registry.rolling_digest(item.round))
+                case Entered():
+                    return item
