@@ -10,8 +10,8 @@
 - overhead: the loop of shards in an elastic job against the same loop in a job that is not, in turns.
 - shards: the loop with as many shards as workers against DistributedDataParallel on the same samples.
 - join: how long a replacement takes to take part, the others' pause when it does, and how much longer than usual their
-  steps are until then, for states of several sizes, on one machine and on two (network namespaces at 1 Gbit/s, as
-  root).
+  steps are until then, in both loops, for states of several sizes, on one machine and on two (network namespaces at
+  1 Gbit/s, as root).
 - frozen: a worker is stopped (SIGSTOP), and another is 10 times slower than the others.
 - speeds: workers of the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
 - partition: five machines are cut into three and two (as root).

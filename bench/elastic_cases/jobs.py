@@ -143,11 +143,10 @@ class TorchFT:
         self._made.cleanup()
 
 
-def elastic(workers: int, steps: int, *options: str, shards: int = 4) -> Launched:
-    """Starts Paceline's job of `train_shards.py`."""
+def elastic(workers: int, steps: int, *options: str, script: str = "train_shards.py") -> Launched:
+    """Starts Paceline's job of `train_shards.py`, or of another script."""
     launcher = (sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(workers))
-    script = (str(HERE / "train_shards.py"), "{directory}", "--steps", str(steps), "--shards", str(shards))
-    return Launched([*launcher, *script, *options])
+    return Launched([*launcher, str(HERE / script), "{directory}", "--steps", str(steps), *options])
 
 
 def torchrun(workers: int, steps: int, restarts: int) -> Launched:

@@ -24,24 +24,27 @@ _HOSTS = 2
 def measure(options: Options) -> tuple[str, Rows]:
     """Returns the table of all sizes of the state, on one machine and on two."""
     rows: Rows = []
-    for mib in options.states:
-        rows.append(_measure("one machine", mib, options, partial(_on_one_machine, mib, options), ()))
+    for loop, script in _LOOPS.items():
+        for mib in options.states:
+            rows.append(_measure(loop, "one machine", mib, options, partial(_on_one_machine, script, mib, options), ()))
     if os.geteuid() != 0:
         return _TITLE, [*rows, {"where": f"two machines: {machines.NEEDS_ROOT}"}]
     per_host = options.workers // _HOSTS
     slots = tuple(range(per_host, _HOSTS * per_host))  # of the second host, since the first one gives the state
     with _network() as network:
-        for mib in options.states:
-            start = partial(machines.elastic, network, per_host, _STEPS, "--ballast", str(mib))
-            rows.append(_measure(f"two machines, {_RATE}", mib, options, start, slots))
+        for loop, script in _LOOPS.items():
+            for mib in options.states:
+                start = partial(machines.elastic, network, per_host, _STEPS, "--ballast", str(mib), script=script)
+                rows.append(_measure(loop, f"two machines, {_RATE}", mib, options, start, slots))
     return _TITLE, rows
 
 
 _TITLE = "the replacement of a worker that was killed"
+_LOOPS = {"shards": "train_shards.py", "usual": "train_usual.py"}
 
 
 def _measure(
-    where: str, mib: int, options: Options, start: Callable[[], Job], slots: tuple[int, ...]
+    loop: str, where: str, mib: int, options: Options, start: Callable[[], Job], slots: tuple[int, ...]
 ) -> dict[str, object]:
     figures, random = Figures(), Random(options.seed)
     while figures.deaths < options.few:
@@ -50,6 +53,7 @@ def _measure(
             kills = disturb(job, churn, random)
             figures.add(timeline.read(job.directory), kills, churn.workers, churn.steps)
     return {
+        "loop": loop,
         "where": where,
         "state MiB": mib,
         **distribution(figures.joined, "takes part"),
@@ -60,8 +64,8 @@ def _measure(
     }
 
 
-def _on_one_machine(mib: int, options: Options) -> Job:
-    return jobs.elastic(options.workers, _STEPS, "--ballast", str(mib))
+def _on_one_machine(script: str, mib: int, options: Options) -> Job:
+    return jobs.elastic(options.workers, _STEPS, "--ballast", str(mib), script=script)
 
 
 @contextlib.contextmanager

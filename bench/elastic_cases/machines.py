@@ -16,11 +16,13 @@ from elastic_cases.jobs import ENVIRONMENT, HERE, Launched, popen
 NEEDS_ROOT = "not measured, since network namespaces need root"
 
 
-def elastic(network: Network, per_host: int, steps: int, *options: str, nnodes: str = "") -> Launched:
-    """Starts Paceline's job of `train_shards.py` with a launcher on each host of a network."""
+def elastic(
+    network: Network, per_host: int, steps: int, *options: str, nnodes: str = "", script: str = "train_shards.py"
+) -> Launched:
+    """Starts Paceline's job of `train_shards.py`, or of another script, with a launcher on each host of a network."""
     launcher = [sys.executable, "-m", "paceline", "run", "--elastic", "--nproc-per-node", str(per_host)]
     meeting = ["--nnodes", nnodes or str(len(network.hosts)), "--rdzv-endpoint", f"{ipv4(0)}:29400"]
-    script = [str(HERE / "train_shards.py"), "{directory}", "--steps", str(steps), *options]
+    program = [str(HERE / script), "{directory}", "--steps", str(steps), *options]
     environment = {**ENVIRONMENT, "PACELINE_SECRET": secrets.token_hex(16)}
     waiting = iter(network.hosts)
 
@@ -34,4 +36,4 @@ def elastic(network: Network, per_host: int, steps: int, *options: str, nnodes: 
         with ThreadPoolExecutor(1) as thread:  # which enters the host, and not the benchmark
             return thread.submit(inside).result()
 
-    return Launched(*[[*launcher, *meeting, *script]] * len(network.hosts), start=start)
+    return Launched(*[[*launcher, *meeting, *program]] * len(network.hosts), start=start)

@@ -56,7 +56,7 @@ def _steps_a_second(limits: list[str]) -> float:
     workers = len(limits) - 1
     steps = _STEPS_ALONE if workers == 1 else _STEPS
     with contextlib.closing(
-        jobs.elastic(workers, steps, "--batch", str(_BATCH), "--no-tally", *limits, shards=_SHARDS)
+        jobs.elastic(workers, steps, "--batch", str(_BATCH), "--no-tally", "--shards", str(_SHARDS), *limits)
     ) as job:
         while not job.is_over():
             time.sleep(0.1)

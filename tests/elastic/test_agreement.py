@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.elastic.agreement import FRESH, Status, agree, complete, deal_evenly, deal_runs
+from paceline.elastic.agreement import FRESH, WINDOWS, Status, agree, complete, deal_evenly, deal_runs
 from paceline.elastic.audit import EVERY, Audit, audit_of, suspects
 from paceline.elastic.speeds import even_counts, fair_counts
 from paceline.elastic.vote import Ballot, DivergenceError, OthersOutvotedError, OutvotedError, judge
@@ -143,3 +143,20 @@ def test_an_audit_names_whom_two_others_contradict():
     assert suspects(audit, [0, 5, 6, 7]) == (1, 2, 3)
     assert suspects(Audit(shard=0, owner=0, others=(1,)), [4, 5]) == (0, 1)
     assert suspects(audit, [0, 0, 5, 5]) == ()
+
+
+def test_a_guest_has_no_part_in_the_majority():
+    ballots = [Ballot(1, 2, 3), Ballot(1, 4, 3)]
+    with pytest.raises(OthersOutvotedError, match="another state than that of the majority: b"):
+        judge(ballots, 0, 5, ["a", "b"], {1})
+    with pytest.raises(OutvotedError, match="the state of worker b differs from that of 1 of 1"):
+        judge(ballots, 1, 5, ["a", "b"], {1})
+    with pytest.raises(DivergenceError):
+        judge(ballots, 0, 5, ["a", "b"], {0, 1})
+
+
+def test_a_follower_is_a_guest_until_its_state_was_compared():
+    followed = Status(7, committed=3, has_followed=True)
+    agreed = agree([Status(7, committed=3), followed, Status(7, committed=3, guest_until=9), Status(FRESH)], 1)
+    assert agreed.guest_until == (0, 7 + WINDOWS, 9, 0)
+    assert [agreed.guests(number) for number in (8, 9, 6 + WINDOWS, 7 + WINDOWS)] == [{1, 2}, {1}, {1}, set()]

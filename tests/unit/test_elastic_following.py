@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.elastic.agreement import FRESH, Status, agree
+from paceline.elastic.agreement import FRESH, WINDOWS, Status, agree
 from paceline.elastic.dealings import Dealt
 from paceline.elastic.joining.course import Course, StrayedError
 from paceline.elastic.joining.log import LogReader, append, new_log
 from paceline.elastic.joining.priority import NICENESS, at_low_priority
 from paceline.elastic.joining.steps import Steps
 from paceline.elastic.joining.wire import Entered, Item, Result, Stepped, digest_of_chunk
-from paceline.elastic.registry import WINDOWS, Registry
+from paceline.elastic.registry import Registry
 from paceline.parallel.digests import memory_of
 
 DEALT = Dealt(5, ("a", "b"))

@@ -18,6 +18,7 @@ from paceline.elastic.speeds import even_counts
 from paceline.parallel.sharded.tree import Node, nodes_within, run_of_rank
 
 FRESH = -1  # the round of a worker that has no state yet
+WINDOWS = 16  # parts of the state, one of which the members compare in each round
 
 Deal = list[list[Node]]  # for each rank the nodes of the tree whose sums it computes
 
@@ -36,6 +37,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
         has_followed: it has made the steps of the others, in the usual loop, and lacks the rest of the state.
         unchecked: the parts of the state that were not compared meanwhile.
         teaches: it gives a lesson.
+        guest_until: before this round it has not yet shown in votes that its whole state is that of the others.
     """
 
     round: int
@@ -48,6 +50,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     has_followed: bool = False
     unchecked: tuple[int, ...] = ()
     teaches: bool = False
+    guest_until: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Agreement:
         source: for each rank that lacks the state, or a part of it, the rank from which it gets that; None for the
             others.
         followers: those ranks that lack only a part.
+        guest_until: for each rank the round before which it does not count where states differ.
         late: the ranks that have the latest result, but do not know that it was committed.
         outvoted: the late ranks that have voted for another result.
         committed: the digest of the latest result.
@@ -72,6 +76,14 @@ class Agreement:
     outvoted: frozenset[int] = frozenset()
     committed: int = 0
     followers: frozenset[int] = frozenset()
+    guest_until: tuple[int, ...] = ()
+
+    def guests(self, round_number: int) -> frozenset[int]:
+        """Returns the ranks that are guests in a round."""
+        return frozenset(rank for rank, until in enumerate(self.guest_until) if round_number < until)
+
+
+NOTHING_AGREED = Agreement(0, [], ())
 
 
 def agree(statuses: Sequence[Status], shards: int) -> Agreement:
@@ -95,7 +107,10 @@ def agree(statuses: Sequence[Status], shards: int) -> Agreement:
     lacking = [rank for rank, each in enumerate(rounds) if each == FRESH]
     followers = frozenset(rank for rank in lacking if _is_up_to_date(statuses[rank], latest, committed))
     source = _sources(statuses, donors, lacking, followers)
-    return Agreement(latest, deal, source, late, outvoted, committed, followers)
+    guest_until = [each.guest_until for each in statuses]
+    for rank in lacking:
+        guest_until[rank] = latest + WINDOWS if rank in followers else 0
+    return Agreement(latest, deal, source, late, outvoted, committed, followers, tuple(guest_until))
 
 
 def _is_up_to_date(status: Status, latest: int, committed: int) -> bool:

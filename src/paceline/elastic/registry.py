@@ -11,9 +11,8 @@ import torch
 import xxhash
 from torch import nn
 
+from paceline.elastic.agreement import WINDOWS
 from paceline.parallel.digests import memory_of
-
-WINDOWS = 16  # the rolling digest goes through the whole state once in so many rounds
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.elastic import speeds
-from paceline.elastic.agreement import FRESH, Agreement, Status, agree
+from paceline.elastic.agreement import FRESH, NOTHING_AGREED, Agreement, Status, agree
 from paceline.elastic.audit import Audit, audit_of
 from paceline.elastic.computing import Computing
 from paceline.elastic.connection import LauncherConnection
@@ -77,6 +77,7 @@ class Rounds:
         self._group: ProcessGroup | None = None
         self.number = FRESH  # the round that comes next
         self._portions = Portions(shards)
+        self._entered = NOTHING_AGREED  # what the members of this view have agreed on
         self.dealings = Dealings()
         self._mine = Computing()
         self._voted: Values = []  # the result with which this worker has voted in this round
@@ -86,6 +87,7 @@ class Rounds:
         self._is_late = False  # others have committed this round already, with that result
         self._has_begun = False  # this worker is in a batch
         self._others_have = False  # a member that is in the same round has begun its batch
+        self._guest_until = 0  # the round before which this worker is a guest, see `Status`
         self.is_leaving = False  # this worker was asked to end
         self._agreed = 0  # the generation of a view that all members have heard of
 
@@ -253,11 +255,12 @@ class Rounds:
         self._others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
         self.dealings.learn([status.dealt for status in statuses], is_new=self.number == FRESH)
         self._share(group, agreed, statuses)
+        self._guest_until = agreed.guest_until[group.rank()] if agreed.guest_until else 0
         # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
         group.barrier()
         reach("view.agreed")
         self._portions.enter(statuses, agreed)
-        self._group = group
+        self._entered, self._group = agreed, group
         self._connection.send(Installed(view.generation, self.number))
 
     def _status(self) -> Status:
@@ -274,6 +277,7 @@ class Rounds:
             self._digest,
             self._committed,
             teaches=self._donor.teaches,
+            guest_until=self._guest_until,
         )
 
     def _share(self, group: ProcessGroup, agreed: Agreement, statuses: Sequence[Status]) -> None:
@@ -310,7 +314,8 @@ class Rounds:
         self._voted, self._digest = result, digest_of(result)
         mine = Ballot(self._digest, self._state, self._connection.heard, self._mine.shard_ns, self._mine.audited)
         try:
-            ballots = vote(group, mine, self.number, self._view.members, audit)
+            guests = self._entered.guests(self.number)
+            ballots = vote(group, mine, self.number, self._view.members, audit, guests)
         except OutvotedError as error:
             self._end(str(error), OUTVOTED)
         self._agreed = min(ballot.heard for ballot in ballots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,9 +56,14 @@ class Ballot(NamedTuple):
 
 
 def vote(
-    group: ProcessGroup, mine: Ballot, round_number: int, names: Sequence[str], audit: Audit | None = None
+    group: ProcessGroup,
+    mine: Ballot,
+    round_number: int,
+    names: Sequence[str],
+    audit: Audit | None = None,
+    guests: Collection[int] = (),
 ) -> list[Ballot]:
-    """Compares the members' ballots; returns them by rank.
+    """Compares the members' ballots; returns them by rank. Guests have no part in what the majority is.
 
     Raises:
         OutvotedError: more than half of the members agree with each other, and not with this one.
@@ -68,7 +73,7 @@ def vote(
     ballots = [torch.empty(len(mine), dtype=torch.int64) for _ in range(group.size())]
     group.all_gather(ballots, torch.tensor(mine))
     read = [Ballot(*ballot.tolist()) for ballot in ballots]
-    judge(read, group.rank(), round_number, names)
+    judge(read, group.rank(), round_number, names, guests)
     if audit is not None:
         _judge_audit(read, audit, group.rank(), round_number, names)
     return read
@@ -94,15 +99,18 @@ def _judge_audit(ballots: Sequence[Ballot], audit: Audit, rank: int, round_numbe
     raise OthersOutvotedError(f"round {round_number}: worker {named[0]} computes a wrong sum of shard {audit.shard}")
 
 
-def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequence[str]) -> None:
+def judge(
+    ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequence[str], guests: Collection[int] = ()
+) -> None:
     """Raises an error if the ballots of a round differ; see `vote`."""
-    counted = Counter((ballot.result, ballot.state) for ballot in ballots)
-    if len(counted) == 1:
+    if len({(ballot.result, ballot.state) for ballot in ballots}) == 1:
         return
+    counting = [ballot for r, ballot in enumerate(ballots) if r not in guests] or ballots
+    counted = Counter((ballot.result, ballot.state) for ballot in counting)
     (winner, votes), *_ = counted.most_common()
     others = tuple(names[r] for r, ballot in enumerate(ballots) if (ballot.result, ballot.state) != winner)
     what = "result" if any(ballot.result != winner[0] for ballot in ballots) else "state"
-    if 2 * votes <= len(ballots):
+    if 2 * votes <= len(counting):
         raise DivergenceError(
             f"round {round_number}: the {what} differs between the workers {', '.join(names)}, and no majority of them "
             f"agrees. {CAUSES}",
@@ -111,7 +119,7 @@ def judge(ballots: Sequence[Ballot], rank: int, round_number: int, names: Sequen
         )
     if (ballots[rank].result, ballots[rank].state) != winner:
         raise OutvotedError(
-            f"round {round_number}: the {what} of worker {names[rank]} differs from that of {votes} of {len(ballots)} "
+            f"round {round_number}: the {what} of worker {names[rank]} differs from that of {votes} of {len(counting)} "
             f"workers (outvoted: {', '.join(others)}). {CAUSES}"
         )
     raise OthersOutvotedError(f"round {round_number}: another {what} than that of the majority: {', '.join(others)}")

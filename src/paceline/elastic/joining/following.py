@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from paceline.elastic.agreement import FRESH, Status
+from paceline.elastic.agreement import FRESH, WINDOWS, Status
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import Dealt
 from paceline.elastic.failpoints import reach
@@ -21,7 +21,7 @@ from paceline.elastic.joining.priority import at_low_priority
 from paceline.elastic.joining.steps import Steps
 from paceline.elastic.joining.wire import Entered, Result, Stepped
 from paceline.elastic.messages import View
-from paceline.elastic.registry import WINDOWS, Registry
+from paceline.elastic.registry import Registry
 
 _QUICKLY_COMPARED = 128 << 20  # bytes, which take some 20 ms
 
