@@ -135,6 +135,22 @@ def test_two_groups_that_wait_for_each_other_are_both_named():
     assert "of the left#2" in verdict.sentence and "of the right#3" in verdict.sentence
 
 
+def test_an_open_call_counts_before_one_of_an_earlier_group():
+    scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(4)], stopped=(3, 5), like=_ABSENCES[Cause.LOADER])
+
+    def with_past(rank: Rank) -> Rank:
+        return replace(
+            rank,
+            calls=(
+                *(replace(call, arrived_s=0.0, ended_s=0.1, outcome="ok") for call in rank.calls if call.is_open),
+                *rank.calls,
+            ),
+        )
+
+    again = replace(scene, ranks=tuple(map(with_past, scene.ranks)))
+    assert diagnose(again) == diagnose(scene)
+
+
 def test_a_rank_that_computes_beside_its_call_is_no_deadlock():
     groups = {"left#2": [0, 1], "right#3": [0, 1]}
     a, b = Planned(_HEADERS[0], "left#2"), Planned(_HEADERS[1], "right#3")

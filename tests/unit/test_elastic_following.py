@@ -140,9 +140,12 @@ def test_the_log_gives_the_steps_of_a_round_in_order(log):
     found = [reader.next(6, generation, steps) for generation, steps in ((0, 0), (0, 1), (0, 2), (20, 2))]
     names = [each.item.optimizer if isinstance(each.item, Stepped) else type(each.item) for each in found if each]
     assert names == ["0", "1", Entered, Result]
+    assert found[0] is not None
     assert found[1] is not None
     assert reader.digest_of(found[1]) == digest_of_chunk([memory_of(gradient)])
     assert reader.ahead == 1
+    taken = [reader.forget(*passed) for passed in ((6, 0), (6, 1), (6, 2), (7, 0))]
+    assert taken == [0, found[0].stop, found[1].stop, os.fstat(log).st_size]
 
 
 class Worker:

@@ -22,7 +22,7 @@ from paceline.elastic.joining.learner import Learner
 from paceline.elastic.joining.log import LogReader, append, new_log
 from paceline.elastic.joining.replay import LostDonorsError, Pursuit, Replay
 from paceline.elastic.joining.snapshot import Snapshot
-from paceline.elastic.joining.wire import CHUNK_BYTES, Entered, Result
+from paceline.elastic.joining.wire import CHUNK_BYTES, Entered, Result, Stepped
 from paceline.elastic.messages import Learn
 from paceline.elastic.registry import Registry
 from paceline.parallel.digests import digest_of, memory_of
@@ -261,6 +261,28 @@ def test_a_donor_waits_for_a_learner_that_is_too_slow(donor):
     assert not made.snapshot.make_room()
     slowly.join(10.0)
     assert not slowly.is_alive()
+    replay.close()
+
+
+def test_steps_that_the_learner_has_make_room_before_their_round_is_over(donor):
+    model = Model(1, 10)
+    donors = [donor(model, "a"), donor(model, "b")]
+    taught = learn(*(each.offer for each in donors)).learn()
+    assert taught is not None
+    replay = Replay(taught.donors, lambda _: None, lambda: None)
+    gradient = torch.ones(9 << 20)
+    kinds = ((str(gradient.dtype), tuple(gradient.shape)),)
+    for made in donors:
+        for _ in range(2):
+            made.snapshot.log(Stepped(7, 6, "optimizer", gradient.nbytes, kinds, (True,)), [memory_of(gradient)])
+    asks = threading.Thread(target=lambda: [replay.follow(7) for _ in range(3)])
+    asks.start()
+    for made in donors:
+        made.snapshot.make_room()  # 72 MiB are more than the log may hold
+        assert not made.snapshot.is_over, "the learner takes both steps, and has not got stuck"
+        made.snapshot.log(*result(7))
+    asks.join(10.0)
+    assert not asks.is_alive()
     replay.close()
 
 

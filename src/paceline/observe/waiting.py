@@ -96,7 +96,9 @@ def _latest(rank: Rank, group: str) -> int:
 
 
 def _made(rank: Rank, group: str, number: int) -> Call | None:
-    return next((call for call in _collectives(rank, group) if call.sequence == number), None)
+    # In an elastic job each view has a group of the same name, which counts from the beginning.
+    made = [call for call in _collectives(rank, group) if call.sequence == number]
+    return max(made, key=lambda call: (call.is_open, call.arrived_s), default=None)
 
 
 def circle(waits: Sequence[Wait], is_blocked: Mapping[int, bool]) -> list[Wait]:

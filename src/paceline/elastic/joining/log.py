@@ -74,6 +74,7 @@ class LogReader:
         self.file = log
         self._entries: list[Entry] = []
         self._stop = 0
+        self._done = 0  # where the memory that was given back ends
 
     @property
     def ahead(self) -> int:
@@ -101,16 +102,21 @@ class LogReader:
                     return entry
         return None
 
-    def forget(self, round_: int) -> int:
-        """Gives back the memory of what comes before a round; returns up to where the log is not needed any more."""
+    def forget(self, round_: int, steps: int = 0) -> int:
+        """Gives back the memory of what comes before a round.
+
+        Returns:
+            Up to where a learner has the log that has so many steps of that round, too.
+        """
+        self._read()
         kept = [entry for entry in self._entries if entry.item.round >= round_]
         gone = self._entries[: len(self._entries) - len(kept)]
         self._entries = kept
-        if not gone:
-            return 0
-        stop = gone[-1].stop
-        _libc.fallocate(self.file, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(stop))
-        return stop
+        if gone:
+            self._done = gone[-1].stop
+            _libc.fallocate(self.file, _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(self._done))
+        own = [entry.stop for entry in kept if entry.item.round == round_ and isinstance(entry.item, Stepped)]
+        return max([self._done, *own[:steps]])
 
     def digest_of(self, entry: Entry) -> bytes:
         """Returns the digest of an entry's body."""

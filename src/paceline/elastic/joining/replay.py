@@ -145,7 +145,7 @@ class Replay:
         donor.sendall(REQUEST.pack(Ask.ITEM, round_number, self._generation, self._steps))
         for other in self._donors[1:]:
             with contextlib.suppress(OSError):  # it is found out when it is needed
-                other.sendall(REQUEST.pack(Ask.FORGET, round_number, 0, 0))
+                other.sendall(REQUEST.pack(Ask.FORGET, round_number, 0, self._steps))
         while True:
             while not select.select([donor], [], [], _LOOK_S)[0]:
                 self._check()

@@ -154,7 +154,7 @@ class Serving:
         self._layout = Layout(served.contents.sizes, CHUNK_BYTES)
         self._log = LogReader(served.log)
         self._awaited: tuple[int, int, int] | None = None  # a round, a generation and a number of steps
-        self._done = 0  # up to where the log is not needed any more
+        self._passed = 0, 0  # the round that the learner is in, and how many of its steps it has
 
     def run(self) -> None:
         """Answers until the learner or the donor is gone.
@@ -167,8 +167,10 @@ class Serving:
         request = memoryview(bytearray(REQUEST.size))
         while True:
             ready, _, _ = select.select([self._learner, self._served.line], [], [])
-            if self._served.line in ready and not self._served.line.recv(4096):
-                return
+            if self._served.line in ready:
+                if not self._served.line.recv(4096):
+                    return
+                self._tell_donor()  # the learner may have got from another donor what has come now
             if self._awaited is not None:
                 self._give_awaited()
             if self._learner in ready:
@@ -180,12 +182,12 @@ class Serving:
             case Ask.CHUNK if first < self._layout.count:
                 self._give_chunk(first)
             case Ask.ITEM:
-                self._forget(first)
+                self._pass(first, third)
                 self._awaited = first, second, third
                 if not self._give_awaited():
                     send_head(self._learner, NothingYet())
             case Ask.FORGET:
-                self._forget(first)
+                self._pass(first, third)
             case _:
                 raise BrokenLessonError(f"the learner asked for {ask} {first} {second} {third}")
 
@@ -225,9 +227,9 @@ class Serving:
                 self._learner.sendall(part)
                 at += len(part)
 
-    def _forget(self, round_: int) -> None:
-        self._done = max(self._done, self._log.forget(round_))
+    def _pass(self, round_: int, steps: int) -> None:
+        self._passed = max(self._passed, (round_, steps))
         self._tell_donor()
 
     def _tell_donor(self) -> None:
-        self._served.progress.more(self._done)
+        self._served.progress.more(self._log.forget(*self._passed))

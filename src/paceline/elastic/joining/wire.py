@@ -28,7 +28,7 @@ class Ask(IntEnum):
 
     CHUNK = 1  # of this number
     ITEM = 2  # what the log has next for this round, after a view of this generation and so many steps
-    FORGET = 3  # nothing: it has all results of the rounds before this one
+    FORGET = 3  # nothing: it has all of the rounds before this one, and so many steps of this one
 
 
 class _Head(msgspec.Struct, frozen=True, tag=True, array_like=True):
