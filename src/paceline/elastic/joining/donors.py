@@ -118,7 +118,7 @@ class Donor:
                 lesson.number, self._registry, round_number, committed, dealt, listener, key
             )
             self._delays[lesson.number] = Delays(lesson.learner)
-            if self._steps is not None:
+            if self._steps is not None and len(self._given) == 1:  # those who learn already may have other gradients
                 self._steps.at = round_number, committed
                 self._steps.note(self._registry.parameters)
             address = f"{host}:{port}"
