@@ -63,7 +63,8 @@ def rows_of_ranks(rank_main: Callable[..., None], ranks: int, *arguments: object
 
     with tempfile.TemporaryDirectory() as directory:
         dist.spawn(rank_main, (*arguments, directory), ranks)
-        return json.loads(Path(directory, "rows.json").read_text())
+        rows: list[Any] = json.loads(Path(directory, "rows.json").read_text())
+    return rows
 
 
 def leave_rows(rows: Sequence[object], directory: str) -> None:
