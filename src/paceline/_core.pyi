@@ -65,7 +65,8 @@ class PreparedCall:
     def submit(self, timeout_ns: int, /) -> Work: ...
 
 class HasTimeout(Protocol):
-    timeout_ns: int
+    @property
+    def timeout_ns(self) -> int: ...
 
 class QuickCall:
     """What a persistent call does each time that it is called; see native/bindings/quick_call.hpp."""

@@ -96,7 +96,8 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         """Is to `reduce_scatter` what `all_reduce_memory` is to `all_reduce`; each rank receives `count` elements."""
         buffers = Buffers()
         buffers.kept += kept
-        self._run(Operation.REDUCE_SCATTER, dtype, op, -1, count, inputs, [output], buffers, False, None)
+        call = Call(Operation.REDUCE_SCATTER, dtype, op, -1, count, self.timeout_ns, inputs, [output])
+        self._run((call, buffers), False)
 
     def broadcast(
         self,
