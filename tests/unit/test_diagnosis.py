@@ -222,3 +222,13 @@ def test_the_first_of_several_failures_is_blamed():
     verdict = diagnose(replace(scene, ranks=(*scene.ranks[:2], later)))
     assert verdict.blamed == (1,)
     assert "rank 1 failed: ValueError: bad (train.py:5)" in verdict.sentence
+
+
+def test_an_error_that_was_wrapped_is_not_taken_for_the_cause():
+    scene = play([loop(_HEADERS[:1], _STEPS) for _ in range(3)], stopped=(1, 4), like=_ABSENCES[Cause.KILLED])
+    ending = Ending(Manner.EXCEPTION, 1.0, "RuntimeError: training failed", "train.py:5")
+    lost = replace(scene.ranks[0].calls[-1], ended_s=1.0, outcome="peer_lost")
+    wrapping = replace(scene.ranks[0], calls=(*scene.ranks[0].calls[:-1], lost), ending=ending)
+    seen_later = replace(scene.ranks[1], ending=Ending(Manner.KILLED, 2.0, "killed by SIGKILL"))
+    verdict = diagnose(replace(scene, ranks=(wrapping, seen_later, scene.ranks[2])))
+    assert (verdict.cause, verdict.blamed) == (Cause.KILLED, (1,))

@@ -24,6 +24,9 @@ _OWN_FAULTS = {
 }
 
 
+_OTHERS_FAULTS = ("peer_lost", "timed_out", "aborted")
+
+
 def diagnose(scene: Scene) -> Verdict | None:
     """Returns what is wrong; None if nobody waits and nobody has failed."""
     waits = waits_of(scene)
@@ -37,11 +40,14 @@ def diagnose(scene: Scene) -> Verdict | None:
 
 
 def _failed(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
-    """Blames the first rank that failed and was not led to it by another one."""
+    """Blames the first rank that failed and was not led to it by another one.
+
+    A program may wrap the error that another rank caused into one of its own.
+    """
     failed = [rank for rank in scene.ranks if rank.ending is not None and rank.ending.manner in _OWN_FAULTS]
     if not failed:
         return None
-    first = min(failed, key=lambda rank: rank.ending.at_s if rank.ending is not None else 0.0)
+    first = min(failed, key=lambda rank: (_was_led(rank), rank.ending.at_s if rank.ending is not None else 0.0))
     ending = first.ending
     assert ending is not None
     where = f" ({ending.line})" if ending.line else ""
@@ -54,6 +60,13 @@ def _failed(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
         told = f"; {waiting(scene, most, without=first.rank)}"
     sentence = f"{beginning(scene, [first.rank])}{named([first.rank], scene.word)} failed: {ending.how}{where}{after}"
     return Verdict(_OWN_FAULTS[ending.manner], (first.rank,), sentence + told)
+
+
+def _was_led(rank: Rank) -> bool:
+    """Returns whether a rank raised an exception after its latest call had failed because of another one."""
+    latest = max(rank.calls, key=lambda call: call.arrived_s, default=None)
+    is_exception = rank.ending is not None and rank.ending.manner is Manner.EXCEPTION
+    return is_exception and latest is not None and latest.outcome in _OTHERS_FAULTS
 
 
 def _unfit(scene: Scene) -> Verdict | None:
