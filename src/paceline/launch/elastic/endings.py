@@ -78,6 +78,8 @@ class Endings:
 
     def _verdict(self, member: Member, code: int, fate: Fate, failure: Failure | None) -> str:
         """Returns a sentence on a worker's end, which is that of other jobs if it has failed."""
+        if fate is Fate.RELEASED:
+            return f"{member} has ended, since the others went on without it"
         if failure is None or member.life.is_fenced or fate not in (Fate.FAILED, Fate.KILLED):
             return f"{member} {manner(member.life, failure)}"
         number, recording = member.number, self._recordings.get(member.uid)
