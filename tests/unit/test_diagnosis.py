@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from observed_world import CALLING, IDLE, Planned, loop, play
 from sampling import examples
 
-from paceline.observe.diagnosis import diagnose
-from paceline.observe.evidence import Ending, Header, Manner, Place, Process, Rank, Scene, State
+from paceline.observe.diagnosis import diagnose, died
+from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, Scene, Seat, State
 from paceline.observe.verdict import Cause
 
 _HEADERS = [
@@ -232,3 +232,24 @@ def test_an_error_that_was_wrapped_is_not_taken_for_the_cause():
     seen_later = replace(scene.ranks[1], ending=Ending(Manner.KILLED, 2.0, "killed by SIGKILL"))
     verdict = diagnose(replace(scene, ranks=(wrapping, seen_later, scene.ranks[2])))
     assert (verdict.cause, verdict.blamed) == (Cause.KILLED, (1,))
+
+
+def _call(sequence: int, arrived_s: float, ended_s: float | None) -> Call:
+    return Call("world", sequence, Header("all_reduce", "float32", 4), arrived_s, ended_s, "ok" if ended_s else "")
+
+
+def test_calls_of_a_group_that_was_made_anew_are_told_apart():
+    """As in an elastic job, whose workers form a group of the same name in each view."""
+    calls = (_call(0, 1.0, 1.1), _call(1, 1.2, 1.3), _call(0, 2.0, None))
+    ranks = tuple(Rank(number, "h", 7, {"world": Seat(number, 2)}, calls) for number in range(2))
+    verdict = diagnose(Scene(30.0, ranks))
+    assert verdict is not None and "all_reduce(float32, 4) call 0" in verdict.sentence
+
+
+def test_a_death_is_told_from_what_is_known_of_one_rank():
+    ending = Ending(Manner.KILLED, 3.0, "killed by SIGKILL", "")
+    rank = Rank(1, "h", 7, {"world": Seat(1, 2)}, (_call(0, 1.0, 1.1), _call(1, 1.2, None)), ending=ending)
+    verdict = died(rank, "slot")
+    assert verdict is not None
+    assert verdict.sentence == "slot 1 failed: killed by SIGKILL, in all_reduce(float32, 4) call 1"
+    assert died(replace(rank, ending=None)) is None

@@ -39,6 +39,11 @@ def diagnose(scene: Scene) -> Verdict | None:
     )
 
 
+def died(rank: Rank, word: str = "rank") -> Verdict | None:
+    """Returns how a rank has failed, from what is known of itself alone; None if it has not, or not by itself."""
+    return _failed(Scene(0.0, (rank,), word), ())
+
+
 def _failed(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
     """Blames the first rank that failed and was not led to it by another one.
 

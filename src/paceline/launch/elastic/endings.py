@@ -78,16 +78,17 @@ class Endings:
 
     def _verdict(self, member: Member, code: int, fate: Fate, failure: Failure | None) -> str:
         """Returns a sentence on a worker's end, which is that of other jobs if it has failed."""
+        if fate is Fate.RELEASED:
+            return f"{member} has ended, since the others went on without it"
         if failure is None or member.life.is_fenced or fate not in (Fate.FAILED, Fate.KILLED):
             return f"{member} {manner(member.life, failure)}"
         number, recording = member.number, self._recordings.get(member.uid)
         if recording is not None:
-            from paceline.observe.diagnosis import diagnose
+            from paceline.observe.diagnosis import died
             from paceline.observe.looking import last_look
-            from paceline.observe.picture import scene_of
 
             seen = last_look([Watched(number, failure.pid, recording, ending_of(code, failure))])
-            verdict = diagnose(scene_of([seen], self._word))
+            verdict = died(seen.ranks[0], self._word)
             name = f"{self._word} {number} failed: "
             if verdict is not None and name in verdict.sentence:
                 more = f": {failure.memory}" if failure.memory is not None else ""
