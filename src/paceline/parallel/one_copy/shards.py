@@ -12,8 +12,8 @@ from paceline.parallel.one_copy.slices import Run, cut_evenly, divide_whole
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES, Part
 from paceline.parallel.zero.shards import Shard, Shards
 
-# The more rounds, the less memory the averages need, and the more of it stays in the cache; but in each round ranks wait
-# for each other.
+# The more rounds, the less memory the averages need, and the more of it stays in the cache; but in each round ranks
+# wait for each other.
 _ROUNDS = 5
 _MOST_ROUND_BYTES = 32 << 20
 
