@@ -54,11 +54,11 @@ def backward(model: nn.Module, kind: str, step: int) -> None:
 
 
 def pair(
-    kind: str, optimizer_class: type[torch.optim.Optimizer], **options: Any
+    kind: str, optimizer_class: type[torch.optim.Optimizer], round_bytes: int = ROUND_BYTES, **options: Any
 ) -> tuple[nn.Module, dist.SharedModelOptimizer, nn.Module, torch.optim.Optimizer]:
     """A model that is shared, and the same one in a DistributedDataParallel, with their optimizers."""
     torch.set_num_threads(1)
-    one_copy.ROUND_BYTES = ROUND_BYTES
+    one_copy.LEAST_ROUND_BYTES = round_bytes
     reference = dist.DistributedDataParallel(build(kind))
     model = copy.deepcopy(reference.module)
     shared = dist.SharedModelOptimizer(model, optimizer_class, **options)

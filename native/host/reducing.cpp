@@ -197,26 +197,34 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
     return await(done);
 }
 
-// Each slot is divided into one part per destination; each rank reduces its own part of all slots.
+// Each slot is divided into one part for each other rank; a rank reduces its parts of the others' slots together with
+// what it contributes itself, where that is.
 bool Group::reduce_scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
     Stream& output = call.outputs[0];
     const std::size_t item = item_size(call.dtype);
-    const std::size_t part_bytes = slot_bytes_ / static_cast<std::size_t>(size_) / kSliceAlignment * kSliceAlignment;
+    const auto rank = static_cast<std::size_t>(rank_);
+    const std::size_t others = size_ == 1 ? 1 : static_cast<std::size_t>(size_) - 1;
+    const std::size_t part_bytes = slot_bytes_ / others / kSliceAlignment * kSliceAlignment;
+    const auto offset = [part_bytes](std::size_t to, std::size_t from) {
+        return (to < from ? to : to - 1) * part_bytes;
+    };
     const Parts parts{output.nbytes(), part_bytes};
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
             for (std::size_t r = 0; r < call.inputs.size(); ++r)
-                call.inputs[r].copy_to(slot + r * part_bytes, parts.size(part));
+                if (r != rank) call.inputs[r].copy_to(slot + offset(r, rank), parts.size(part));
         },
         [&](std::size_t part, std::uint32_t round) {
-            output.next(parts.size(part), [&](std::uint8_t* data, std::size_t n, std::size_t done) {
-                for (int r = 0; r < size_; ++r)
-                    sources_[static_cast<std::size_t>(r)] =
-                        slot(r, round) + static_cast<std::size_t>(rank_) * part_bytes + done;
-                kernel(data, sources_.data(), size_, n / item, size_);
+            call.inputs[rank].next(parts.size(part), [&](const std::uint8_t* own, std::size_t n, std::size_t done) {
+                output.next(n, [&](std::uint8_t* data, std::size_t within, std::size_t at) {
+                    for (std::size_t r = 0; r < sources_.size(); ++r)
+                        sources_[r] =
+                            r == rank ? own + at : slot(static_cast<int>(r), round) + offset(rank, r) + done + at;
+                    kernel(data, sources_.data(), size_, within / item, size_);
+                });
             });
         });
 }

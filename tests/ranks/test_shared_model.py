@@ -47,9 +47,10 @@ def models(kind: str) -> None:
 
 
 def one_round() -> None:
-    one_copy.ROUND_BYTES, kept = 4 << 20, one_copy.ROUND_BYTES
-    models("mlp")
-    one_copy.ROUND_BYTES = kept
+    model, shared, reference, optimizer = pair("mlp", AdamW, round_bytes=4 << 20, lr=0.01)
+    train(model, shared, "mlp")
+    train(reference, optimizer, "mlp")
+    require_same(model, reference.module)
 
 
 def state_at_any_number_of_ranks() -> None:
@@ -266,7 +267,7 @@ class Counting(nn.Module):
 
 
 def nobody_reads_an_update_in_progress() -> None:
-    one_copy.ROUND_BYTES = ROUND_BYTES
+    one_copy.LEAST_ROUND_BYTES = ROUND_BYTES
     model = Counting()
     optimizer = dist.SharedModelOptimizer(model, SGD, lr=1.0)
     chance = random.Random(dist.get_rank())

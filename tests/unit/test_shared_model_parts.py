@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,9 +15,11 @@ import paceline as dist
 from paceline.parallel.one_copy.guard import TornGuard
 from paceline.parallel.one_copy.slices import cut_evenly, divide_whole
 
+PATIENTLY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SIZES = st.lists(st.integers(0, 3000), max_size=30)
 
 
+@PATIENTLY
 @given(SIZES, st.integers(1, 9), st.integers(1, 2000), st.sampled_from([1, 16, 64]))
 def test_rounds_take_each_element_once_and_in_order(sizes, ranks, round_size, alignment):
     rounds = cut_evenly(sizes, ranks, round_size, alignment)
@@ -31,6 +33,7 @@ def test_rounds_take_each_element_once_and_in_order(sizes, ranks, round_size, al
     assert elements == sorted(elements)
 
 
+@PATIENTLY
 @given(SIZES, st.integers(1, 9), st.integers(1, 2000), st.sampled_from([1, 16, 64]))
 def test_slices_are_even_and_cut_at_cache_lines(sizes, ranks, round_size, alignment):
     rounds = cut_evenly(sizes, ranks, round_size, alignment)
@@ -43,6 +46,7 @@ def test_slices_are_even_and_cut_at_cache_lines(sizes, ranks, round_size, alignm
             assert all(run.stop in (sizes[run.param], run.stop // alignment * alignment) for run in owned)
 
 
+@PATIENTLY
 @given(SIZES, st.integers(1, 9))
 def test_whole_parameters_have_one_owner(sizes, ranks):
     (owned,) = divide_whole(sizes, ranks)

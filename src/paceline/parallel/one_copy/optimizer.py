@@ -30,9 +30,9 @@ from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
 from paceline.record.steps import STEPS
 
-# Of gradients that are averaged and applied together. The part of a rank, and the parameters and state that go with it,
-# fit the cache; and what a round costs in Python is little beside the work on so many bytes.
-ROUND_BYTES = 4 << 20
+# Of gradients that are averaged and applied together. What a round costs in Python, and in waiting for other ranks, is
+# little beside the work on so many bytes.
+LEAST_ROUND_BYTES = 4 << 20
 
 
 class SharedModelOptimizer(PartitionedOptimizer):
@@ -91,7 +91,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._module = module
         self._groups = groups_by_host(self.process_group)
         host, cuts = self._groups.host, is_elementwise(optimizer_class)
-        self._shards: SharedShards = SharedShards(host.rank(), host.size(), cuts, ROUND_BYTES)
+        self._shards: SharedShards = SharedShards(host.rank(), host.size(), cuts, LEAST_ROUND_BYTES)
         self._has_averages = False  # whether `own_part` has averaged the gradients already
         self._steps = 0
         Joinable.__init__(self)

@@ -12,6 +12,11 @@ from paceline.parallel.one_copy.slices import Run, cut_evenly, divide_whole
 from paceline.parallel.zero.partition import ALIGNMENT_BYTES, Part
 from paceline.parallel.zero.shards import Shard, Shards
 
+# The more rounds, the less memory the averages need, and the more of it stays in the cache; but in each round ranks
+# wait for each other.
+_ROUNDS = 5
+_MOST_ROUND_BYTES = 32 << 20
+
 
 @dataclass(frozen=True)
 class SumRound:
@@ -28,13 +33,13 @@ class SharedShards(Shards):
         rank: this rank's place among those of its host.
         size: the number of ranks on a host.
         cuts: whether parameters may be cut; otherwise each has one owner.
-        round_bytes: the bytes of gradients that are summed together, where parameters may be cut.
+        least_round_bytes: of gradients that are summed together, where parameters may be cut.
     """
 
-    def __init__(self, rank: int, size: int, cuts: bool, round_bytes: int) -> None:
+    def __init__(self, rank: int, size: int, cuts: bool, least_round_bytes: int) -> None:
         super().__init__(rank, size, cuts)
         self._size = size
-        self._round_bytes = round_bytes
+        self._least_round_bytes = least_round_bytes
         self.rounds: list[SumRound] = []
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
@@ -58,7 +63,9 @@ class SharedShards(Shards):
     def _divide(self, sizes: Sequence[int], dtype: torch.dtype) -> list[list[list[Run]]]:
         if not self.cuts:
             return divide_whole(sizes, self._size)
-        return cut_evenly(sizes, self._size, self._round_bytes // dtype.itemsize, ALIGNMENT_BYTES // dtype.itemsize)
+        wanted = min(sum(sizes) * dtype.itemsize // _ROUNDS, _MOST_ROUND_BYTES)
+        round_size = max(wanted, self._least_round_bytes) // dtype.itemsize
+        return cut_evenly(sizes, self._size, round_size, ALIGNMENT_BYTES // dtype.itemsize)
 
     def _shard(self, param: torch.Tensor, part: Part) -> Shard:
         shard = Shard(param, part, self.rank)
