@@ -264,7 +264,7 @@ def test_a_donor_waits_for_a_learner_that_is_too_slow(donor):
     replay.close()
 
 
-def test_steps_that_the_learner_has_make_room_before_their_round_is_over(donor):
+def test_steps_that_the_learner_has_make_room_in_their_round(donor):
     model = Model(1, 10)
     donors = [donor(model, "a"), donor(model, "b")]
     taught = learn(*(each.offer for each in donors)).learn()
