@@ -9,6 +9,9 @@ SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -n
 CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
+# With `make --jobs`, ninja would look for make's job server, which only recipes that call make are given.
+unexport MAKEFLAGS
+
 .DEFAULT_GOAL := help
 .PHONY: help demo chaos test newer nightly lint format bench sanitize clean
 .DELETE_ON_ERROR:

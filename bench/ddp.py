@@ -25,6 +25,7 @@ from turns import leave_rows, rows_of_ranks, take_turns
 ROUNDS = 15
 STEPS = 4
 SETTLING_STEPS = 8  # of the bare model, in which the allocator still grows
+LEARNING_RATE = 1e-6  # the loss, a sum, has no least value: larger steps lead to infinity within the run
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -81,7 +82,7 @@ def private_bytes() -> int:
 
 
 def stepper(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
 
     def step() -> None:
         optimizer.zero_grad()
