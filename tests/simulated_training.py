@@ -9,6 +9,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from paceline.observe import evidence
 from paceline.observe.live.sample import (
     Bucket,
     Event,
@@ -188,7 +189,9 @@ class Training:
         links = [Link(rank, -1, "shared memory", 2.1e9 + 1e8 * (rank % 3)) for rank in range(min(self.ranks, 4))]
         for host in range(1, hosts):
             rank = host * self.ranks_per_host
-            links.append(Link(rank - 1, rank, "TCP", 3.1e8 - 1e7 * host, 0.00018 + 0.00002 * host, host % 3))
+            carried = evidence.Link(rank, 10 * MIB * (self._step + 1), 0.03 * (self._step + 1))
+            trip_s = 0.00018 + 0.00002 * host
+            links.append(Link(rank - 1, rank, "TCP", 3.1e8 - 1e7 * host, 4.2e8, trip_s, trip_s / 4, host % 3, carried))
         return tuple(links)
 
     def _verdict(self, hung: int | None, quiet_s: float) -> Verdict | None:

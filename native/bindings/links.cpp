@@ -118,6 +118,7 @@ class ScheduleGroup {
     void record_as(std::uint32_t group) const {
         queue()->record_as(group);
         messenger_->record_as(group);
+        lanes_->meter().record_as(group);
     }
     void record_messages_as(std::uint32_t group) const { messenger_->record_as(group); }
 

@@ -39,6 +39,7 @@ std::vector<int> Executor::awaited() const {
 // Looks, once in every turn of waiting, for a reason to fail the call; false when it found one.
 bool Executor::look_around(int turn, const Interrupted& interrupted) {
     hear();
+    lanes_.meter().measure_if_due(Clock::now());
     if (broken_at_) return true;
     if (turn == kAnnounceInTurn) messenger_.announce(header_);
     messenger_.answer(header_.sequence, awaited());

@@ -28,6 +28,7 @@ bool Messenger::progress() {
 
 void Messenger::expire(bool look_for_silence) {
     const auto now = Clock::now();
+    lanes_.meter().measure_if_due(now);
     std::set<int> awaited;
     for (const std::shared_ptr<Request>& request : open_) {
         if (now > request->deadline_) {
@@ -115,6 +116,7 @@ void Messenger::drive(std::unique_lock<std::mutex>& hold, const std::shared_ptr<
 bool Messenger::wait(const std::shared_ptr<Request>& request, std::int64_t timeout_ns, const Interrupted& interrupted) {
     if (request->done()) return true;
     auto looked = Clock::now();
+    lanes_.meter().measure_if_due(looked);
     const auto most = std::chrono::nanoseconds(Clock::time_point::max() - looked).count();
     const auto deadline = looked + std::chrono::nanoseconds(std::min(timeout_ns, most / 2));
     std::unique_lock hold(mutex_);

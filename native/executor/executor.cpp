@@ -144,6 +144,7 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     started_ = Clock::now();
     // A rank that only sends never waits, so this is where it learns of failures.
     if (started_ - polled_ > kTurn) poll();
+    lanes_.meter().measure_if_due(started_);
     if (auto failure = messenger_.failure()) return *failure;
     outcome_ = {};
     failed_ = false;

@@ -30,13 +30,16 @@ std::unique_ptr<LaneSet> LaneSet::create(std::shared_ptr<shm::Mesh> mesh, std::u
     lanes->peers_.resize(mesh_ranks.size());
     for (std::size_t r = 0; r < sockets.size(); ++r) {
         Peer& peer = lanes->peers_[r];
+        std::vector<int> connections;
         for (tls::Socket& socket : sockets[r]) {
+            connections.push_back(socket.descriptor);
             std::unique_ptr<Lane> lane = lane_over(std::move(socket));
             if (!peer.control)
                 peer.control = std::move(lane);
             else
                 peer.bulk.push_back(std::move(lane));
         }
+        if (!connections.empty()) lanes->meter_.watch(lanes->name(static_cast<int>(r)), std::move(connections));
     }
     if (!lanes->share_rings(mesh_ranks, deadline)) return nullptr;
     return lanes;
@@ -100,6 +103,7 @@ int LaneSet::name(int rank) const {
 }
 
 LaneSet::~LaneSet() {
+    meter_.close();
     peers_.clear();
     if (local_peers_ != 0) mesh_->withdraw(id_, local_peers_);
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "link/lane.hpp"
+#include "link/link_meter.hpp"
 #include "link/ring_lane.hpp"
 #include "link/waiter.hpp"
 #include "shm/mesh.hpp"
@@ -37,6 +38,8 @@ class LaneSet {
 
     int rank() const { return rank_; }
     int size() const { return static_cast<int>(peers_.size()); }
+    // What measures the connections to other hosts.
+    LinkMeter& meter() { return meter_; }
     Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
 
     // See `Mesh::blame`. A rank on another host reports its cause on its control lane only.
@@ -65,6 +68,7 @@ class LaneSet {
     std::vector<Peer> peers_;
     std::vector<int> names_;
     std::vector<std::shared_ptr<shm::Segment>> segments_;
+    LinkMeter meter_;
 };
 
 }  // namespace paceline::link

@@ -32,6 +32,7 @@ constexpr std::uint32_t kNames = 512;
 constexpr std::uint32_t kGroups = 64;
 constexpr std::uint32_t kCalls = 4096;
 constexpr std::uint32_t kEvents = 16384;
+constexpr std::uint32_t kLinks = 256;
 constexpr std::uint32_t kValue = 2;  // an event's kind whose `first` holds the bits of a double
 constexpr std::size_t kNameBytes = 64;
 constexpr std::size_t kMostMembers = 224;  // of a group that lists its members
@@ -64,11 +65,12 @@ struct Header {
     std::atomic<std::int32_t> world_size;
     std::uint32_t clock_kind;
     std::atomic<std::uint32_t> flags;
-    std::uint32_t spare;
-    std::uint64_t ticks_per_s;  // 0: the processor does not say
+    std::atomic<std::uint32_t> links_used;  // no entry of the links behind so many was ever used
+    std::uint64_t ticks_per_s;              // 0: the processor does not say
     std::uint64_t time_namespace;
     Word pair_count;
     Word name_count;
+    Table links;
     alignas(64) Word calls_begun;
     alignas(64) Word events_begun;
     alignas(64) Word latest_tick;
@@ -78,6 +80,7 @@ struct Header {
     Text<64> boot;
 };
 static_assert(offsetof(Header, pid) == 64 && offsetof(Header, ticks_per_s) == 88);
+static_assert(offsetof(Header, links_used) == 84 && offsetof(Header, links) == 120);
 static_assert(offsetof(Header, calls_begun) == 128 && offsetof(Header, events_begun) == 192);
 static_assert(offsetof(Header, latest_tick) == 256 && offsetof(Header, worker) == 512 && offsetof(Header, boot) == 768);
 
@@ -143,6 +146,25 @@ struct EventFields {
     std::uint32_t thread = 0;
 };
 
+// What the kernel knows of the connections of one group to one other rank. Its entry is written over again and again.
+struct LinkFields {
+    std::uint32_t group = 0;
+    std::int32_t peer = -1;         // its rank in the default group
+    std::uint64_t measured = 0;     // ticks
+    std::uint64_t sent_nbytes = 0;  // those that the peer's kernel has acknowledged
+    std::uint64_t received_nbytes = 0;
+    std::uint64_t segments = 0;      // sent with data
+    std::uint64_t nbytes_per_s = 0;  // the latest rate at which data was delivered
+    std::uint64_t busy_us = 0;       // data was under way
+    std::uint64_t held_us = 0;       // and the peer had no room for more of it
+    std::uint32_t round_trip_us = 0;
+    std::uint32_t variation_us = 0;  // of the round trips
+    std::uint32_t least_round_trip_us = 0;
+    std::uint32_t retransmits = 0;  // segments
+    std::uint32_t silent_ms = 0;    // the peer's kernel has owed an answer for so long
+    std::uint32_t connections = 0;
+};
+
 // The entry that holds these fields.
 template <class Fields>
 using EntryOf = Entry<sizeof(Fields) / sizeof(std::uint64_t)>;
@@ -154,11 +176,13 @@ struct Recording {
     EntryOf<GroupFields> groups[kGroups];
     EntryOf<CallFields> calls[kCalls];
     EntryOf<EventFields> events[kEvents];
+    EntryOf<LinkFields> links[kLinks];
 };
 static_assert(sizeof(EntryOf<PairFields>) == 32 && sizeof(EntryOf<GroupFields>) == 512);
 static_assert(sizeof(EntryOf<CallFields>) == 128 && sizeof(EntryOf<EventFields>) == 64);
+static_assert(sizeof(EntryOf<LinkFields>) == 96);
 static_assert(std::is_standard_layout_v<Recording>);
-// The end of the events, without the padding that the alignment adds.
-constexpr std::size_t kBytes = offsetof(Recording, events) + sizeof(Recording::events);
+// The end of the links, without the padding that the alignment adds.
+constexpr std::size_t kBytes = offsetof(Recording, links) + sizeof(Recording::links);
 
 }  // namespace paceline::record

@@ -100,6 +100,7 @@ void Recorder::describe(const Identity& identity) {
     to.groups = table_at(offsetof(Recording, groups), recording_.groups);
     to.calls = table_at(offsetof(Recording, calls), recording_.calls);
     to.events = table_at(offsetof(Recording, events), recording_.events);
+    to.links = table_at(offsetof(Recording, links), recording_.links);
     to.rank.store(-1, std::memory_order_relaxed);
     to.clock_kind = static_cast<std::uint32_t>(kClock);
     to.ticks_per_s = ticks_per_second();
@@ -172,6 +173,39 @@ void Recorder::close_group(std::uint32_t serial) {
         publish(written, 0);
     }
     open_groups_.erase(found);
+}
+
+WrittenLink Recorder::open_link(const LinkFields& fields) {
+    const std::lock_guard hold(linking_);
+    for (std::uint32_t i = 0; i < kLinks; ++i) {
+        const std::uint32_t place = (links_ + i) % kLinks;
+        auto& entry = recording_.links[place];
+        if ((entry.stamp.load(std::memory_order_relaxed) & kStateMask) != 0) continue;
+        links_ += i + 1;
+        const std::uint64_t stamp = std::uint64_t{links_} << kIndexShift | kWriting;
+        entry.stamp.store(stamp, std::memory_order_relaxed);
+        WrittenLink written{&entry, stamp};
+        fill(entry, fields);
+        publish(written, kOpen);
+        const std::uint32_t used = header().links_used.load(std::memory_order_relaxed);
+        header().links_used.store(std::max(used, place + 1), std::memory_order_release);
+        return written;
+    }
+    return {};
+}
+
+void Recorder::change(WrittenLink& written, const LinkFields& fields) {
+    if (!written) return;
+    reopen_own(written);
+    fill(*written.entry, fields);
+    publish(written, kOpen);
+}
+
+void Recorder::close_link(WrittenLink& written) {
+    if (!written) return;
+    reopen_own(written);
+    publish(written, 0);
+    written = {};
 }
 
 // Notes that something was recorded at `tick`; adds a pair of times when it is due.

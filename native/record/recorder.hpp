@@ -19,6 +19,7 @@ namespace paceline::record {
 
 using WrittenCall = Written<sizeof(CallFields) / sizeof(std::uint64_t)>;
 using WrittenEvent = Written<sizeof(EventFields) / sizeof(std::uint64_t)>;
+using WrittenLink = Written<sizeof(LinkFields) / sizeof(std::uint64_t)>;
 
 // What a process says of itself.
 struct Identity {
@@ -69,6 +70,12 @@ class Recorder {
     // Notes that what the event is about was sent now.
     void event_sent(std::uint64_t stamp);
 
+    // Takes a place for what is measured of a link; `change` writes it, and `close_link` leaves it there until another
+    // link takes the place. Each link has one writer at a time.
+    WrittenLink open_link(const LinkFields& fields);
+    static void change(WrittenLink& written, const LinkFields& fields);
+    static void close_link(WrittenLink& written);
+
   private:
     explicit Recorder(Recording& recording);
 
@@ -88,6 +95,8 @@ class Recorder {
     std::unordered_map<std::string, std::uint32_t> names_;
     std::mutex grouping_;
     std::uint32_t groups_ = 0;
+    std::mutex linking_;
+    std::uint32_t links_ = 0;
     std::unordered_map<std::uint32_t, Written<sizeof(GroupFields) / sizeof(std::uint64_t)>> open_groups_;
     std::atomic_flag calibrating_;
     std::uint64_t calibration_gap_ns_;                // until the next pair

@@ -50,6 +50,7 @@ std::vector<std::uint8_t> snapshot(int fd) {
     copy_table(from->groups, copied.data() + offsetof(Recording, groups));
     copy_table(from->calls, copied.data() + offsetof(Recording, calls));
     copy_table(from->events, copied.data() + offsetof(Recording, events));
+    copy_table(from->links, copied.data() + offsetof(Recording, links));
     return copied;
 }
 

@@ -72,6 +72,10 @@ class Network:
         if rate:
             switch.configure("tc", [_bound(f"h{host}n{network}", rate) for host, network in cables])
 
+    def slow_down(self, host: int, rate: str) -> None:
+        """Bounds what one host sends, in a network without a rate."""
+        self.inside[host].configure("tc", [_bound("eth0", rate)])
+
     def close(self) -> None:
         self._made.close()
 

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <memory>
 #include <utility>
@@ -30,20 +31,27 @@ inline std::shared_ptr<const tls::Identity> identity_of(std::uint8_t job,
     return std::make_shared<const tls::Identity>(seed, records_of_a_key);
 }
 
+// Encrypts a connection of which these are the two ends, and which do not block.
+inline void shake_hands(tls::Socket& a, tls::Socket& b, const std::shared_ptr<const tls::Identity>& identity) {
+    a.session = std::make_unique<tls::Session>(identity, a.descriptor, tls::Side::connecting);
+    b.session = std::make_unique<tls::Session>(identity, b.descriptor, tls::Side::accepting);
+    bool of_a = false, of_b = false;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (!(of_a && of_b) && std::chrono::steady_clock::now() < until) {
+        of_a = of_a || a.session->shake_hands() == tls::Session::Progress::done;
+        of_b = of_b || b.session->shake_hands() == tls::Session::Progress::done;
+    }
+    CHECK(of_a && of_b);
+}
+
 // Returns the two ends of an encrypted connection, whose keys change often.
 inline std::pair<tls::Socket, tls::Socket> joined() {
     static const std::shared_ptr<const tls::Identity> identity = identity_of(1, 100);
     int ends[2];
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0);
-    auto a = std::make_unique<tls::Session>(identity, ends[0], tls::Side::connecting);
-    auto b = std::make_unique<tls::Session>(identity, ends[1], tls::Side::accepting);
-    bool of_a = false, of_b = false;
-    for (int turn = 0; turn < 10 && !(of_a && of_b); ++turn) {
-        of_a = of_a || a->shake_hands() == tls::Session::Progress::done;
-        of_b = of_b || b->shake_hands() == tls::Session::Progress::done;
-    }
-    CHECK(of_a && of_b);
-    return {tls::Socket(ends[0], std::move(a)), tls::Socket(ends[1], std::move(b))};
+    tls::Socket a(ends[0]), b(ends[1]);
+    shake_hands(a, b, identity);
+    return {std::move(a), std::move(b)};
 }
 
 }  // namespace encrypted

@@ -95,7 +95,8 @@ def test_recordings_of_two_hosts_are_put_on_one_clock(tmp_path, monkeypatch):
         at_ns = 7 * SECOND_NS - shifts[directory.name]  # the same instant, by the host's own clock
         clock = Clock(directory.name, 0, (Pair(0, at_ns, 1), Pair(1000, at_ns + 1000, 1001)))
         rank = sorted(shifts).index(directory.name)
-        return [Recording("", 1, rank, 2, "", directory.name, True, 0, at_ns, clock, {}, (), ())]
+        source = str(directory / "recording.record")
+        return [Recording(source, 1, rank, 2, "", directory.name, True, 0, at_ns, clock, {}, (), ())]
 
     monkeypatch.setattr(reading, "read_directory", recorded)
     for name, shift_ns in shifts.items():

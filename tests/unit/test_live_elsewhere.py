@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 from simulated_training import Training
 
+from paceline.launch.local_notes import LocalNotes
 from paceline.launch.nodes.framing import decode as decode_message
 from paceline.launch.nodes.framing import encode as encode_message
-from paceline.launch.nodes.messages import Join, Seen, Wait, Watching
+from paceline.launch.nodes.messages import AskStacks, Join, Seen, Wait, Watching
 from paceline.launch.nodes.viewing import Viewing
-from paceline.launch.outlook import decode, encode
+from paceline.launch.outlook import Outlook, decode, encode
 from paceline.observe.live.lookout import Lookout
-from paceline.observe.live.notes import Elsewhere, Notes
-from paceline.observe.live.sample import Facts
+from paceline.observe.live.notes import Notes
+from paceline.observe.live.sample import Event, Facts, Line, Sample, Stack
 
 
 class Inner:
@@ -44,12 +45,13 @@ def test_others_are_asked_only_while_somebody_looks():
     assert viewing.reported("a", Watching(True), 1.0) == [("b", Watching(True))]
     assert viewing.reported("c", join(False), 2.0) == [("c", Wait("here")), ("c", Watching(True))]
     assert viewing.reported("b", Seen("x"), 3.0) == [("a", Seen("x"))]
+    assert viewing.reported("a", AskStacks(), 3.0) == [("b", AskStacks()), ("c", AskStacks())]
     viewing.lost("b", "gone", 4.0)
     assert viewing.reported("a", Watching(False), 5.0) == [("c", Watching(False))]
     assert viewing.reported("d", join(False), 6.0) == [("d", Wait("here"))]
 
 
-@pytest.mark.parametrize("message", [Watching(True), Seen('[{"rank": 1}]')])
+@pytest.mark.parametrize("message", [Watching(True), AskStacks(), Seen('[{"rank": 1}]')])
 def test_the_messages_travel(message):
     assert decode_message(encode_message(message)[4:]) == message
 
@@ -59,16 +61,17 @@ def test_what_is_sent_is_small_and_on_the_pages_clock():
     training.run(3.0)
     training.look()
     training.run(1.0)
-    ranks = training.look().ranks
-    body = encode(ranks, 1000.0)
+    sample = training.look()
+    ranks = sample.ranks
+    body = encode(sample, 1000.0)
     assert len(body) / len(ranks) < 4096
-    told = decode(body)
+    told = decode(body).ranks
     assert [each.rank for each in told] == list(range(8))
     assert told[3].steps[-1].begin_s == pytest.approx(ranks[3].steps[-1].begin_s + 1000, abs=1e-5)
     assert told[3].steps[-1].duration_s == pytest.approx(ranks[3].steps[-1].duration_s, abs=1e-5)
     assert told[3].steps[-1].buckets and not told[3].steps[0].buckets
     with pytest.raises(ValueError, match="int"):
-        decode('[{"rank": "one"}]')
+        decode('{"ranks": [{"rank": "one"}]}')
 
 
 def test_samples_from_elsewhere_are_taken_once():
@@ -78,9 +81,85 @@ def test_samples_from_elsewhere_are_taken_once():
     lookout = Lookout(notes, Facts("job", world_size=2))
     for _ in range(2):
         training.run(0.5)
-        notes.leave(Elsewhere(decode(encode(training.look().ranks, 0.0))))
+        notes.leave(decode(encode(training.look(), 0.0)))
     sample = lookout.look()
     numbers = [step.step for step in sample.ranks[1].steps]
     assert numbers == sorted(set(numbers)) and len(numbers) > 10
     assert lookout.look().ranks[1].steps == ()
     lookout.close()
+
+
+def test_what_others_print_and_do_is_shown_on_the_pages_clock():
+    sample = Sample(
+        5.0,
+        Facts(""),
+        events=(Event(4.0, "failure", "rank 2 (process 7): killed"),),
+        lines=(Line(3.0, 2, 2, "Traceback"),),
+        stacks=(Stack(3, 4.5, "train.py:8"),),
+    )
+    notes = Notes()
+    lookout = Lookout(notes, Facts("job", world_size=4))
+    notes.leave(decode(encode(sample, 100.0)))
+    seen = lookout.look()
+    assert seen.events == (Event(104.0, "failure", "rank 2 (process 7): killed"),)
+    assert seen.lines == (Line(103.0, 2, 2, "Traceback"),)
+    assert seen.stacks == (Stack(3, 104.5, "train.py:8"),)
+    again = lookout.look()
+    assert (again.events, again.lines, again.stacks) == ((), (), ())
+
+
+def test_of_much_output_the_latest_is_sent():
+    lines = tuple(Line(float(number), 1, 1, f"line {number}") for number in range(3000))
+    told = decode(encode(Sample(1.0, Facts(""), lines=lines), 0.0)).lines
+    assert told[-1].text == "line 2999" and len(told) == 501
+    assert told[0].text == "(2500 lines of this machine's ranks are left out here)"
+    long = tuple(Line(1.0, 1, 1, "x" * 2000) for _ in range(400))
+    body = encode(Sample(1.0, Facts(""), lines=long), 0.0)
+    assert len(encode_message(Seen(body))) < 1 << 20
+
+
+class Watch:
+    """A launcher without a page, whose outlook is watched or not."""
+
+    def __init__(self) -> None:
+        self.local = LocalNotes(is_heard=False, has_all_events=False)
+        self.sent: list[Seen] = []
+        self.ear = self.local.sink(1, 1)
+
+    def begin(self) -> Outlook:
+        return Outlook(self.local, list, lambda: 0.0, self.sent.append)
+
+    def lines(self) -> list[str]:
+        return [line.text for seen in self.sent for line in decode(seen.body).lines]
+
+
+def test_output_from_before_anybody_looked_is_kept():
+    watch = Watch()
+    watch.ear.feed(b"first\nsec")
+    assert watch.local.notes.take() == []
+    outlook = watch.begin()
+    watch.ear.feed(b"ond\n")
+    outlook.tick(5.0)
+    assert watch.lines() == ["first", "second"]
+    outlook.close()
+    watch.ear.feed(b"third\n")
+    assert watch.lines() == ["first", "second"]
+    watch.begin().tick(9.0)
+    assert watch.lines() == ["first", "second", "third"]
+
+
+def test_only_so_much_output_is_kept_for_later():
+    watch = Watch()
+    for number in range(10_000):
+        watch.ear.feed(b"%08d %s\n" % (number, b"x" * 100))
+    watch.begin().tick(1.0)
+    assert 100 < len(watch.lines()) < 1000
+    assert watch.lines()[-1].startswith("00009999")
+
+
+def test_events_that_every_launcher_tells_are_left_to_one():
+    watch = Watch()
+    watch.local.happened("start", {"generation": 1, "ranks": [2, 3]})
+    watch.local.happened("end", {"code": 0})
+    watch.begin().tick(1.0)
+    assert [event.text for event in decode(watch.sent[0].body).events] == ["2 workers, 2 to 3 started"]

@@ -5,17 +5,23 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
+import struct
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from simulated_training import Training
 
 from paceline.cli.main import main
+from paceline.observe.live.archive import picture_of
 from paceline.observe.live.assets import MODULES, assets, report
 from paceline.observe.live.board import Board
 from paceline.observe.live.picture import Picture
 from paceline.observe.live.sample import Line
+from paceline.record import layout
 
 EVIL = "</script><script>alert(1)</script><!-- "
 
@@ -77,3 +83,59 @@ def test_the_files_of_the_page_are_small():
 def test_a_directory_without_recordings_is_named(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} holds no recordings" in capsys.readouterr().err
+
+
+STEPS = """
+import os, time
+from paceline import _core
+from paceline.record import recorder
+from paceline.record.steps import STEPS
+class Loop: pass
+loop = Loop()
+recorder.begin()
+recorder.identify(0, 2)
+for _ in range(4):
+    STEPS.begin(loop, "mine")
+    time.sleep(0.01)
+"""
+
+
+def recorded_elsewhere(data: bytes, rank: int, host: str, boot: bytes, behind_ns: int) -> bytes:
+    """The recording of another rank at the same instants, on a host whose clock is so much behind."""
+    changed = bytearray(data)
+    struct.pack_into("<i", changed, 68, rank)
+    changed[layout.HOST_AT : layout.HOST_AT + 8] = host.encode().ljust(8, b"\0")
+    changed[layout.BOOT_AT : layout.BOOT_AT + len(boot)] = boot
+    offset, capacity = layout.HEADER.unpack_from(data)[4:6]
+    for at in range(offset, offset + capacity * layout.PAIR.size, layout.PAIR.size):
+        stamp, tick, monotonic_ns, realtime_ns = layout.PAIR.unpack_from(changed, at)
+        if tick:
+            layout.PAIR.pack_into(changed, at, stamp, tick, monotonic_ns - behind_ns, realtime_ns + 77)
+    return bytes(changed)
+
+
+def test_the_report_puts_several_hosts_on_one_clock(tmp_path):
+    environment = {**os.environ, "PACELINE_RECORD_DIR": str(tmp_path / "shm")}
+    subprocess.run([sys.executable, "-c", STEPS], env=environment, check=True, timeout=60)
+    (written,) = (tmp_path / "shm").iterdir()
+    behind_ns = 3_600_000_000_000
+    for rank, host in enumerate(["h0", "h1"]):
+        place = tmp_path / host / "attempt_1" / str(rank)
+        place.mkdir(parents=True)
+        shift_ns = rank * behind_ns
+        boot = b"boot-%d" % rank
+        (place / "recording.record").write_bytes(recorded_elsewhere(written.read_bytes(), rank, host, boot, shift_ns))
+        clock = {"offset_ns": shift_ns, "error_ns": 1000, "at_ns": 5}
+        facts = {"job": "j", "command": [], "host": host, "workers": 1, "started_s": 1.0, "ended_s": 9.0}
+        (tmp_path / host / "job.json").write_text(json.dumps({**facts, "state": "finished", "clock": clock}))
+        (tmp_path / host / "events.jsonl").write_text('{"event": "end", "time_s": 9.0, "code": 0}\n')
+    for directories in ([tmp_path / "h0", tmp_path / "h1"], [tmp_path]):
+        shown = picture_of(directories)
+        assert [(row.rank, row.host) for row in shown.ranks] == [(0, "h0"), (1, "h1")]
+        assert shown.timeline is not None
+        first, second = (lane.phases for lane in shown.timeline.lanes)
+        assert first == second and shown.timeline.span < 60_000
+    assert [event.text for event in picture_of([tmp_path / "h0", tmp_path / "h1"]).story.items] == ["the job has ended"]
+    (tmp_path / "h1" / "job.json").unlink()
+    by_day = picture_of([tmp_path / "h0", tmp_path / "h1"]).timeline
+    assert by_day is not None and by_day.span < 60_000

@@ -1,4 +1,4 @@
-"""`paceline top`: lines of text, Textual's screen, and finding the page of a job."""
+"""`paceline top`: lines of text, Textual's screen, and finding a job, and looking at one that has no page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import asyncio
 import json
 import os
 import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -14,9 +18,13 @@ from simulated_training import Training
 
 from paceline.cli.main import main
 from paceline.cli.top.client import Address, UnreachableError, picture
-from paceline.cli.top.finding import NoPageError, find
+from paceline.cli.top.finding import NoJobError, find
 from paceline.cli.top.lines import lines_of
+from paceline.cli.top.looking import looking_at
+from paceline.launch.kept_memory import Keeper
 from paceline.observe.live.board import Board
+from paceline.observe.live.outside import OutsideView
+from paceline.observe.runs import Run, read_run
 
 ESCAPE = re.compile(r"\x1b\[\d*m")
 
@@ -62,26 +70,95 @@ def test_addresses_are_parsed_as_they_are_printed():
     address = Address.parse("http://localhost:8080/proxy/1/?token=ab12")
     assert (address.token, address.host, address.port, address.prefix) == ("ab12", "localhost", 8080, "/proxy/1")
     for wrong in ("https://localhost:1/?token=x", "http://localhost/?token=x", "http://localhost:1/"):
-        with pytest.raises(NoPageError, match="is not the address of a page"):
+        with pytest.raises(NoJobError, match="is not the address of a page"):
             find(wrong)
 
 
-def test_the_latest_running_job_with_a_page_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path))
-    with pytest.raises(NoPageError, match="no job of yours runs"):
-        find(None)
+def job_directory(root: Path, name: str, started_s: float, page: bool) -> Path:
+    """The directory of a job whose launcher is this process."""
     stat = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]
-    for name, started_s, has_page in (("old", 1.0, True), ("new", 2.0, True), ("newest", 3.0, False)):
-        (tmp_path / name).mkdir()
-        facts = {"job": name, "command": [], "host": os.uname().nodename, "workers": 1, "started_s": started_s}
-        facts |= {"state": "running", "pid": os.getpid(), "pid_started": stat}
-        (tmp_path / name / "job.json").write_text(json.dumps(facts))
-        if has_page:
-            (tmp_path / name / "page.json").write_text(json.dumps({"token": name, "prefix": "", "port": 5}))
-    assert find(None).token == "new"
-    assert find("old").token == find(str(tmp_path / "old")).token == "old"
-    with pytest.raises(NoPageError, match="newest is no directory of a running job"):
-        find("newest")
+    facts = {"job": name, "command": ["train.py"], "host": os.uname().nodename, "workers": 1, "started_s": started_s}
+    facts |= {"state": "running", "pid": os.getpid(), "pid_started": stat, "world_size": 2}
+    (root / name).mkdir()
+    (root / name / "job.json").write_text(json.dumps(facts))
+    if page:
+        (root / name / "page.json").write_text(json.dumps({"token": name, "prefix": "", "port": 5}))
+    return root / name
+
+
+def test_the_latest_running_job_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_RUNS_DIR", str(tmp_path))
+    with pytest.raises(NoJobError, match="no job of yours runs"):
+        find(None)
+    old = job_directory(tmp_path, "old", 1.0, page=True)
+    assert find(None).token == find("old").token == find(str(old)).token == "old"
+    job_directory(tmp_path, "new", 2.0, page=False)
+    for found in (find(None), find("new")):
+        assert isinstance(found, Run) and (found.job, found.pid) == ("new", os.getpid())
+    told = json.loads((old / "job.json").read_text())
+    (old / "job.json").write_text(json.dumps({**told, "state": "failed"}))
+    with pytest.raises(NoJobError, match="old does not run any more: failed"):
+        find("old")
+    with pytest.raises(NoJobError, match="elsewhere is no directory of a job"):
+        find("elsewhere")
+
+
+RECORDED = """
+import sys
+from paceline import _core
+from paceline.record import recorder
+recorder.begin()
+recorder.identify(1, 2)
+stuck = _core.RecordedCall(recorder.open_group("g", "test", 7, 1, [0, 1]), 1, 1, 1, 5, 1000, -1, False, -1)
+print("recorded", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_job_without_a_page_is_seen_by_its_recordings(tmp_path):
+    kept = Keeper(None).new(1, 1)
+    assert kept is not None
+    worker = subprocess.Popen(
+        [sys.executable, "-c", RECORDED],
+        env={**os.environ, **kept.variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    view = OutsideView(read_run(job_directory(tmp_path, "job", time.time() - 5, page=False)))
+    try:
+        assert worker.stdout.readline() == "recorded\n"
+        (row,) = view.look().ranks
+        assert (row.rank, row.pid, row.host) == (1, worker.pid, os.uname().nodename)
+        assert row.memory_nbytes > 1 << 20
+        worker.communicate("", timeout=30)
+        assert view.look().ranks[0].state == "ended"
+        kept.release()
+        view.look()
+    finally:
+        worker.kill()
+        worker.wait(30)
+        view.close()
+        kept.release()
+
+
+def test_a_job_that_has_ended_is_told(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait(30)
+    run = replace(read_run(job_directory(tmp_path, "job", 1.0, page=False)), pid=gone.pid)
+    facts = json.loads((tmp_path / "job" / "job.json").read_text())
+    (tmp_path / "job" / "job.json").write_text(json.dumps({**facts, "state": "finished"}))
+    look = looking_at(run)
+    with pytest.raises(UnreachableError, match="the job has ended"):
+        look()
+
+
+def test_links_are_lines_and_a_slow_one_is_told():
+    told = told_of(Training(8, ranks_per_host=4))
+    text = "\n".join(lines_of(told, 120, 40, is_coloured=False))
+    assert re.search(r"^ +3 to 4 +300.0 MB/s +420.0 MB/s +0.20 ms +1$", text, re.MULTILINE), text
+    told["network"] = "the slowest link is that from h1 to h2"
+    assert "The slowest link is that from h1 to h2." in lines_of(told, 120, 40, is_coloured=False)
 
 
 def test_a_page_that_is_gone_is_told(capsys):

@@ -209,6 +209,7 @@ class _Agent(Loop):
         self._explain(failure)
         self._watcher.pause()
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
+        self._look_last()
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
         if self._stopped_by is None:
@@ -221,6 +222,7 @@ class _Agent(Loop):
             picture = last_picture(self._watched())
             if picture is not None and self._stopped_by is None:
                 self._connection.client.send(Sighting(picture, is_last=True))
+        self._look_last()
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))

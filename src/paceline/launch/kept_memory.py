@@ -12,9 +12,8 @@ from pathlib import Path
 
 from paceline.observe.runs import RECORDING_FILE
 from paceline.record import layout
-from paceline.record.memory import HANDED_VARIABLE, HandedMemory, is_switched_off
+from paceline.record.memory import HANDED_VARIABLE, MEMORY_NAME, HandedMemory, is_switched_off
 
-_NAME = "paceline-recording"
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # a worker must not shrink what is mapped here
 _FAST = 1  # zlib's level
 _MOST_FILES = 256  # of a job: in a long elastic one, many workers die
@@ -24,7 +23,7 @@ class KeptMemory:
     """The memory of one worker. `release` must follow when the worker has ended."""
 
     def __init__(self, keeper: Keeper, path: Path | None) -> None:
-        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(self.fd, layout.NBYTES)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._keeper = keeper

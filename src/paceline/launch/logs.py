@@ -35,7 +35,7 @@ class Logs:
     """The output of a job. Files are made when a worker needs them, in DIRECTORY/attempt_N/RANK/.
 
     `directory` is the job's, None if it has none; `word` says what the numbers in front of the lines are. `listener`
-    makes one more sink for a stream of a rank.
+    makes one more sink for a stream of a rank; if `hears_all`, also for what only a file would get.
     """
 
     def __init__(
@@ -45,11 +45,13 @@ class Logs:
         console: Console,
         word: str = "rank",
         listener: Callable[[int, int], Sink] | None = None,
+        hears_all: bool = True,
     ) -> None:
         self._output = output
         self._console = console
         self._word = word
         self._listener = listener
+        self._hears_all = hears_all and listener is not None
         self.directory: Path | None = None
         if output.needs_files:
             self.directory = directory or Path(tempfile.mkdtemp(prefix="paceline-logs-"))
@@ -67,7 +69,7 @@ class Logs:
         is_shown = is_shown and (not output.shown or local_rank in output.shown)
         words = output.stdout_words if which is Streams.OUT else output.stderr_words
         file = self._open(attempt, str(rank), _NAMES[which]) if is_kept else None
-        if file is not None and not is_shown and not words and self._listener is None:
+        if file is not None and not is_shown and not words and not self._hears_all:
             return Destination(file)
         sinks: list[Sink] = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)

@@ -20,10 +20,11 @@ from paceline.launch.job import Job
 from paceline.launch.job_directory import JobDirectory
 from paceline.launch.kept_memory import Keeper
 from paceline.launch.keyboard import Keyboard
+from paceline.launch.local_notes import LocalNotes
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
-from paceline.launch.nodes.messages import End, Join, Look, Order, Seen, Sighting, Told, Watching
+from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Seen, Sighting, Told, Watching
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
@@ -77,8 +78,9 @@ class Loop(ABC):
         self._directory = JobDirectory(job)
         self._keeper = Keeper(self._directory.path)
         page = self._page = self._open_page()
-        sink, listener = (page.sink, page.happened) if page is not None else (None, None)
-        self._logs = Logs(job.output, self._directory.path, self._console, self.word, sink)
+        local = self._local = page.local if page is not None else self._notes_for_others()
+        sink, listener = (local.sink, local.happened) if local is not None else (None, None)
+        self._logs = Logs(job.output, self._directory.path, self._console, self.word, sink, page is not None)
         self._events = Events(job.events, job.run_id, self._console, self._directory.path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
@@ -104,6 +106,8 @@ class Loop(ABC):
             self._page.close()
         if self._outlook is not None:
             self._outlook.close()
+        if self._local is not None:
+            self._local.close()
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
@@ -124,7 +128,7 @@ class Loop(ABC):
 
     def _open_page(self) -> Page | None:
         """Opens the live page, in the launcher that serves the meeting."""
-        if self._job.page is None or not (self._connection.server is not None or self._job.rendezvous.address is None):
+        if self._job.page is None or not self._connection.serves:
             return None
         from paceline.launch.page import Page
 
@@ -135,6 +139,12 @@ class Loop(ABC):
             self._say,
             self._connection.client.send,
         )
+
+    def _notes_for_others(self) -> LocalNotes | None:
+        """Returns what is noted here for the page of another machine's launcher; None on a single machine."""
+        if self._connection.serves:
+            return None
+        return LocalNotes(is_heard=False, has_all_events=False)
 
     @abstractmethod
     def _crew(self) -> Crew | None:
@@ -221,6 +231,9 @@ class Loop(ABC):
                     self._last_words.append(text)
                 case Watching(is_on):
                     self._look_for_others(is_on)
+                case AskStacks():
+                    if self._local is not None:
+                        self._local.begin_to_take_stacks()
                 case Seen(body):
                     if self._page is not None:
                         self._page.seen(body)
@@ -236,10 +249,18 @@ class Loop(ABC):
         if self._outlook is not None:
             self._outlook.close()
             self._outlook = None
-        if is_on:
+        if is_on and self._local is not None:
             from paceline.launch.outlook import Outlook
 
-            self._outlook = Outlook(self._watched, self._offset_s, self._connection.client.send)
+            self._outlook = Outlook(self._local, self._watched, self._offset_s, self._connection.client.send)
+
+    def _look_last(self) -> None:
+        """Tells the launcher that has the live page what the workers did last, before it learns that they have ended.
+
+        It must be called while they are still known.
+        """
+        if self._outlook is not None:
+            self._outlook.look()
 
     def _offset_s(self) -> float:
         offset = self._connection.client.clock_offset()

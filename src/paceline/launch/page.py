@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
-import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.launch.job import Job
-from paceline.launch.nodes.messages import Told, Watching
+from paceline.launch.local_notes import LocalNotes
+from paceline.launch.nodes.messages import AskStacks, Told, Watching
 from paceline.launch.outlook import decode
-from paceline.launch.output import LinePrefixer
-from paceline.observe.evidence import Manner
 from paceline.observe.live.access import Access, name_of, new_token
 from paceline.observe.live.addresses import ADDRESS_FILE, Place, lines, write_address
 from paceline.observe.live.lookout import Lookout
-from paceline.observe.live.notes import Elsewhere, Note, Notes, WorkerEnded
-from paceline.observe.live.sample import Facts, Line, Stack, Verdict
+from paceline.observe.live.notes import Note
+from paceline.observe.live.sample import Facts, Verdict
 from paceline.observe.live.serving import Serving
-from paceline.observe.live.story import Fact, Story
 from paceline.observe.watching import Watched
 
-_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _EVERY_S = 0.5  # between two looks at which workers run
-_LONGEST_LINE = 2000  # characters of a line that the page shows
 
 
 class Page:
@@ -38,7 +32,7 @@ class Page:
         security: how the job's connections are protected.
         directory: the job's, where `paceline top` finds the page's address; None if there is none.
         say: tells the user a line.
-        send: tells the launchers of other machines whether somebody looks.
+        send: tells the launchers of other machines whether somebody looks, or asks them for their stacks.
 
     Raises:
         AddressError: it cannot listen where it was told to.
@@ -51,18 +45,16 @@ class Page:
         security: str,
         directory: Path | None,
         say: Callable[[str], None],
-        send: Callable[[Watching], None],
+        send: Callable[[Watching | AskStacks], None],
     ) -> None:
         options = job.page
         assert options is not None
-        self.notes = Notes()
-        self._story = Story()
-        self._known: dict[int, Watched] = {}
+        self.local = LocalNotes()
         self._next_s = 0.0
         self._send = send
         self._has_others = job.rendezvous.address is not None
         self._was_watched = False
-        self._host = socket.gethostname()
+        self._is_asking = False
         self._facts = Facts(
             run_id=job.run_id,
             command=shlex.join(["paceline", "run", *job.command.argv]),
@@ -70,7 +62,7 @@ class Page:
             security=security,
             is_elastic=job.elastic is not None,
         )
-        lookout = Lookout(self.notes, self._facts)
+        lookout = Lookout(self.local.notes, self._facts)
         token = new_token()
         access = Access(token, name_of(job.run_id), frozenset(options.hosts), options.acts)
         listener = Place(options.port, options.socket).listen()
@@ -89,12 +81,12 @@ class Page:
 
     def note(self, note: Note) -> None:
         """Leaves a note, such as a verdict."""
-        self.notes.leave(note)
+        self.local.notes.leave(note)
 
     def seen(self, body: str) -> None:
-        """Notes what another machine sees of its ranks."""
+        """Notes what another machine sees of its ranks, and what they print."""
         try:
-            self.note(Elsewhere(decode(body)))
+            self.note(decode(body))
         except ValueError:  # of another version
             return
 
@@ -106,11 +98,6 @@ class Page:
         """Notes that workers are started, as so many ranks, after so many restarts."""
         self._facts = replace(self._facts, world_size=world_size, restarts=restarts)
         self.note(self._facts)
-
-    def happened(self, event: str, facts: dict[str, Fact]) -> None:
-        """Notes an event of the launcher's."""
-        for told in self._story.tell(event, facts, time.monotonic()):
-            self.note(told)
 
     @property
     def deadline_s(self) -> float:
@@ -125,45 +112,17 @@ class Page:
         if self._has_others and self._serving.is_watched != self._was_watched:
             self._was_watched = self._serving.is_watched
             self._send(Watching(self._was_watched))
-        running = {}
-        for worker in workers():
-            if worker.ending is not None:
-                self._ended(worker.number, worker.ending.how if worker.ending.manner is not Manner.FINISHED else "")
-                continue
-            running[worker.number] = worker
-            known = self._known.get(worker.number)
-            if known is None or known.pid != worker.pid:
-                self.notes.leave_worker(worker.number, worker.pid, self._host, worker.recording)
-        for number in set(self._known) - set(running):
-            self._ended(number, "has ended")
-        self._known = running
-
-    def _ended(self, number: int, how: str) -> None:
-        known = self._known.pop(number, None)
-        if known is not None:
-            self.note(WorkerEnded(number, known.pid, how))
+        if self._is_asking:
+            self._is_asking = False
+            self._send(AskStacks())
+        self.local.watch(workers())
 
     def _take_stacks(self) -> str:
         """Takes the stacks of the workers that run; called in a thread of the page's."""
-        from paceline.observe.taking import take
-
-        workers = list(self._known.values())
-        for worker in workers:
-            frames = take(worker.pid)
-            text = "\n".join(f"{frame.file}:{frame.line} in {frame.function}" for frame in frames)
-            self.note(Stack(worker.number, time.monotonic(), text or "it gives no answer"))
-        return f"took the stacks of {len(workers)} workers of this machine"
-
-    def sink(self, number: int, stream: int) -> LinePrefixer:
-        """Returns what takes in the output of a worker's stream."""
-
-        def write(data: bytes) -> None:
-            now_s = time.monotonic()
-            for line in data.splitlines():
-                text = _ESCAPES.sub(b"", line).decode(errors="replace")[:_LONGEST_LINE]
-                self.note(Line(now_s, number, stream, text))
-
-        return LinePrefixer(b"", write, updates_s=10.0)
+        self._is_asking = self._has_others
+        count = self.local.take_stacks()
+        more = " and asked the other machines for theirs" if self._has_others else ""
+        return f"took the stacks of {count} workers of this machine{more}"
 
     def over(self, outcome: str) -> None:
         """Notes how the job has ended: "finished", "failed" or "stopped"."""
@@ -176,3 +135,4 @@ class Page:
                 self._file.unlink()
         self._serving.close()
         self._lookout.close()
+        self.local.close()

@@ -37,11 +37,13 @@ class Remains:
     files: int
 
 
-def remains(directory: str | os.PathLike[str]) -> Remains:
-    """Returns what a job left in `directory`."""
-    recordings = _latest(read_directory(directory))
-    pictures = [picture for path in sorted(Path(directory).rglob(PICTURES)) if (picture := _picture(path)) is not None]
-    endings = {rank: ending for path in Path(directory).rglob(_FAILURES) for rank, ending in _failures(path)}
+def remains(*directories: str | os.PathLike[str]) -> Remains:
+    """Returns what a job left in the directories of its machines."""
+    recordings = _latest([each for directory in directories for each in read_directory(directory)])
+    stalls = [path for directory in directories for path in sorted(Path(directory).rglob(PICTURES))]
+    pictures = [picture for path in stalls if (picture := _picture(path)) is not None]
+    failures = [path for directory in directories for path in Path(directory).rglob(_FAILURES)]
+    endings = {rank: ending for path in failures for rank, ending in _failures(path)}
     ranks = aligned([witness(each) for each in recordings], [each.clock.identity for each in recordings])
     ended = [
         replace(rank, ending=endings.get(rank.rank) or _ending(rank, ranks, recording))

@@ -15,6 +15,7 @@ from paceline.observe.sentences import absence, beginning, lasting, named, verb,
 from paceline.observe.unfit import of_difference
 from paceline.observe.verdict import Cause, Verdict
 from paceline.observe.waiting import Wait, circle, roots, waits_of
+from paceline.observe.ways import silent_ways, slow_way
 
 _OWN_FAULTS = {
     Manner.EXCEPTION: Cause.EXCEPTION,
@@ -198,7 +199,23 @@ def _unfinished(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
             found = explain(by_rank[number])
             return Verdict(found.cause, (number,), f"{start}; {named([number], scene.word)} {found.doing}")
     duration = lasting(scene.now_s - wait.since_s)
-    hosts = sorted({by_rank[number].host for number in wait.waiters})
-    look = f"look at the network between {', '.join(hosts[:4])}" if len(hosts) > 1 else "look where they wait"
-    sentence = f"{start}; all {wait.members} have come, and it has not ended for {duration}: {look}"
+    ranks = [by_rank[number] for number in wait.waiters]
+    sentence = f"{start}; all {wait.members} have come, and it has not ended for {duration}: {_where_to_look(ranks)}"
     return Verdict(Cause.NO_PROGRESS, (), sentence)
+
+
+def _where_to_look(ranks: Sequence[Rank]) -> str:
+    """Returns what to look at while a call to which all of these have come does not end."""
+    hosts = {rank.rank: rank.host for rank in ranks}
+    names = sorted(set(hosts.values()))
+    if len(names) < 2:
+        return "look where they wait"
+    silent = [each for each in silent_ways(ranks) if each[1] in hosts]
+    if silent:
+        rank, peer, silent_s = silent[0]
+        return (
+            f"{hosts[peer]} (rank {peer}) has not answered {hosts[rank]} (rank {rank}) for {lasting(silent_s)}, so "
+            "look at the network between them"
+        )
+    way = slow_way(ranks)
+    return f"look at the network between {', '.join(names[:4])}{'' if way is None else f'; {way.sentence}'}"

@@ -170,6 +170,28 @@ class Seat:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What a rank's connections to another one carried, as the kernel measured it.
+
+    Attributes:
+        peer: the other rank's number in the job.
+        sent_nbytes: how much arrived there.
+        active_s: for how long data was under way while the other rank had room for it.
+        segments: how many were sent; `retransmits` how many of them again.
+        round_trip_s: the usual one.
+        silent_s: for how long the other host had owed an answer when this was measured.
+    """
+
+    peer: int
+    sent_nbytes: int
+    active_s: float
+    segments: int = 0
+    retransmits: int = 0
+    round_trip_s: float = 0.0
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rank:
     """What is known of one rank.
 
@@ -181,6 +203,7 @@ class Rank:
         since_s: since when nothing was recorded of it.
         place: where its main thread is.
         data_s: how long it has waited for its data.
+        links: its connections to ranks on other hosts.
     """
 
     rank: int
@@ -194,6 +217,7 @@ class Rank:
     process: Process | None = None
     ending: Ending | None = None
     data_s: float = 0.0
+    links: tuple[Link, ...] = ()
 
 
 @dataclass(frozen=True)

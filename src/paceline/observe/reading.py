@@ -7,11 +7,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.observe.clocks import Offset
+from paceline.observe.link_entries import link_of
 from paceline.observe.recording import Call, Clock, Event, Group, Pair, Recording, State
-from paceline.observe.runs import read_run
+from paceline.observe.runs import JOB_FILE, Run, read_run
 from paceline.record import layout
 from paceline.record.names import DTYPES, OPERATIONS, OUTCOMES, RECEIVE, REDUCTIONS, SEND, EventKind
 from paceline.schedule.registry import ALGORITHMS
@@ -81,20 +83,56 @@ def read_aligned(directories: Sequence[str | os.PathLike[str]]) -> tuple[list[Re
     recording's times on it, in nanoseconds. It is None if a launcher did not say how its clock differs: then the
     recordings are aligned by the time of day that their hosts had, which may be off by any amount.
     """
-    found: list[Recording] = []
-    offsets: dict[str, Offset] = {}
-    for directory in directories:
-        recordings, run = read_directory(directory), read_run(Path(directory))
-        found += recordings
-        if run is not None and run.clock is not None:
-            offsets.update({each.clock.identity: run.clock for each in recordings})
+    found = [each for directory in directories for each in read_directory(directory)]
     found.sort(key=lambda each: (each.rank is None, each.rank, each.started_ns))
-    if len({each.clock.identity for each in found}) <= 1:
-        return found, 0
-    if any(each.clock.identity not in offsets for each in found):
-        return [each.shifted(each.day_ns - found[0].day_ns) for each in found], None
-    shifted = [each.shifted(offsets[each.clock.identity].offset_ns) for each in found]
-    return shifted, max(offset.error_ns for offset in offsets.values())
+    places = [Place(each.clock, each.host, Path(each.source)) for each in found]
+    shifts, error_ns = shifts_of(places, machines_in(directories))
+    return [each.shifted(shift) if shift else each for each, shift in zip(found, shifts, strict=True)], error_ns
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a recording was made, and the file that holds it."""
+
+    clock: Clock
+    host: str
+    path: Path
+
+
+def machines_in(directories: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """Returns what the launchers of all machines wrote down, in these directories or below."""
+    paths = [path.parent for directory in directories for path in sorted(Path(directory).rglob(JOB_FILE))]
+    return [run for path in dict.fromkeys(paths) if (run := read_run(path)) is not None]
+
+
+def shifts_of(places: Sequence[Place], machines: Sequence[Run]) -> tuple[list[int], int | None]:
+    """Returns what is added to the times of recordings to put them on one clock, and the largest error of that.
+
+    Where a launcher did not say how its clock differs, the time of day counts for all, and the error is None.
+    """
+    if len({place.clock.identity for place in places}) <= 1:
+        return [0] * len(places), 0
+    offsets = {place.clock.identity: offset for place in places if (offset := _offset(place, machines)) is not None}
+    if any(place.clock.identity not in offsets for place in places):
+        return [place.clock.day_ns - places[0].clock.day_ns for place in places], None
+    shifts = [offsets[place.clock.identity].offset_ns for place in places]
+    return shifts, max(offset.error_ns for offset in offsets.values())
+
+
+def _offset(place: Place, machines: Sequence[Run]) -> Offset | None:
+    """Returns the offset that the launcher of this recording wrote down; several may have written into one place."""
+    return next(
+        (run.clock for run in machines if place.path.is_relative_to(run.directory) and run.host == place.host), None
+    )
+
+
+def place_of(data: bytes, path: Path) -> Place:
+    """Returns where the recording in `data` was made, which was read from `path`; quicker than `parse`.
+
+    Raises:
+        NoRecordingError: there is none in it.
+    """
+    return Place(*_Parser(data, str(path)).clock_and_host(), path)
 
 
 def parse(data: bytes, source: str = "memory") -> Recording:
@@ -117,13 +155,14 @@ class _Parser:
             raise NoRecordingError(f"{source} holds no recording of Paceline: it does not begin with its magic number")
         header = layout.HEADER.unpack_from(data)
         (_, version, _, self._nbytes, *places) = header[:14]
-        self._pid, self._rank, self._size, _, self._flags, _, hertz, time_namespace, _, names = header[14:]
+        self._pid, self._rank, self._size, _, self._flags, links_used, hertz, time_namespace, _, names = header[14:]
         if version != layout.VERSION or len(data) < self._nbytes:
             raise NoRecordingError(
                 f"{source} holds a recording of version {version} with {len(data)} bytes; this Paceline reads version "
                 f"{layout.VERSION} with {layout.NBYTES}"
             )
-        self._places = list(zip(places[::2], places[1::2], strict=True))
+        links_at, capacity = layout.LINKS_PLACE.unpack_from(data, layout.LINKS_PLACE_AT)
+        self._places = [*zip(places[::2], places[1::2], strict=True), (links_at, min(links_used, capacity))]
         self._names = [
             self._text(self._places[1][0] + at * layout.NAME_NBYTES, layout.NAME_NBYTES) for at in range(names)
         ]
@@ -131,12 +170,17 @@ class _Parser:
         pairs = sorted(entry[1:] for entry in self._entries(0, layout.PAIR, layout.PAIR.size))
         self._clock = Clock(f"{boot}/{time_namespace}", hertz, tuple(Pair(*each) for each in pairs))
 
+    def clock_and_host(self) -> tuple[Clock, str]:
+        """Returns the clock of its times, and where it was recorded."""
+        return self._clock, self._text(layout.HOST_AT, layout.HOST_NBYTES)
+
     def recording(self) -> Recording:
         """Returns everything."""
         tick, step = layout.PROGRESS.unpack_from(self._data, layout.PROGRESS_AT)
         groups = [self._group(entry, at) for entry, at in self._placed(2, layout.GROUP, layout.GROUP_NBYTES)]
         calls = [self._call(entry) for entry in self._entries(3, layout.CALL, layout.CALL.size)]
         events = [self._event(entry) for entry in self._entries(4, layout.EVENT, layout.EVENT.size)]
+        links = [link_of(entry, self._time_ns) for entry in self._entries(5, layout.LINK, layout.LINK.size)]
         return Recording(
             source=self._source,
             pid=self._pid,
@@ -151,6 +195,7 @@ class _Parser:
             groups={group.serial: group for group in groups},
             calls=tuple(sorted(calls, key=lambda call: call.index)),
             events=tuple(sorted(events, key=lambda event: event.index)),
+            links=tuple(sorted(links, key=lambda link: (link.peer, link.group))),
             torn=self._torn,
         )
 
@@ -230,6 +275,9 @@ class _Parser:
             step=step,
             thread=thread,
         )
+
+    def _time_ns(self, tick: int) -> int:
+        return self._clock.monotonic_ns(tick) or 0
 
     def _name(self, number: int) -> str | None:
         return self._names[number - 1] if 0 < number <= len(self._names) else None

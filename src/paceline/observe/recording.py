@@ -1,4 +1,4 @@
-"""What a process recorded, as data: its calls, its events, its groups, and the clock that its times are of.
+"""What a process recorded, as data: its calls, its events, its groups, its links, and the clock that its times are of.
 
 All times are nanoseconds of CLOCK_MONOTONIC on the recording process's host, which the processes of a host share.
 `Clock.realtime_ns` converts them to the time of day; `Recording.shifted` moves them to another host's clock.
@@ -60,6 +60,11 @@ class Clock:
         at = bisect.bisect(self._monotonic, monotonic_ns)
         pair = self.pairs[max(0, at - 1)]
         return monotonic_ns + pair.realtime_ns - pair.monotonic_ns
+
+    @property
+    def day_ns(self) -> int:
+        """What is added to its times to get the time of day, as the clock was set when the recording began."""
+        return self.pairs[0].realtime_ns - self.pairs[0].monotonic_ns if self.pairs else 0
 
     def _slope(self, at: int) -> float:
         """Returns the nanoseconds a tick between the pairs before and behind place `at`."""
@@ -174,6 +179,40 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What the kernel knew of the connections of one group to one other rank, when they were last measured.
+
+    Attributes:
+        group: the serial of the group.
+        peer: the other rank, in the default group.
+        sent_nbytes: those that arrived; `received_nbytes` those that came.
+        nbytes_per_s: the latest rate at which data was delivered.
+        busy_s: for how long data was under way; `held_s` for how much of it the other rank had no room for more.
+        round_trip_s: the usual round trip, of the slowest of the connections; `variation_s` how much it varies;
+            `least_round_trip_s` the shortest lately.
+        segments: how many were sent with data; `retransmits` how many were sent again.
+        silent_s: for how long the other host had owed an answer.
+        connections: how many there are.
+    """
+
+    group: int
+    peer: int
+    measured_ns: int
+    sent_nbytes: int
+    received_nbytes: int
+    segments: int
+    nbytes_per_s: int
+    busy_s: float
+    held_s: float
+    round_trip_s: float
+    variation_s: float
+    least_round_trip_s: float
+    retransmits: int
+    silent_s: float
+    connections: int
+
+
+@dataclass(frozen=True)
 class Recording:
     """What one process recorded; calls and events are the latest ones, in the order in which they began.
 
@@ -199,6 +238,7 @@ class Recording:
     groups: dict[int, Group]
     calls: tuple[Call, ...]
     events: tuple[Event, ...]
+    links: tuple[Link, ...] = ()
     torn: int = 0
 
     @property
@@ -209,7 +249,7 @@ class Recording:
     @property
     def day_ns(self) -> int:
         """What is added to its times to get the time of day, as the clock was set when the recording began."""
-        return self.clock.pairs[0].realtime_ns - self.clock.pairs[0].monotonic_ns if self.clock.pairs else 0
+        return self.clock.day_ns
 
     def open_calls(self) -> tuple[Call, ...]:
         """Returns the calls that are not over, oldest first."""
@@ -229,10 +269,11 @@ class Recording:
             groups={serial: _shifted(group, offset_ns) for serial, group in self.groups.items()},
             calls=tuple(_shifted(call, offset_ns) for call in self.calls),
             events=tuple(_shifted(event, offset_ns) for event in self.events),
+            links=tuple(_shifted(link, offset_ns) for link in self.links),
         )
 
 
-_Entry = TypeVar("_Entry", Call, Event, Group)
+_Entry = TypeVar("_Entry", Call, Event, Group, Link)
 
 
 def _shifted(entry: _Entry, offset_ns: int) -> _Entry:

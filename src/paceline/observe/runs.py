@@ -44,7 +44,13 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One job on one machine, from its `job.json`."""
+    """One job on one machine, from its `job.json`.
+
+    Attributes:
+        pid: the launcher's process.
+        world_size: how many ranks there are on all machines; 0 if that is not known.
+        clock: the offset to the clock of the machine where the job's machines met, once the job has ended.
+    """
 
     id: str
     directory: Path
@@ -56,7 +62,9 @@ class Run:
     ended_s: float | None
     state: State
     exit_code: int | None
-    clock: Offset | None = None  # to the clock of the machine where the job's machines met
+    clock: Offset | None = None
+    pid: int = 0
+    world_size: int = 0
 
 
 def runs_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -86,6 +94,8 @@ def read_run(directory: Path) -> Run | None:
             state=state,
             exit_code=facts.get("exit_code"),
             clock=Offset(**facts["clock"]) if "clock" in facts else None,
+            pid=facts.get("pid", 0),
+            world_size=facts.get("world_size", 0),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

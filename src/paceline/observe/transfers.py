@@ -1,7 +1,8 @@
 """Finds out whether the network between hosts holds a job up: how long calls last once all ranks have come.
 
 That no rank was late and calls last all the same tells a slow link from a slow rank. The rate says how slow it is; what
-the link should do, no recording knows, so the hosts are named and the judgement is left to the reader.
+the link should do, no recording knows, so the hosts are named and the judgement is left to the reader. `ways.py` says
+which link it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from paceline.observe.evidence import Rank
 from paceline.observe.meetings import meetings_of, span_of
 from paceline.observe.sentences import lasting
 from paceline.observe.verdict import Cause, Verdict
+from paceline.observe.ways import slow_way
 
 WORTH_TELLING = 0.4  # of the time
 _SLOW_BYTES_S = 100e6  # a gigabit link does more
@@ -69,10 +71,13 @@ def slow_network(ranks: Sequence[Rank]) -> list[Verdict]:
         return []
     if found.nbytes_s > _SLOW_BYTES_S:
         return []
+    way = slow_way(ranks)
+    blamed = found.ranks if way is None else tuple(sorted({*way.ranks[0], *way.ranks[1]}))
+    which = f"; {way.sentence}" if way is not None else ""
     hosts = ", ".join(found.hosts[:_MOST_HOSTS]) + (", ..." if len(found.hosts) > _MOST_HOSTS else "")
     sentence = (
         f"the network between {hosts} took {lasting(found.time_s)}, {found.share:.0%} of the time, after all ranks had "
-        f"come to the calls: a rank sent {found.nbytes_s / 1e6:.3g} MB/s. If the link can do more, look at it "
+        f"come to the calls: a rank sent {found.nbytes_s / 1e6:.3g} MB/s{which}. If the link can do more, look at it "
         "(`paceline doctor --peer` measures it)"
     )
-    return [Verdict(Cause.SLOW_LINK, found.ranks, sentence)]
+    return [Verdict(Cause.SLOW_LINK, blamed, sentence)]

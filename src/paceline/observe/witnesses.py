@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.observe.evidence import Call, Header, Place, Rank, Seat
+from paceline.observe.evidence import Call, Header, Link, Place, Rank, Seat
 from paceline.observe.recording import Call as Recorded
 from paceline.observe.recording import Event, Group, Recording
 from paceline.record.names import EventKind
@@ -42,6 +42,7 @@ def witness(recording: Recording, number: int | None = None) -> Rank:
             if event.kind is EventKind.DATA_WAIT and event.end_ns is not None
         )
         * _NS,
+        links=_links(recording),
     )
 
 
@@ -73,6 +74,23 @@ def _call(call: Recorded, groups: dict[int, str]) -> Call:
         missing=call.missing,
         tcp_nbytes=call.tcp_nbytes,
     )
+
+
+def _links(recording: Recording) -> tuple[Link, ...]:
+    """Returns the links by the other rank, with the connections of all groups together."""
+    found: dict[int, Link] = {}
+    for link in recording.links:
+        known = found.get(link.peer, Link(link.peer, 0, 0.0))
+        found[link.peer] = Link(
+            peer=link.peer,
+            sent_nbytes=known.sent_nbytes + link.sent_nbytes,
+            active_s=known.active_s + max(0.0, link.busy_s - link.held_s),
+            segments=known.segments + link.segments,
+            retransmits=known.retransmits + link.retransmits,
+            round_trip_s=max(known.round_trip_s, link.round_trip_s),
+            silent_s=max(known.silent_s, link.silent_s),
+        )
+    return tuple(found.values())
 
 
 def _since_s(recording: Recording) -> float | None:

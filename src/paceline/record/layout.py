@@ -1,9 +1,9 @@
 """The layout of a recording, as native/record/layout.hpp defines it; a test compares the two.
 
 A recording is one block of memory, little-endian: a header, the pairs of times that calibrate its clock, a table of
-names, a table of groups, a ring of calls and a ring of events. Every entry but a name begins with a *stamp*: the
-entry's index, a version that each change increments, and whether the entry is complete, open (it will change again) or
-being written. A copy whose stamp was the same before and after it was made is whole.
+names, a table of groups, a ring of calls, a ring of events and a table of links. Every entry but a name begins with a
+*stamp*: the entry's index, a version that each change increments, and whether the entry is complete, open (it will
+change again) or being written. A copy whose stamp was the same before and after it was made is whole.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import struct
 MAGIC = int.from_bytes(b"PLRECORD", "little")
 VERSION = 1
 
-NBYTES = 1646592
+NBYTES = 1671168
 
 HEADER = struct.Struct("<QIIQ10IIiiIIIQQQQ")
 """magic, version, header's bytes, bytes; offset and capacity of pairs, names, groups, calls, events; pid, rank, world
-size, clock kind, flags, spare, ticks a second (0: unknown), time namespace, pair count, name count."""
+size, clock kind, flags, places of links that were ever used, ticks a second (0: unknown), time namespace, pair count,
+name count."""
 
+LINKS_PLACE = struct.Struct("<II")  # offset and capacity of the links
+LINKS_PLACE_AT = 120
 CALLS_BEGUN_AT = 128
 EVENTS_BEGUN_AT = 192
 PROGRESS = struct.Struct("<QQ")  # the tick of the latest record, the current step
@@ -38,6 +41,11 @@ ticks of arrival, start and end; bytes through shared memory, over TCP; last to 
 at which all had come; missing ranks as bits; spare"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
+LINK = struct.Struct("<QIiQQQQQQQIIIIII")
+"""stamp; group; the other rank in the default group; tick of measuring; bytes sent and acknowledged, received; segments
+sent; latest rate of delivery in bytes a second; microseconds with data under way, and of these without room at the
+other rank; round trip, its variation and the shortest in microseconds; segments sent again; milliseconds for which an
+answer is owed; connections"""
 
 WRITING = 1
 OPEN = 2

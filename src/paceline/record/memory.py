@@ -24,6 +24,7 @@ VARIABLE = "PACELINE_RECORD"
 HANDED_VARIABLE = "PACELINE_RECORD_FD"
 DIRECTORY_VARIABLE = "PACELINE_RECORD_DIR"
 SUFFIX = ".record"
+MEMORY_NAME = "paceline-recording"  # of the memory files that launchers keep, as /proc shows it
 
 MOST_FILES = 8
 _MOST_RUNNING = 128  # of processes that still run

@@ -13,6 +13,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, RichLog, Sparkline, Static
 
 from paceline.cli.top.client import UnreachableError
+from paceline.cli.top.lines import links_of, sentence_of
 from paceline.observe.live.picture import PARTS
 from paceline.observe.live.spans import milliseconds
 
@@ -22,6 +23,7 @@ _MOODS = {"good": "green", "bad": "red", "waiting": "yellow", "over": "bold"}
 _PART_COLOURS = {"data": "yellow", "forward": "cyan", "backward": "blue", "exposed": "red", "optimizer": "magenta"}
 _BAR = 60
 _SLOW = 1.1
+_LINKS_WIDTH = 80
 
 
 class Top(App[None]):
@@ -102,6 +104,9 @@ class Top(App[None]):
             head.append(_bar(figures["parts"]))
         if picture["what_if"] is not None:
             head.append(f"\n{picture['what_if']['sentence']}", style="yellow")
+        if picture["network"]:
+            head.append(f"\n{sentence_of(picture['network'])}", style="red")
+        head.append("".join(f"\n{line}" for line in links_of(picture["links"], _LINKS_WIDTH, False)))
         self.query_one("#head", Static).update(head)
         self.query_one("#verdict", Static).update(verdict["sentence"] if verdict is not None else "")
         self._show_ranks()

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB",
-        help="the job's directory, its name in `paceline runs`, or the page's address (default: the latest job)",
+        help="the job's directory, its name in `paceline runs`, or its page's address (default: the latest that runs)",
     )
     parser.add_argument("--once", action="store_true", help="print it once, and end")
     parser.add_argument("--plain", action="store_true", help="plain text, even if Textual is installed")
@@ -23,22 +23,23 @@ def run(options: argparse.Namespace) -> int:
     """Shows the job until it ends or the user has seen enough; returns 2 if there is none to show."""
     from importlib.util import find_spec
 
-    from paceline.cli.top.client import UnreachableError, picture
-    from paceline.cli.top.finding import NoPageError, find
+    from paceline.cli.top.client import UnreachableError
+    from paceline.cli.top.finding import NoJobError, find
     from paceline.cli.top.lines import lines_of
+    from paceline.cli.top.looking import looking_at
     from paceline.cli.top.screen import show
 
     try:
-        address = find(options.job)
-        picture(address)  # so that a wrong address is told before the screen changes
+        look = looking_at(find(options.job))
+        look()  # so that a wrong address is told before the screen changes
         is_plain = options.plain or options.once or not sys.stdout.isatty() or not sys.stdin.isatty()
         if not is_plain and find_spec("textual") is not None:
             from paceline.cli.top.app import Top
 
-            Top(lambda: picture(address), options.every).run()
+            Top(look, options.every).run()
         else:
-            show(lambda *size: lines_of(picture(address), *size), options.every, options.once)
-    except (NoPageError, UnreachableError) as error:
+            show(lambda *size: lines_of(look(), *size), options.every, options.once)
+    except (NoJobError, UnreachableError) as error:
         print(f"paceline top: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Finds the page of a job: by its address, by the job's directory, or that of the job that was started last."""
+"""Finds a running job: by its page's address, by the job's directory, or the one that was started last."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 
 from paceline.cli.top.client import Address
 from paceline.observe.live.addresses import ADDRESS_FILE
-from paceline.observe.runs import State, list_runs, runs_directory
+from paceline.observe.runs import Run, State, list_runs, read_run, runs_directory
 
 
-class NoPageError(ValueError):
-    """There is no page to look at."""
+class NoJobError(ValueError):
+    """There is no such job to look at."""
 
 
-def find(target: str | None) -> Address:
-    """Returns the address of a page.
+def find(target: str | None) -> Address | Run:
+    """Returns the address of a job's page, or the job if it has none.
 
     Args:
         target: an address as `paceline run --dash` prints it, a job's directory, or its name among those that
-            `paceline runs` lists; None for the job that was started last of those that have a page.
+            `paceline runs` lists; None for the job that was started last of those that run.
 
     Raises:
-        NoPageError: there is no such page.
+        NoJobError: no such job runs.
     """
     if target is None:
         return _latest()
@@ -30,29 +30,31 @@ def find(target: str | None) -> Address:
         try:
             return Address.parse(target)
         except ValueError as error:
-            raise NoPageError(str(error)) from None
+            raise NoJobError(str(error)) from None
     for directory in (Path(target), runs_directory() / target):
-        if (directory / ADDRESS_FILE).is_file():
-            return _read(directory / ADDRESS_FILE)
-    raise NoPageError(
-        f"{target} is no directory of a running job that was started with `paceline run --dash`, and no address; "
-        "`paceline runs` lists the jobs"
-    )
+        run = read_run(directory)
+        if run is not None and run.state is State.RUNNING:
+            return _of(run)
+        if run is not None:
+            raise NoJobError(f"{target} does not run any more: {run.state.value}; `paceline report` shows what is left")
+    raise NoJobError(f"{target} is no directory of a job, and no address; `paceline runs` lists the jobs")
 
 
-def _latest() -> Address:
+def _latest() -> Address | Run:
     for run in list_runs(runs_directory()):
-        if run.state is State.RUNNING and (run.directory / ADDRESS_FILE).is_file():
-            return _read(run.directory / ADDRESS_FILE)
-    raise NoPageError(
-        "no job of yours runs on this machine with a page; start it with `paceline run --dash`, or give the directory "
-        "that it was told to use by --log-dir"
+        if run.state is State.RUNNING:
+            return _of(run)
+    raise NoJobError(
+        "no job of yours runs on this machine; give the directory of one that was told to use another by --log-dir"
     )
 
 
-def _read(path: Path) -> Address:
+def _of(run: Run) -> Address | Run:
+    path = run.directory / ADDRESS_FILE
+    if not path.is_file():
+        return run
     try:
         told = json.loads(path.read_text())
         return Address(told["token"], port=told.get("port", 0), prefix=told["prefix"], path=told.get("path"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoPageError(f"{path} cannot be read as the address of a page ({error})") from error
+        raise NoJobError(f"{path} cannot be read as the address of a page ({error})") from error

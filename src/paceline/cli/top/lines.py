@@ -18,6 +18,7 @@ _STATES = {"training": "good", "running": "good", "dead": "bad", "silent": "bad"
 _BAR = 40
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SLOW = 1.1
+_MOST_LINKS = 4
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
@@ -40,9 +41,16 @@ def lines_of(picture: Picture, width: int, height: int, is_coloured: bool) -> li
     lines += ["", *_figures(picture, width, is_coloured)]
     if picture.get("what_if"):
         lines += _wrapped(picture["what_if"]["sentence"], width)
-    curves = _curves(picture, width)
-    room = height - len(lines) - len(curves) - 4
-    return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_coloured), *curves][:height]
+    if picture["network"]:
+        lines += [painted(line, "bad", is_coloured) for line in _wrapped(sentence_of(picture["network"]), width)]
+    below = [*_curves(picture, width), *links_of(picture["links"], width, is_coloured)]
+    room = max(min(len(picture["ranks"]), 4), height - len(lines) - len(below) - 4)
+    return [*lines, "", *_ranks(picture["ranks"], width, max(1, room), is_coloured), *below][:height]
+
+
+def sentence_of(words: str) -> str:
+    """Returns words as a sentence of their own."""
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _figures(picture: Picture, width: int, is_coloured: bool) -> list[str]:
@@ -106,6 +114,29 @@ def _curves(picture: Picture, width: int) -> list[str]:
     return ["", *shown] if shown else []
 
 
+def links_of(rows: Sequence[Picture], width: int, is_coloured: bool) -> list[str]:
+    """Returns a line for each of the links over TCP that need attention most: slow ones, then the busiest."""
+    links = [row for row in rows if row["peer"] >= 0]
+    if not links:
+        return []
+    shown = sorted(links, key=lambda row: (not row["is_slow"], -row["nbytes_per_s"]))[:_MOST_LINKS]
+    head = f"{'link':>12} {'sends':>12} {'delivers':>12} {'round trip':>11} {'sent again':>11}"
+    lines = ["", painted(head[:width], "quiet", is_coloured)]
+    for row in shown:
+        text = (
+            f"{row['rank']:>4} to {row['peer']:<4} {_rate(row['nbytes_per_s']):>12} "
+            f"{_rate(row['delivers_nbytes_per_s']):>12} {_time(row['round_trip']):>11} {row['retransmits']:>11,}"
+        )
+        lines.append(painted(text[:width], "bad", is_coloured) if row["is_slow"] else text[:width])
+    if len(shown) < len(links):
+        lines.append(painted(f"      and {len(links) - len(shown)} more links", "quiet", is_coloured))
+    return lines
+
+
+def _rate(nbytes_per_s: int | None) -> str:
+    return f"{nbytes_per_s / 1e6:,.1f} MB/s" if nbytes_per_s else "-"
+
+
 def _spark(values: Sequence[float], width: int) -> str:
     """Returns the values as a row of bars."""
     each = max(1, -(-len(values) // max(1, width)))
@@ -124,7 +155,7 @@ def _number(value: int | None) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-def _time(value: float) -> str:
+def _time(value: float | None) -> str:
     return milliseconds(value) if value else "-"
 
 

@@ -140,8 +140,13 @@ class Watching:
 
 
 @dataclass(frozen=True)
+class AskStacks:
+    """Take the stacks of the workers, and send them as `Seen`: from the node that has the page, and to the others."""
+
+
+@dataclass(frozen=True)
 class Seen:
-    """What a node sees of its ranks, as JSON of `launch/outlook.py`, for the node that has the live page."""
+    """What a node sees of its ranks and what they print, as JSON of `launch/outlook.py`, for the node with the page."""
 
     body: str
 
@@ -317,6 +322,7 @@ Report = (
     | Knows
     | Sighting
     | Watching
+    | AskStacks
     | Seen
 )
 Order = (
@@ -337,6 +343,7 @@ Order = (
     | Look
     | Told
     | Watching
+    | AskStacks
     | Seen
 )
 Message = Report | Order

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.launch.nodes.messages import End, Join, Look, Report, Sighting, Start, Told
-from paceline.launch.nodes.steering import Orders, Steering
+from paceline.launch.nodes.around import Around
+from paceline.launch.nodes.messages import End, Look, Report, Sighting, Start, Told
+from paceline.launch.nodes.steering import Orders
 from paceline.observe.watching import Said
 
 if TYPE_CHECKING:
@@ -46,17 +47,14 @@ class Round:
 
 
 @dataclass
-class Sightings:
-    """A steering that also answers sightings.
+class Sightings(Around):
+    """A steering that also answers sightings; `inner` decides everything else.
 
     Attributes:
-        inner: decides everything else.
         word: what the numbers of the workers are.
     """
 
-    inner: Steering
     word: str = "rank"
-    _serves: dict[str, bool] = field(default_factory=dict)  # of each node, whether it serves the meeting
     _stall: Round | None = None
     _failure: Round | None = None  # one in each generation
     _last: dict[str, Picture] = field(default_factory=dict)  # of workers that have ended
@@ -76,23 +74,19 @@ class Sightings:
         """Takes a node's report."""
         if isinstance(report, Sighting):
             return self._sighted(node, report, now_s)
-        if isinstance(report, Join):
-            self._serves[node] = report.serves
-        return self._with_the_last_word(self.inner.reported(node, report, now_s))
+        return self._with_the_last_word(super().reported(node, report, now_s))
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has ended."""
-        self._forget(node)
-        return self._with_the_last_word(self.inner.ended(node, why, now_s))
+        return self._with_the_last_word(super().ended(node, why, now_s))
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a node that was lost."""
-        self._forget(node)
-        return self._with_the_last_word(self.inner.lost(node, why, now_s, silent_s))
+        return self._with_the_last_word(super().lost(node, why, now_s, silent_s))
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""
-        return [*self._with_the_last_word(self.inner.tick(now_s)), *self._conclude(now_s)]
+        return [*self._with_the_last_word(super().tick(now_s)), *self._conclude(now_s)]
 
     def _sighted(self, node: str, sighting: Sighting, now_s: float) -> Orders:
         if not sighting.body:
@@ -161,8 +155,7 @@ class Sightings:
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = Told(text, is_stall=blamed is not None, blamed=blamed or ())
-        serving = [node for node, serves in self._serves.items() if serves]
-        return [(node, told) for node in serving or self._serves]  # who served first may be gone
+        return [(node, told) for node in self._serving() or self._serves]  # who served first may be gone
 
     def _with_the_last_word(self, orders: Orders) -> Orders:
         """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
@@ -187,7 +180,7 @@ class Sightings:
         return [*told, *orders]
 
     def _forget(self, node: str) -> None:
-        self._serves.pop(node, None)
+        super()._forget(node)
         for each in (self._stall, self._failure):
             if each is not None:
                 each.missing.discard(node)

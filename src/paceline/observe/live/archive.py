@@ -1,22 +1,33 @@
-"""Reads the directory of a job, while it runs or afterwards, into the same sample as a look at a running job."""
+"""Reads the directories of a job, while it runs or afterwards, into the same sample as a look at a running job."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.observe.live.board import Board
 from paceline.observe.live.follower import Follower, News
+from paceline.observe.live.links import SHARED_MEMORY, TCP, links_over
 from paceline.observe.live.lookout import TOTAL_STEPS
 from paceline.observe.live.picture import Picture
 from paceline.observe.live.sample import Event, Facts, Line, Link, RankSample, Sample, State, Verdict
-from paceline.observe.live.story import Story
-from paceline.observe.reading import SUFFIX, memory_of
+from paceline.observe.live.story import TOLD_BY_ALL, Story
+from paceline.observe.reading import (
+    SUFFIX,
+    NoRecordingError,
+    Place,
+    machines_in,
+    memory_of,
+    place_of,
+    shifts_of,
+)
 from paceline.observe.runs import EVENTS_FILE, JOB_FILE
 
 _ATTEMPT = re.compile(r"attempt_(\d+)")
@@ -28,55 +39,63 @@ class NothingRecordedError(ValueError):
     """A directory holds no recordings that can be read."""
 
 
-def picture_of(directory: Path, verdict: Verdict | None = None) -> Picture:
-    """Returns the picture of the job in a directory; of several attempts, it shows the last one.
+@dataclass(frozen=True)
+class _Recorded:
+    """What one rank recorded, in the file `path`, with times on the job's clock."""
+
+    path: Path
+    follower: Follower
+    news: News
+
+
+def picture_of(directories: Sequence[Path], verdict: Verdict | None = None) -> Picture:
+    """Returns the picture of the job in the directories of its machines; of several attempts, it shows the last one.
 
     Args:
-        directory: a job's directory, as `paceline runs` lists them.
+        directories: the job's, as `paceline runs` lists them on each machine.
         verdict: why the job failed, if that is known.
 
     Raises:
-        NothingRecordedError: there are no recordings in it.
+        NothingRecordedError: there are no recordings in them.
     """
-    recordings = dict(_recordings(directory))
+    recordings = _recordings(directories)
     if not recordings:
         raise NothingRecordedError(
-            f"{directory} holds no recordings; give the directory of a job, which `paceline runs` lists, or its copy"
+            f"{' and '.join(map(str, directories))} holds no recordings; give the directory of a job, which `paceline "
+            "runs` lists, or its copy"
         )
-    told = _job(directory)
-    news = {rank: each for rank, (_, each) in recordings.items()}
-    now_s = max(each.heard_s for each in news.values())
+    told = next((each for directory in directories if (each := _job(directory))), {})
+    now_s = max(each.news.heard_s for each in recordings.values())
     was_stopped = told.get("state") == "stopped"
-    ranks = tuple(_sample(rank, *recordings[rank], was_stopped) for rank in sorted(recordings))
-    links = tuple(link for rank in sorted(news) for link in _links(rank, news[rank]))
+    ranks = tuple(_sample(rank, recordings[rank], was_stopped) for rank in sorted(recordings))
+    links = tuple(link for rank in sorted(recordings) for link in _links(rank, recordings[rank].news))
     if was_stopped:
         verdict = None  # how the ranks were found when they were asked to end is no fault
+    stories = [_told(directory, at == 0, recordings.values()) for at, directory in enumerate(directories)]
+    events = sorted((event for told_there, _ in stories for event in told_there), key=lambda event: event.at_s)
+    lines = tuple(line for _, lines_there in stories for line in lines_there)
+    facts = _facts(directories[0], told, recordings, ranks, now_s)
     board = Board(steps_kept=_STEPS_KEPT)
-    board.take(
-        Sample(
-            now_s,
-            _facts(directory, told, news, ranks, now_s),
-            ranks,
-            links,
-            verdict=verdict,
-            **_told(directory, told, now_s),
-        )
-    )
+    board.take(Sample(now_s, facts, ranks, links, tuple(events), lines, verdict))
     return board.picture()
 
 
-def _recordings(directory: Path) -> Iterator[tuple[int, tuple[Follower, News]]]:
-    """Yields what can be read of the ranks' recordings; of a rank's several, the last attempt's counts."""
-    for path in sorted(directory.rglob(f"*{SUFFIX}"), key=_attempt):
-        try:
+def _recordings(directories: Sequence[Path]) -> dict[int, _Recorded]:
+    """Returns what can be read of the ranks' recordings; of a rank's several, the last attempt's counts."""
+    found: list[tuple[Place, bytes]] = []
+    for path in sorted((path for each in directories for path in each.rglob(f"*{SUFFIX}")), key=_attempt):
+        with contextlib.suppress(OSError, NoRecordingError):
             data = memory_of(path)
-        except OSError:
-            continue
-        follower = Follower(functools.partial(_part, data), is_whole=True)
+            found.append((place_of(data, path), data))
+    shifts, _ = shifts_of([place for place, _ in found], machines_in(directories))
+    recordings = {}
+    for (place, data), shift_ns in zip(found, shifts, strict=True):
+        follower = Follower(functools.partial(_part, data), is_whole=True, shift_s=shift_ns / 1e9)
         news = follower.news()
         if news is not None:
-            number = follower.rank if follower.rank is not None else _number_of(path)
-            yield number, (follower, news)
+            number = follower.rank if follower.rank is not None else _number_of(place.path)
+            recordings[number] = _Recorded(place.path, follower, news)
+    return recordings
 
 
 def _part(data: bytes, offset: int, nbytes: int) -> bytes:
@@ -95,19 +114,25 @@ def _number_of(path: Path) -> int:
 def _links(rank: int, news: News) -> Iterator[Link]:
     """Yields what a rank sent a second, over the time that its recording still covers."""
     span_s = news.heard_s - news.steps[0].begin_s if news.steps else 0.0
-    for kind, nbytes in (("shared memory", news.shm_nbytes), ("TCP", news.tcp_nbytes)):
-        if nbytes and span_s > 0:
-            yield Link(rank, -1, kind, round(nbytes / span_s))
+    if span_s <= 0:
+        return
+    if news.shm_nbytes:
+        yield Link(rank, -1, SHARED_MEMORY, news.shm_nbytes / span_s)
+    if news.links:
+        yield from links_over(rank, news.links, span_s)
+    elif news.tcp_nbytes:
+        yield Link(rank, -1, TCP, news.tcp_nbytes / span_s)
 
 
-def _sample(rank: int, follower: Follower, news: News, was_stopped: bool) -> RankSample:
+def _sample(rank: int, recorded: _Recorded, was_stopped: bool) -> RankSample:
     """Returns a rank's sample with all that its recording still holds."""
+    news = recorded.news
     waits = [call for call in news.open_calls if not call.is_async]
     doing = f"was in {waits[0].operation}, call {waits[0].sequence}" if waits else ""
     return RankSample(
         rank=rank,
-        host=follower.host,
-        pid=follower.pid,
+        host=recorded.follower.host,
+        pid=recorded.follower.pid,
         state=State.ENDED if news.is_ended or was_stopped else State.DEAD,
         doing=doing,
         heard_s=news.heard_s,
@@ -118,14 +143,17 @@ def _sample(rank: int, follower: Follower, news: News, was_stopped: bool) -> Ran
 
 
 def _facts(
-    directory: Path, told: dict[str, Any], news: dict[int, News], ranks: tuple[RankSample, ...], now_s: float
+    directory: Path,
+    told: dict[str, Any],
+    recordings: Mapping[int, _Recorded],
+    ranks: tuple[RankSample, ...],
+    now_s: float,
 ) -> Facts:
     took_s = told.get("ended_s", 0) - told.get("started_s", 0) if "ended_s" in told else None
     first_s = min((step.begin_s for each in ranks for step in each.steps), default=now_s)
     state = str(told.get("state", "over"))
-    total = max(
-        (int(value) for each in news.values() for _, name, value in each.values if name == TOTAL_STEPS), default=0
-    )
+    values = (value for each in recordings.values() for value in each.news.values)
+    total = max((int(value) for _, name, value in values if name == TOTAL_STEPS), default=0)
     return Facts(
         total_steps=total or None,
         run_id=str(told.get("job", directory.name)),
@@ -148,13 +176,15 @@ def _job(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def _told(directory: Path, told: dict[str, Any], now_s: float) -> dict[str, Any]:
-    """Returns the events and the lines that the directory holds, with times on the recordings' clock."""
-    ended_s = told.get("ended_s", 0.0)
-    return {
-        "events": tuple(_events(directory, float(ended_s), now_s)),
-        "lines": tuple(line for path in sorted(directory.rglob("std*.log")) for line in _lines(path, now_s)),
-    }
+def _told(directory: Path, is_first: bool, recordings: Iterable[_Recorded]) -> tuple[list[Event], list[Line]]:
+    """Returns the events and the lines that one directory holds, with times on the job's clock.
+
+    What every machine's launcher tells is taken from the first directory only.
+    """
+    here = [each.news.heard_s for each in recordings if each.path.is_relative_to(directory)]
+    now_s, ended_s = max(here, default=0.0), float(_job(directory).get("ended_s", 0.0))
+    events = [event for event in _events(directory, ended_s, now_s) if is_first or event.kind not in TOLD_BY_ALL]
+    return events, [line for path in sorted(directory.rglob("std*.log")) for line in _lines(path, now_s)]
 
 
 def _events(directory: Path, ended_s: float, now_s: float) -> Iterator[Event]:

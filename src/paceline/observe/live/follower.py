@@ -10,27 +10,29 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from paceline.observe.link_entries import link_of
 from paceline.observe.live.rank_steps import SAMPLES, PastCall, Pieces
 from paceline.observe.live.sample import Bucket, RankStep
+from paceline.observe.live.table import Entries, ReadAt, Table
+from paceline.observe.recording import Link
 from paceline.record import layout
 from paceline.record.names import DTYPES, OPERATIONS, EventKind
 
-ReadAt = Callable[[int, int], bytes]  # (offset, bytes) -> what is there
-
 _KNOWN_CALLS, _KNOWN_EVENTS = 512, 2048  # how far back a follower looks that comes late or was too slow
 _STEPS_OPEN = 32
-_SEQUENCE, _COUNT_OF, _IS_ASYNC, _ARRIVED, _STARTED, _ENDED, _SHM, _TCP = 6, 7, 11, 13, 14, 15, 16, 17
-_CALLS_STEP, _COMPLETE = 20, 23
+_SEQUENCE, _COUNT_OF, _IS_ASYNC, _ARRIVED, _STARTED, _ENDED, _COMPLETE = 6, 7, 11, 13, 14, 15, 23
+_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD = 8, 9, 11  # of an entry, counted in words of 8 bytes
+_KIND_WORD, _EVENTS_STEP_WORD = 1, 7
+_LOW = (1 << 32) - 1
 _DOUBLE = struct.Struct("<d")
 _INTEGER = struct.Struct("<q")
 _COUNT = struct.Struct("<Q")
 _HEAD_NBYTES = layout.PROGRESS_AT + layout.PROGRESS.size
 _VALUE, _STEP, _BUCKET = int(EventKind.VALUE), int(EventKind.STEP), int(EventKind.BUCKET)  # ints compare faster
 _MARKS = frozenset({int(EventKind.VIEW_CHANGE), int(EventKind.CHECKPOINT)})
-_ALWAYS = _MARKS | {_VALUE, _STEP}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class News:
         open_calls: the calls that are not over, the oldest first.
         open_kinds: the kinds of the events that last.
         shm_nbytes: what calls that have ended sent through shared memory; `tcp_nbytes`: over the network.
+        links: the connections to ranks on other hosts, as they were measured last.
     """
 
     step: int | None = None
@@ -80,19 +83,25 @@ class News:
     open_kinds: set[EventKind] = field(default_factory=set)
     shm_nbytes: int = 0
     tcp_nbytes: int = 0
+    links: list[Link] = field(default_factory=list)
 
 
 class Follower:
-    """Reads one recording again and again through `read`; one that `is_whole` from its beginning, as a report does."""
+    """Reads one recording again and again through `read`; one that `is_whole` from its beginning, as a report does.
 
-    def __init__(self, read: ReadAt, is_whole: bool = False) -> None:
+    `shift_s` is added to all times.
+    """
+
+    def __init__(self, read: ReadAt, is_whole: bool = False, shift_s: float = 0.0) -> None:
         self._read = read
+        self._shift_s = shift_s
         self._places: list[tuple[int, int]] = []  # offset and capacity of pairs, names, groups, calls, events
         self._names: dict[int, str] = {}
         self._origin = (0, 0.0, 1e-9)  # a tick, its second, and the seconds of a tick
-        self._calls = _Table(layout.CALL, None if is_whole else _KNOWN_CALLS)
-        self._events = _Table(layout.EVENT, None if is_whole else _KNOWN_EVENTS)
+        self._calls = Table(layout.CALL, None if is_whole else _KNOWN_CALLS)
+        self._events = Table(layout.EVENT, None if is_whole else _KNOWN_EVENTS)
         self._pieces: dict[int, Pieces] = {}
+        self._samples = 0  # the number of the name under which samples are counted, once it is known
         self._counts: dict[str, int] = {}  # of the values of each name, in a program without steps
         self.rank: int | None = None
         self.pid = 0
@@ -124,6 +133,8 @@ class Follower:
         tick, step = layout.PROGRESS.unpack_from(head, layout.PROGRESS_AT)
         news = News(step=step or None, heard_s=self._time(tick), is_ended=bool(fields[18] & layout.ENDED_FLAG))
         self._take_calls(_COUNT.unpack_from(head, layout.CALLS_BEGUN_AT)[0], stride, news)
+        if fields[19]:
+            self._take_links(head, fields[19], news)
         self._take_events(_COUNT.unpack_from(head, layout.EVENTS_BEGUN_AT)[0], stride, news)
         for old in [each for each in self._pieces if each < (step or 0) - _STEPS_OPEN]:
             del self._pieces[old]
@@ -135,6 +146,7 @@ class Follower:
         self._places = list(zip(fields[4:14:2], fields[5:14:2], strict=True))
         self.host = self._text(layout.HOST_AT, layout.HOST_NBYTES)
         self._names.clear()
+        self._samples = 0
         self._pieces.clear()
         self._calls.place(*self._places[3])
         self._events.place(*self._places[4])
@@ -146,19 +158,23 @@ class Follower:
         if pairs:
             (first, first_ns), (last, last_ns) = pairs[0], pairs[-1]
             slope = (last_ns - first_ns) / (last - first) if last > first else 1.0
-            self._origin = (last, last_ns / 1e9, slope / 1e9)
+            self._origin = (last, last_ns / 1e9 + self._shift_s, slope / 1e9)
 
     def _time(self, tick: int) -> float:
         origin, second, slope = self._origin
         return second + (tick - origin) * slope
 
     def _take_calls(self, begun: int, stride: int, news: News) -> None:
-        entries, lasting = self._calls.take(self._read, begun)
-        for entry in entries:
-            news.shm_nbytes += entry[_SHM]
-            news.tcp_nbytes += entry[_TCP]
-            step = entry[_CALLS_STEP]
-            if step and step % stride == 0:
+        new, lasting = self._calls.take(self._read, begun)
+        for entries in new:
+            shm, tcp, steps = (entries.column(word) for word in (_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD))
+            for place in entries.complete:
+                news.shm_nbytes += shm[place]
+                news.tcp_nbytes += tcp[place]
+                step = steps[place] & _LOW
+                if not step or step % stride:
+                    continue
+                entry = entries[place]
                 is_async = bool(entry[_IS_ASYNC])
                 start = entry[_STARTED] or entry[_ARRIVED] if is_async else entry[_ARRIVED]
                 complete_s = self._time(entry[_COMPLETE]) if entry[_COMPLETE] else 0.0
@@ -172,15 +188,15 @@ class Follower:
 
     def _take_events(self, begun: int, stride: int, news: News) -> None:
         ended: list[tuple[int, float, float]] = []
-        entries, lasting = self._events.take(self._read, begun)
+        new, lasting = self._events.take(self._read, begun)
         news.open_kinds = {EventKind(entry[1]) for entry in lasting}
-        for _, kind, name, start, end, first, second, sent, step, _ in entries:
-            if (step % stride or not step) and kind not in _ALWAYS:
-                continue
+        for entry in self._wanted(new, stride):
+            _, kind, name, start, end, first, second, sent, step, _ = entry
             if kind == _VALUE:
                 value = _DOUBLE.unpack(_INTEGER.pack(first))[0]
                 text = self._name(name)
                 if text == SAMPLES:
+                    self._samples = name
                     self._pieces.setdefault(step, Pieces()).samples += value
                 else:
                     if not step:  # the program makes no steps, so its values are counted
@@ -199,9 +215,28 @@ class Follower:
             else:
                 self._pieces.setdefault(step, Pieces()).add(kind, self._time(start), self._time(end))
         for number, begin_s, end_s in sorted(ended):
-            pieces = self._pieces.pop(number, Pieces())
-            if number % stride == 0:
-                news.steps.append(pieces.step(number, begin_s, end_s))
+            news.steps.append(self._pieces.pop(number, Pieces()).step(number, begin_s, end_s))
+
+    def _wanted(self, new: Sequence[Entries], stride: int) -> Iterator[tuple[int, ...]]:
+        """Yields the events that are worth taking apart.
+
+        They are those of every `stride`-th step, and of the others the values, but for those that only count samples,
+        and what belongs to no step.
+        """
+        for entries in new:
+            kinds, steps = entries.column(_KIND_WORD), entries.column(_EVENTS_STEP_WORD)
+            for place in entries.complete:
+                step, kind = steps[place] & _LOW, kinds[place] & _LOW
+                is_of_it = step and not step % stride
+                if is_of_it or kind in _MARKS or (kind == _VALUE and kinds[place] >> 32 != self._samples):
+                    yield entries[place]
+
+    def _take_links(self, head: bytes, used: int, news: News) -> None:
+        offset, capacity = layout.LINKS_PLACE.unpack_from(head, layout.LINKS_PLACE_AT)
+        data = self._read(offset, min(used, capacity) * layout.LINK.size)
+        for entry in layout.LINK.iter_unpack(data):
+            if entry[0] and layout.state_of(entry[0]) != layout.WRITING:
+                news.links.append(link_of(entry, lambda tick: round(self._time(tick) * 1e9)))
 
     def _name(self, number: int) -> str:
         if not number:
@@ -213,61 +248,3 @@ class Follower:
 
     def _text(self, offset: int, nbytes: int) -> str:
         return self._read(offset, nbytes).split(b"\0", 1)[0].decode(errors="replace")
-
-
-class _Table:
-    """A ring of entries of which those up to some index have been seen."""
-
-    def __init__(self, entry: struct.Struct, most: int | None) -> None:
-        self._entry = entry
-        self._most = most
-        self._offset = self._capacity = 0
-        self._next = 0
-        self._lasting: set[int] = set()
-
-    def place(self, offset: int, capacity: int) -> None:
-        """Begins anew, with the ring at another place."""
-        self._offset, self._capacity = offset, capacity
-        self._next = 0
-        self._lasting.clear()
-
-    def take(self, read: ReadAt, begun: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Returns the entries that have been completed since the last call, and those that are open."""
-        complete: list[tuple[int, ...]] = []
-        lasting: list[tuple[int, ...]] = []
-        size = self._entry.size
-        for index in sorted(self._lasting):
-            place = self._offset + index % self._capacity * size
-            self._sort(self._entry.unpack(read(place, size)), index, complete, lasting)
-        first = max(self._next, begun - (self._capacity if self._most is None else self._most))
-        for start, end in self._slices(first, begun):
-            data = read(self._offset + start % self._capacity * size, (end - start) * size)
-            for index, entry in enumerate(self._entry.iter_unpack(data), start):
-                if entry[0] >> 8 == index and not entry[0] & 3:  # most are; the page's time is spent here
-                    complete.append(entry)
-                else:
-                    self._sort(entry, index, complete, lasting)
-        self._next = begun
-        return complete, lasting
-
-    def _slices(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        while first < end:
-            until = min(end, (first // self._capacity + 1) * self._capacity)
-            yield first, until
-            first = until
-
-    def _sort(
-        self, entry: tuple[int, ...], index: int, complete: list[tuple[int, ...]], lasting: list[tuple[int, ...]]
-    ) -> None:
-        stamp, owner = entry[0], entry[0] >> 8
-        if stamp == 0 or (owner < index and stamp & 3 == 0):
-            self._lasting.add(index)  # it is about to be written
-        elif owner != index:
-            self._lasting.discard(index)  # a newer entry has this place, or an older one that lasts was left in it
-        elif stamp & 3 == 0:
-            self._lasting.discard(index)
-            complete.append(entry)
-        else:
-            self._lasting.add(index)
-            if stamp & 3 == layout.OPEN:
-                lasting.append(entry)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paceline.observe.live.follower import Follower, Mark, News, OpenCall
+from paceline.observe.live.links import SHARED_MEMORY, TCP, LinkRates
 from paceline.observe.live.notes import Elsewhere, Note, Notes, WorkerBegan, WorkerEnded
 from paceline.observe.live.sample import Event, Facts, Line, Link, RankSample, Sample, Stack, State, Verdict
 from paceline.record.names import EventKind
@@ -17,7 +18,8 @@ TOTAL_STEPS = "total_steps"
 
 _SILENT_S = 10.0
 _WAITING_S = 1.0  # a call that is open for so long is what the rank is doing, not a moment of its step
-_STEPS_A_SECOND = 128  # that are worked out over all ranks; beyond that, every second or fourth one and so on is
+_STEPS_A_SECOND = 64  # that are worked out over all ranks; beyond that, every second or fourth one and so on is
+_WEIGH_S = 4.0  # between two looks at a worker's memory
 _IN_STEP = 2  # ranks that began together are no more steps apart
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -34,6 +36,9 @@ class _Worker:
     total_steps: int | None = None
     ahead: int | None = None  # how many steps the others had made before it began to count its own
     step: int | None = None  # on the others' count
+    rates: LinkRates = field(default_factory=LinkRates)
+    memory_nbytes: int = 0
+    weighed_s: float = float("-inf")  # when its memory was looked at
 
 
 class Lookout:
@@ -45,6 +50,7 @@ class Lookout:
         self._clock = clock
         self._workers: dict[int, _Worker] = {}
         self._elsewhere: dict[int, RankSample] = {}
+        self._links_elsewhere: dict[int, tuple[Link, ...]] = {}
         self._verdict: Verdict | None = None
         self._looked_s: float | None = None
         self._stride = 1
@@ -65,11 +71,15 @@ class Lookout:
                     stacks.append(note)
                 case _:
                     self._heed(note)
+            if isinstance(note, Elsewhere):
+                events += note.events
+                lines += note.lines
+                stacks += note.stacks
         passed_s = max(1e-3, now_s - self._looked_s) if self._looked_s is not None else None
         self._looked_s = now_s
         here = [self._sample_of(worker, now_s, events) for worker in self._workers.values()]
         ranks = {each.rank: each for each in [*self._elsewhere.values(), *here]}
-        links = self._links(passed_s) if passed_s is not None else ()
+        links = self._links(now_s, passed_s) if passed_s is not None else ()
         self._choose_stride(here, passed_s)
         self._elsewhere = {rank: replace(each, steps=(), values=()) for rank, each in self._elsewhere.items()}
         ordered = tuple(ranks[rank] for rank in sorted(ranks))
@@ -79,7 +89,6 @@ class Lookout:
 
     def close(self) -> None:
         """Releases the recordings; idempotent."""
-        self.notes.close()
         for worker in self._workers.values():
             self._release(worker)
 
@@ -92,8 +101,10 @@ class Lookout:
                 self._workers[rank] = _Worker(rank, pid, host, fd, follower)
             case WorkerEnded(rank, pid, how) if rank in self._workers and self._workers[rank].pid == pid:
                 self._workers[rank].ended = how
-            case Elsewhere(ranks):
+            case Elsewhere(ranks, links):
                 self._elsewhere.update((each.rank, _after(self._elsewhere.get(each.rank), each)) for each in ranks)
+                for each in ranks:
+                    self._links_elsewhere[each.rank] = tuple(link for link in links if link.rank == each.rank)
             case Facts():
                 self._facts = note
                 stale = [rank for rank in self._workers if rank >= note.world_size > 0]
@@ -114,6 +125,8 @@ class Lookout:
             self._count(worker, news)
             totals = [value for _, name, value in news.values if name == TOTAL_STEPS]
             worker.total_steps = int(totals[-1]) if totals else worker.total_steps
+        if now_s - worker.weighed_s >= _WEIGH_S:
+            worker.memory_nbytes, worker.weighed_s = _memory_of(worker.pid), now_s
         state, doing = _state_of(worker, now_s)
         ahead = worker.ahead or 0
         return RankSample(
@@ -123,7 +136,7 @@ class Lookout:
             state=state,
             doing=doing,
             heard_s=news.heard_s,
-            memory_nbytes=_memory_of(worker.pid),
+            memory_nbytes=worker.memory_nbytes,
             step=worker.step,
             steps=tuple(replace(step, step=step.step + ahead) for step in news.steps) if ahead else tuple(news.steps),
             values=tuple((step + ahead, name, value) for step, name, value in news.values if name != TOTAL_STEPS),
@@ -143,15 +156,19 @@ class Lookout:
         totals = [worker.total_steps for worker in self._workers.values() if worker.total_steps is not None]
         return replace(self._facts, total_steps=max(totals)) if totals else self._facts
 
-    def _links(self, passed_s: float) -> tuple[Link, ...]:
-        links = []
+    def _links(self, now_s: float, passed_s: float) -> tuple[Link, ...]:
+        links = [link for rank in self._elsewhere for link in self._links_elsewhere.get(rank, ())]
         for worker in self._workers.values():
-            if worker.news is None:
+            news = worker.news
+            if news is None:
                 continue
-            for kind, nbytes in (("shared memory", worker.news.shm_nbytes), ("TCP", worker.news.tcp_nbytes)):
-                if nbytes:
-                    links.append(Link(worker.rank, -1, kind, round(nbytes / passed_s)))
-        return tuple(sorted(links, key=lambda link: (link.rank, link.kind)))
+            if news.shm_nbytes:
+                links.append(Link(worker.rank, -1, SHARED_MEMORY, news.shm_nbytes / passed_s))
+            if news.links:
+                links += worker.rates.take(worker.rank, news.links, now_s)
+            elif news.tcp_nbytes:
+                links.append(Link(worker.rank, -1, TCP, news.tcp_nbytes / passed_s))
+        return tuple(links)
 
     def _choose_stride(self, ranks: list[RankSample], passed_s: float | None) -> None:
         if passed_s is None or not ranks:

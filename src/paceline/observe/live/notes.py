@@ -7,9 +7,10 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from paceline.observe.live.sample import Event, Facts, Line, RankSample, Stack, Verdict
+from paceline.observe.live.sample import Event, Facts, Line, Link, RankSample, Stack, Verdict
 
 _MOST = 20_000  # notes that wait for a page that does not come to read them; then the oldest are lost
+_MOST_LINES = 2000  # likewise of the workers' output, which must not displace what is rare
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ class WorkerEnded:
 class Elsewhere:
     """What another machine's launcher has seen of its ranks since it last said so."""
 
-    ranks: tuple[RankSample, ...]
+    ranks: tuple[RankSample, ...] = ()
+    links: tuple[Link, ...] = ()
+    events: tuple[Event, ...] = ()
+    lines: tuple[Line, ...] = ()
+    stacks: tuple[Stack, ...] = ()
 
 
 Note = WorkerBegan | WorkerEnded | Elsewhere | Event | Line | Verdict | Stack | Facts | None
@@ -47,6 +52,7 @@ class Notes:
 
     def __init__(self) -> None:
         self._notes: deque[Note] = deque(maxlen=_MOST)
+        self._lines: deque[Line] = deque(maxlen=_MOST_LINES)
         self._is_open = True
         self._lock = threading.Lock()  # so that a descriptor is either taken or closed here
 
@@ -54,17 +60,18 @@ class Notes:
         """Leaves a note."""
         with self._lock:
             if self._is_open:
-                self._notes.append(note)
+                self._lines.append(note) if isinstance(note, Line) else self._notes.append(note)
 
     def leave_worker(self, rank: int, pid: int, host: str, fd: int | None) -> None:
         """Says that a worker has begun; `fd` remains the caller's."""
         self.leave(WorkerBegan(rank, pid, host, os.dup(fd) if fd is not None and fd >= 0 else -1))
 
     def take(self) -> list[Note]:
-        """Returns the notes that wait, in order."""
+        """Returns the notes that wait, in order, and the lines after the others."""
         with self._lock:
-            notes = list(self._notes)
+            notes = [*self._notes, *self._lines]
             self._notes.clear()
+            self._lines.clear()
         return notes
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from paceline.observe.live.sample import Event, Line, Link, Stack, Verdict
+from paceline.observe.live.sample import Event, Line, Stack, Verdict
 
 Item = TypeVar("Item")
 
@@ -135,6 +135,24 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class LinkRow:
+    """What a rank sends to another one, or, with the peer -1, through shared memory; times are in milliseconds.
+
+    What is not known is None. `is_slow` marks the links of a way between hosts that is slower than the others.
+    """
+
+    rank: int
+    peer: int
+    kind: str
+    nbytes_per_s: int
+    delivers_nbytes_per_s: int | None = None
+    round_trip: float | None = None
+    variation: float | None = None
+    retransmits: int | None = None
+    is_slow: bool = False
+
+
+@dataclass(frozen=True)
 class Point:
     """A value that the program logged: the mean over the ranks that logged it, and the smallest and largest."""
 
@@ -156,7 +174,8 @@ class Picture:
     steps: Growing[StepColumn] = field(default_factory=Growing)
     timeline: Timeline | None = None
     curves: Growing[Point] = field(default_factory=Growing)
-    links: tuple[Link, ...] = ()
+    links: tuple[LinkRow, ...] = ()
+    network: str | None = None  # what to say of the slowest way between hosts
     story: Growing[Event] = field(default_factory=Growing)
     log: Growing[Line] = field(default_factory=Growing)
     verdict: Verdict | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from paceline.observe.live.picture import PARTS, Picture, RankRow
+from paceline.observe.live.picture import PARTS, LinkRow, Picture, RankRow
 
 _Value = tuple[Mapping[str, str | int], float]
 
@@ -16,6 +16,15 @@ _OF_RANKS: tuple[tuple[str, str, Callable[[RankRow], float]], ...] = (
     ("rank_memory_bytes", "A rank's resident memory.", lambda row: row.memory_nbytes),
     ("rank_heard_seconds", "How long ago a rank recorded something.", lambda row: row.heard_s),
     ("rank_blamed", "1 if the verdict names the rank.", lambda row: row.is_blamed),
+)
+
+_OF_LINKS: tuple[tuple[str, str, Callable[[LinkRow], float | None]], ...] = (
+    ("link_sent_bytes_per_second", "Bytes a second that a rank sends to another one.", lambda row: row.nbytes_per_s),
+    ("link_delivery_bytes_per_second", "The latest rate of delivery.", lambda row: row.delivers_nbytes_per_s),
+    ("link_round_trip_seconds", "The usual round trip of a link.", lambda row: _seconds(row.round_trip)),
+    ("link_round_trip_variation_seconds", "How much it varies.", lambda row: _seconds(row.variation)),
+    ("link_retransmits", "Segments that were sent again so far.", lambda row: row.retransmits),
+    ("link_slow", "1 if the link is much slower than the others.", lambda row: row.is_slow),
 )
 
 
@@ -51,8 +60,15 @@ def _families(picture: Picture) -> Iterator[tuple[str, str, Sequence[_Value]]]:
         yield "step_part_seconds", "The parts of a step, mean over the ranks.", parts
     for name, text, value in _OF_RANKS:
         yield name, text, [({"rank": row.rank, "host": row.host}, value(row)) for row in picture.ranks]
+    links = [row for row in picture.links if row.peer >= 0]
+    for name, text, of in _OF_LINKS:
+        yield name, text, [({"rank": row.rank, "peer": row.peer}, v) for row in links if (v := of(row)) is not None]
     latest = {point.name: point.mean for point in picture.curves.items}
     yield "logged", "What the program logged last, mean over the ranks.", [({"name": k}, v) for k, v in latest.items()]
+
+
+def _seconds(time_ms: float | None) -> float | None:
+    return None if time_ms is None else time_ms / 1e3
 
 
 def _labels(labels: Mapping[str, str | int]) -> str:

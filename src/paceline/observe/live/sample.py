@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from paceline.observe import evidence
+
 
 class State(str, Enum):
     """What a rank is doing, as far as its recording says."""
@@ -98,14 +100,25 @@ class RankSample:
 
 @dataclass(frozen=True)
 class Link:
-    """How one rank's connection to another does: bytes a second since the last sample, and the round-trip time."""
+    """What a rank sends to another one over TCP, or to whomever through shared memory; then `peer` is -1.
+
+    Attributes:
+        nbytes_per_s: what it sent since the last sample.
+        delivers_nbytes_per_s: the latest rate at which the kernel delivered data; 0 if it is not known.
+        round_trip_s: the usual one, 0 if it is not known; `variation_s` how much it varies.
+        retransmits: how many segments were sent again since the connections exist.
+        recent: what they carried lately; None if it is not known.
+    """
 
     rank: int
     peer: int
     kind: str
     nbytes_per_s: float
-    round_trip_s: float | None = None
+    delivers_nbytes_per_s: float = 0.0
+    round_trip_s: float = 0.0
+    variation_s: float = 0.0
     retransmits: int = 0
+    recent: evidence.Link | None = None
 
 
 @dataclass(frozen=True)

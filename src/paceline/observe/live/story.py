@@ -6,6 +6,9 @@ from paceline.observe.live.sample import Event
 
 Fact = str | int | list[int]
 
+TOLD_BY_ALL = frozenset({"wait", "view", "end"})
+"""Kinds of events that the launchers of all machines tell, so that one of them is enough."""
+
 _NUMBER = (1 << 32) - 1  # of a view within the term of its coordinator, which is in the bits above
 
 
@@ -22,7 +25,7 @@ class Story:
             case "start":
                 ranks = facts.get("ranks", [])
                 assert isinstance(ranks, list)
-                which = "worker 0" if len(ranks) == 1 else f"{len(ranks)} workers, {ranks[0]} to {ranks[-1]}"
+                which = f"worker {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} workers, {ranks[0]} to {ranks[-1]}"
                 number = facts.get("generation", 1)
                 text = f"{which} started" if number == 1 else f"{which} started again, for the {number}. time"
                 return [Event(now_s, "start" if number == 1 else "restart", text)]

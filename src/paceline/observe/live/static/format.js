@@ -23,6 +23,7 @@ export function bytes(count) {
 }
 
 export function perSecond(count) {
+  if (!count) return "–";
   let value = count;
   for (const unit of ["B/s", "kB/s", "MB/s", "GB/s"]) {
     if (value < 1000 || unit === "GB/s") return `${value >= 100 ? Math.round(value) : value.toPrecision(3)} ${unit}`;

@@ -18,18 +18,21 @@ export function drawStory(picture) {
   fill(byId("story"), table(["after", "", "what", "cost"], ["left", "left", "left", ""], rows));
 }
 
-export function drawLinks({ links }) {
+export function drawLinks({ links, network, ranks }) {
+  setText(byId("network"), network ? `${network[0].toUpperCase()}${network.slice(1)}.` : "");
   if (!links?.length) {
     fill(byId("links"), empty("Nothing has been sent yet."));
     return;
   }
-  const rows = links.map((link) => element("tr", {},
-    element("td", { class: "left" }, link.peer < 0 ? `rank ${link.rank}` : `${link.rank} to ${link.peer}`),
-    element("td", { class: "left" }, link.kind),
+  const hosts = new Map((ranks ?? []).map((row) => [row.rank, row.host]));
+  const at = (rank) => (new Set(hosts.values()).size > 1 ? `${rank} (${hosts.get(rank) ?? "?"})` : rank);
+  const rows = links.map((link) => element("tr", { class: link.is_slow ? "slow" : "" },
+    element("td", { class: "left" }, link.peer < 0 ? `${at(link.rank)}, ${link.kind}` : `${at(link.rank)} to ${at(link.peer)}`),
     element("td", {}, perSecond(link.nbytes_per_s)),
-    element("td", {}, link.round_trip_s === null ? "–" : ms(link.round_trip_s * 1000)),
-    element("td", {}, link.peer < 0 ? "–" : count(link.retransmits))));
-  fill(byId("links"), table(["ranks", "through", "sends", "round trip", "sent again"], ["left", "left"], rows));
+    element("td", {}, link.delivers_nbytes_per_s === null ? "–" : perSecond(link.delivers_nbytes_per_s)),
+    element("td", { title: link.variation === null ? "" : `varies by ${ms(link.variation)}` }, link.round_trip === null ? "–" : ms(link.round_trip)),
+    element("td", {}, link.retransmits === null ? "–" : count(link.retransmits))));
+  fill(byId("links"), table(["ranks", "sends", "delivers", "round trip", "sent again"], ["left"], rows));
 }
 
 export function drawStacks({ stacks }) {

@@ -20,7 +20,7 @@ const DRAWN_FROM = [
   [["timeline"], drawTimeline],
   [["curves"], drawCurves],
   [["story"], drawStory],
-  [["links"], drawLinks],
+  [["links", "network"], drawLinks],
   [["stacks"], drawStacks],
   [["log", "ranks"], drawLog],
 ];

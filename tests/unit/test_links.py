@@ -1,0 +1,152 @@
+"""What is said of links between hosts, from what the kernel measured of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.observe.diagnosis import diagnose
+from paceline.observe.evidence import Call, Header, Link, Rank, Scene, Seat
+from paceline.observe.live.links import LinkRates, links_over, rows_of
+from paceline.observe.live.prometheus import metrics
+from paceline.observe.live.sample import Link as Sampled
+from paceline.observe.recording import Link as Measured
+from paceline.observe.transfers import slow_network
+from paceline.observe.verdict import Cause
+from paceline.observe.ways import slow_way
+
+MB = 1_000_000
+SUM = Header("all_reduce", "float32", 1 << 20, "SUM")
+
+
+def ring(speeds, nbytes=100 * MB, **facts):
+    """Ranks of hosts of their own, each of which sends to the next one at its speed in MB/s."""
+    size = len(speeds)
+    links = [
+        Link((rank + 1) % size, nbytes, nbytes / (speed * MB), segments=1000, **facts)
+        for rank, speed in enumerate(speeds)
+    ]
+    return [Rank(rank, f"h{rank}", links=(link,)) for rank, link in enumerate(links)]
+
+
+def test_the_slow_way_is_named_with_its_ranks():
+    ranks = ring([900, 12, 1000])
+    ranks[1] = replace(ranks[1], links=(replace(ranks[1].links[0], round_trip_s=0.031, retransmits=40),))
+    way = slow_way(ranks)
+    assert way is not None
+    assert (way.hosts, way.ranks) == (("h1", "h2"), ((1,), (2,)))
+    assert way.sentence == (
+        "the slowest link is that from h1 to h2 (rank 1 to rank 2): 12 MB/s while data was under way, where the others "
+        "did 950 MB/s; a round trip takes 31 ms and 4.0% of its segments were sent again"
+    )
+
+
+def test_equal_ways_are_not_told_apart():
+    assert slow_way(ring([900, 800, 1000])) is None
+
+
+def test_a_single_way_has_nothing_beside_it():
+    assert slow_way(ring([12])) is None
+    assert slow_way([Rank(0, "h0", links=(Link(1, 50 * MB, 5.0),)), Rank(1, "h1")]) is None
+
+
+def test_ways_that_carried_little_do_not_count():
+    assert slow_way(ring([900, 0.001, 1000], nbytes=4096)) is None
+
+
+def test_ranks_of_one_host_are_taken_together():
+    fast, slow = Link(2, 100 * MB, 0.1), Link(3, 100 * MB, 10.0)
+    ranks = [Rank(0, "h0", links=(fast,)), Rank(1, "h0", links=(slow,))]
+    back = [Rank(2, "h1", links=(replace(fast, peer=0),)), Rank(3, "h1", links=(replace(fast, peer=1),))]
+    way = slow_way([*ranks, *back])
+    assert way is not None and way.hosts == ("h0", "h1") and way.ranks == ((0, 1), (2, 3))
+
+
+def test_a_slow_network_names_the_slow_link():
+    def calls(rank: Rank) -> Rank:
+        made = [Call("g", n, SUM, float(n), n + 0.9, "ok", n, tcp_nbytes=4 * MB) for n in range(1, 20)]
+        return replace(rank, calls=tuple(made))
+
+    (verdict,) = slow_network([calls(rank) for rank in ring([900, 12, 1000])])
+    assert (verdict.cause, verdict.blamed) == (Cause.SLOW_LINK, (1, 2))
+    assert "the network between h0, h1, h2 took" in verdict.sentence
+    assert "the slowest link is that from h1 to h2 (rank 1 to rank 2): 12 MB/s" in verdict.sentence
+    (verdict,) = slow_network([calls(rank) for rank in ring([900, 900, 1000])])
+    assert verdict.blamed == (0, 1, 2) and "slowest" not in verdict.sentence
+
+
+def test_a_call_that_does_not_end_names_the_silent_link():
+    def waits(rank: Rank) -> Rank:
+        call = Call("g", 7, SUM, -20.0, come_s=-20.0)
+        return replace(rank, calls=(call,), seats={"g": Seat(rank.rank, 3)}, since_s=-20.0)
+
+    ranks = [waits(rank) for rank in ring([900, 900, 1000])]
+    ranks[1] = replace(ranks[1], links=(replace(ranks[1].links[0], silent_s=14.2),))
+    verdict = diagnose(Scene(0.0, tuple(ranks)))
+    assert verdict is not None and verdict.cause is Cause.NO_PROGRESS
+    assert "h2 (rank 2) has not answered h1 (rank 1) for 14 s" in verdict.sentence
+
+
+def measured(at_s: float, sent: int, group: int = 1, peer: int = 4, **facts) -> Measured:
+    known = {"received_nbytes": 0, "segments": sent // 1000, "nbytes_per_s": 5 * MB, "busy_s": 0.0, "held_s": 0.0}
+    known |= {"round_trip_s": 0.002, "variation_s": 0.0005, "least_round_trip_s": 0.001, "retransmits": 0}
+    known |= {"silent_s": 0.0, "connections": 2, **facts}
+    return Measured(group=group, peer=peer, measured_ns=round(at_s * 1e9), sent_nbytes=sent, **known)
+
+
+def test_rates_are_those_between_two_measurements():
+    rates = LinkRates()
+    assert [link.nbytes_per_s for link in rates.take(1, [measured(10.0, 0)], 10.2)] == [0.0]
+    (link,) = rates.take(1, [measured(11.0, 6 * MB, retransmits=3)], 11.2)
+    assert (link.rank, link.peer, link.nbytes_per_s, link.retransmits) == (1, 4, 6 * MB, 3)
+    assert (link.round_trip_s, link.variation_s, link.delivers_nbytes_per_s) == (0.002, 0.0005, 5 * MB)
+    (same,) = rates.take(1, [measured(11.0, 6 * MB)], 11.9)
+    assert same.nbytes_per_s == 6 * MB
+    (idle,) = rates.take(1, [measured(11.0, 6 * MB)], 20.0)
+    assert idle.nbytes_per_s == 0
+
+
+def test_the_links_of_several_groups_are_added_up():
+    rates = LinkRates()
+    rates.take(1, [measured(10.0, 0), measured(10.0, 0, group=2)], 10.0)
+    (link,) = rates.take(1, [measured(11.0, MB), measured(11.0, 2 * MB, group=2, retransmits=1)], 11.0)
+    assert (link.nbytes_per_s, link.retransmits) == (3 * MB, 1)
+    (whole,) = links_over(1, [measured(11.0, MB), measured(11.0, 2 * MB, group=2)], 10.0)
+    assert whole.nbytes_per_s == pytest.approx(0.3 * MB)
+
+
+def test_connections_in_an_old_ones_place_begin_anew():
+    rates = LinkRates()
+    rates.take(1, [measured(10.0, 50 * MB)], 10.0)
+    (link,) = rates.take(1, [measured(11.0, MB)], 11.0)
+    assert link.nbytes_per_s == 0
+
+
+def test_links_that_only_keep_in_touch_are_not_shown():
+    def link(rank: int, peer: int, sent: int, active_s: float) -> Sampled:
+        return Sampled(rank, peer, "TCP", sent / 10, round_trip_s=0.001, recent=Link(peer, sent, active_s))
+
+    links = [link(0, 1, 100 * MB, 0.1), link(0, 2, 2000, 0.1), link(1, 2, 100 * MB, 9.0), link(2, 0, 100 * MB, 0.1)]
+    rows, network = rows_of([*links, Sampled(0, -1, "shared memory", 5.0)], {0: "h0", 1: "h1", 2: "h2"})
+    assert [(row.rank, row.peer, row.is_slow) for row in rows] == [
+        (0, -1, False),
+        (0, 1, False),
+        (1, 2, True),
+        (2, 0, False),
+    ]
+    assert network is not None and network.startswith("the slowest link is that from h1 to h2")
+    assert [row.round_trip for row in rows] == [None, 1.0, 1.0, 1.0]
+
+
+def test_metrics_have_the_links():
+    from simulated_training import Training
+
+    from paceline.observe.live.board import Board
+
+    training, board = Training(8, ranks_per_host=4), Board()
+    training.run(3)
+    board.take(training.look())
+    text = metrics(board.picture())
+    assert 'paceline_link_round_trip_seconds{job="digits-7f3a",rank="3",peer="4"} 0.0002' in text
+    assert 'paceline_link_retransmits{job="digits-7f3a",rank="3",peer="4"} 1' in text
