@@ -1,6 +1,6 @@
 #include "link/link_meter.hpp"
 
-#include <linux/tcp.h>  // <netinet/tcp.h> lacks what newer kernels add to tcp_info
+#include <linux/tcp.h>  // <netinet/tcp.h>, which must not be included beside it, lacks what newer kernels add to tcp_info
 #include <netinet/in.h>
 #include <sys/socket.h>
 

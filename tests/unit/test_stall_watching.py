@@ -104,6 +104,17 @@ def test_the_other_nodes_look_and_the_one_that_serves_tells():
     assert "DataLoader.__next__ (train.py:71), for 20 s" in told.text
 
 
+def test_a_diagnosis_that_fails_ends_no_job(monkeypatch, capsys):
+    def diagnose(scene):
+        raise ValueError("min() arg is an empty sequence")
+
+    monkeypatch.setattr("paceline.observe.diagnosis.diagnose", diagnose)
+    sightings, seen = nodes(), scene()
+    sightings.reported("b", of_node(seen, [2, 3]), 1.0)
+    assert sightings.reported("a", of_node(seen, [0, 1], is_stalled=False), 2.0) == []
+    assert "could not be explained (ValueError: min() arg is an empty sequence, in " in capsys.readouterr().err
+
+
 def test_a_node_that_does_not_look_is_not_waited_for():
     sightings, seen = nodes(), scene()
     sightings.reported("a", of_node(seen, [0, 1]), 1.0)

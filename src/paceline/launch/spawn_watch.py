@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.launch.failures import Failure, Record
 from paceline.launch.watching import Watcher, ending_of
+from paceline.observe.carefully import carefully
 from paceline.observe.watching import Said, Watched
 from paceline.record.memory import SUFFIX
 
@@ -67,7 +68,7 @@ class SpawnWatch:
         """Returns a sentence on the cause of a failure; empty if that is not known."""
         from paceline.observe.looking import glance
 
-        picture = glance(self._watched()) if self._is_on else None
+        picture = carefully(lambda: glance(self._watched()), None) if self._is_on else None
         verdict = _verdict_on(picture) if picture is not None else None
         return verdict.sentence if verdict is not None and verdict.is_fault else ""
 
@@ -77,7 +78,7 @@ class SpawnWatch:
             from paceline.observe.lateness import lateness
             from paceline.observe.looking import last_look
 
-            for text in lateness([last_look(self._watched())]):
+            for text in carefully(lambda: lateness([last_look(self._watched())]), []):
                 _say(text)
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ def _verdict_on(picture: Picture) -> Verdict | None:
     from paceline.observe.diagnosis import diagnose
     from paceline.observe.picture import scene_of
 
-    return diagnose(scene_of([picture]))
+    return carefully(lambda: diagnose(scene_of([picture])), None)
 
 
 def _say(text: str) -> None:

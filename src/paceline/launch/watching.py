@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.launch.failures import Failure
+from paceline.observe.carefully import carefully
 from paceline.observe.watching import LOOK_S, Patience, Pulse, Watched
 from paceline.record import layout
 
@@ -115,7 +116,7 @@ class Watcher:
         def run() -> None:
             picture = None
             try:
-                picture = see(workers)
+                picture = carefully(lambda: see(workers), None)
             finally:
                 for worker in workers:
                     if worker.recording is not None:
@@ -187,8 +188,11 @@ def last_picture(workers: Sequence[Watched]) -> str | None:
     from paceline.observe.looking import last_look
     from paceline.observe.picture import encode
 
-    picture = last_look(workers)
-    return encode(picture) if any(rank.calls for rank in picture.ranks) else None
+    def see() -> str | None:
+        picture = last_look(workers)
+        return encode(picture) if any(rank.calls for rank in picture.ranks) else None
+
+    return carefully(see, None)
 
 
 def ending_of(exit_code: int, failure: Failure | None) -> Ending | None:

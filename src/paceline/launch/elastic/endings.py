@@ -13,6 +13,7 @@ from paceline.launch.failures import Failure, keep, read_record
 from paceline.launch.following import failure_of
 from paceline.launch.memory import MemoryWatch
 from paceline.launch.watching import ending_of
+from paceline.observe.carefully import carefully
 from paceline.observe.watching import Watched
 
 
@@ -87,8 +88,8 @@ class Endings:
             from paceline.observe.diagnosis import died
             from paceline.observe.looking import last_look
 
-            seen = last_look([Watched(number, failure.pid, recording, ending_of(code, failure))])
-            verdict = died(seen.ranks[0], self._word)
+            worker = Watched(number, failure.pid, recording, ending_of(code, failure))
+            verdict = carefully(lambda: died(last_look([worker]).ranks[0], self._word), None)
             name = f"{self._word} {number} failed: "
             if verdict is not None and name in verdict.sentence:
                 more = f": {failure.memory}" if failure.memory is not None else ""

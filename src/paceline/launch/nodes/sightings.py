@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.launch.nodes.around import Around
 from paceline.launch.nodes.messages import End, Look, Report, Sighting, Start, Told
 from paceline.launch.nodes.steering import Orders
+from paceline.observe.carefully import carefully
 from paceline.observe.watching import Said
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Sightings(Around):
         from paceline.observe.diagnosis import diagnose
         from paceline.observe.picture import scene_of
 
-        return diagnose(scene_of(pictures.values(), self.word))
+        return carefully(lambda: diagnose(scene_of(pictures.values(), self.word)), None)
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = Told(text, is_stall=blamed is not None, blamed=blamed or ())
@@ -175,7 +176,7 @@ class Sightings(Around):
         elif self._last and ends[0][1].code == 0:
             from paceline.observe.lateness import lateness
 
-            texts = lateness(self._last.values(), self.word)
+            texts = carefully(lambda: lateness(self._last.values(), self.word), [])
         told = [(node, Told(text, is_last=True)) for text in texts for node, _ in ends]
         return [*told, *orders]
 
