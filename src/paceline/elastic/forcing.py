@@ -74,7 +74,7 @@ def force(job: Job, why: str, now_s: float) -> bool:
         job.end(End(1, f"{again}, though all workers live. They report: {reasons}"))
         return True
     job.held = None
-    job.say(f"{len(sources)} workers go on: {why}")
+    job.say(f"{len(sources)} workers go on: {why}" if len(sources) > 1 else f"1 worker goes on: {why}")
     job.give([each for each in sources if each.leaving is None] or sources, is_planned=False)
     return True
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+Otherwise = TypeVar("Otherwise")
 
 
-def carefully(explain: Callable[[], T], otherwise: T) -> T:
+def carefully(explain: Callable[[], T], otherwise: Otherwise) -> T | Otherwise:
     """Returns what `explain` returns; if it raises, tells so on stderr, with the line, and returns `otherwise`."""
     try:
         return explain()
