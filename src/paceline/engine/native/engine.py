@@ -36,16 +36,17 @@ _START = "native"  # names the formation of an engine that starts after the defa
 _LINKS = 1 << 63  # distinguishes the id of a group's rings from that of its slots
 
 
-@dataclass(frozen=True)
+@dataclass
 class NativeGroup:
     """A group's connections.
 
-    `channel` runs its collectives, `messages` passes messages between two of its ranks, and `host_ranks` share memory.
+    `channel` runs its collectives, `messages` passes messages between two of its ranks, and `host_ranks` share memory;
+    it is None once the group is closed, since it would keep the connections' own memory.
     """
 
     channel: Channel
     messages: _core.ScheduleGroup
-    host_ranks: HostRanks
+    host_ranks: HostRanks | None
 
     def record_as(self, group: int) -> None:
         """Records the calls and messages of both; see `engine.channel.Channel`."""
@@ -62,9 +63,10 @@ class NativeGroup:
         return self.channel.failure() or self.messages.failure()
 
     def close(self) -> None:
-        """Closes both; idempotent."""
+        """Closes the connections; idempotent."""
         self.channel.close()
         self.messages.close()
+        self.host_ranks = None
 
 
 class NativeEngine:
