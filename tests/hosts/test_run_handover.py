@@ -46,15 +46,16 @@ def test_one_after_the_other_may_go(machines):
 
 
 def test_failures_outlive_the_launcher_that_collected_them(machines):
-    here = machines(3)
-    launchers = [here.join(host, "3", 1, "--max-restarts=0") for host in range(3)]
-    here.wait(lambda: len(here.latest()) == 3)
+    here = machines(4)
+    launchers = [here.join(host, "4", 1, "--max-restarts=0") for host in range(4)]
+    here.wait(lambda: len(here.latest()) == 4)
     slots = {here.host_of(uid): slot for uid, (_, slot, _) in here.workers().items()}
     here.say("fail" + slots["h1"])
     here.expect_line(launchers[1], "nobody takes its place")
     launchers[0].kill()
-    here.expect_line(launchers[2], "coordinates from now on")
-    here.say("fail" + slots["h2"])
+    here.wait(lambda: any("coordinates from now on" in here.said(launcher) for launcher in launchers[1:]))
+    for host in ("h2", "h3"):
+        here.say("fail" + slots[host])
     for launcher in launchers[1:]:
         here.expect(launcher, 1)
         assert f"slot {slots['h1']} failed first (h1" in here.said(launcher)
