@@ -14,7 +14,6 @@ import functools
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 from world import World, free_port, places
@@ -35,47 +34,31 @@ class HostsWorld(World):
         super().__init__(places(ranks_of_hosts, network.hosts), (ipv4(0), port), fn, args)
 
     def cut(self, host: int, other: int) -> None:
-        """Packets between two hosts vanish from now on, both ways: neither gets a FIN, a RST or an ICMP error."""
-        self._change(cut=self._conditions.cut | {(min(host, other), max(host, other))})
+        self.network.cut(host, other)
 
     def cut_host(self, host: int) -> None:
-        """As `cut`, between a host and every other."""
-        others = set(range(len(self.network.hosts))) - {host}
-        self._change(cut=self._conditions.cut | {(min(host, other), max(host, other)) for other in others})
+        self.network.cut_host(host)
 
     def heal(self) -> None:
-        """Undoes every cut."""
-        self._change(cut=frozenset())
+        self.network.heal()
 
     @property
     def delay_ms(self) -> float:
         """One way; a round trip takes twice as long."""
-        return self._conditions.delay_ms
+        return self.network.conditions.delay_ms
 
     @delay_ms.setter
     def delay_ms(self, delay_ms: float) -> None:
-        self._change(delay_ms=delay_ms)
+        self.network.change(delay_ms=delay_ms)
 
     @property
     def loss(self) -> float:
         """The probability with which a packet is lost."""
-        return self._conditions.loss
+        return self.network.conditions.loss
 
     @loss.setter
     def loss(self, loss: float) -> None:
-        self._change(loss=loss)
-
-    @property
-    def _conditions(self) -> Conditions:
-        if self.network.bridge is None:
-            raise ValueError(
-                "these hosts are joined by a switch, which always delivers; ask for hosts(..., bridged=True)"
-            )
-        return self.network.bridge.conditions
-
-    def _change(self, **changes: object) -> None:
-        conditions = replace(self._conditions, **changes)
-        self.network.bridge.set(conditions)
+        self.network.change(loss=loss)
 
     def close(self) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from ipaddress import IPv6Address
 
 from hosts.bridge import Bridge, Port
@@ -57,6 +58,36 @@ class Network:
                 if rate:
                     namespace.configure("tc", [_bound(f"eth{network}", rate) for network in numbers])
             self._made = made.pop_all()
+
+    @property
+    def conditions(self) -> Conditions:
+        """Those of the bridge."""
+        return self._joined().conditions
+
+    def change(self, **changes: object) -> None:
+        """Changes some conditions of the bridge."""
+        self._joined().set(replace(self.conditions, **changes))
+
+    def cut(self, host: int, other: int) -> None:
+        """Packets between two hosts vanish from now on, both ways: neither gets a FIN, a RST or an ICMP error."""
+        self.change(cut=self.conditions.cut | {(min(host, other), max(host, other))})
+
+    def cut_host(self, host: int, port: int = 0) -> None:
+        """As `cut`, between a host and every other; with `port`, only TCP connections to this port are cut anywhere."""
+        others = set(range(len(self.hosts))) - {host}
+        pairs = {(min(host, other), max(host, other)) for other in others}
+        self.change(cut=self.conditions.cut | pairs, port=port)
+
+    def heal(self) -> None:
+        """Undoes every cut."""
+        self.change(cut=frozenset(), port=0)
+
+    def _joined(self) -> Bridge:
+        if self.bridge is None:
+            raise ValueError(
+                "these hosts are joined by a switch, which always delivers; ask for hosts(..., bridged=True)"
+            )
+        return self.bridge
 
     def _switch(self, switch: Namespace, networks: int, mtu: int, rate: str | None) -> None:
         bridges = [f"link add net{n} up type bridge stp_state 0 mcast_snooping 0" for n in range(networks)]

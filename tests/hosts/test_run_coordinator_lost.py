@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 from hosts.elastic_machines import TRAINS, machines
 from hosts.resetting import reset_connections
@@ -34,11 +33,10 @@ def test_a_machine_that_is_cut_off_for_a_while_comes_back(machines):
     here.wait(lambda: len(here.latest()) == 3)
     left = [uid for uid in here.workers() if here.host_of(uid) != "h2"]
     (out,) = set(here.workers()) - {*left}
-    conditions = here.network.bridge.conditions
-    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
+    here.network.cut_host(2)
     here.wait_for_view(*left)
-    here.wait(lambda: "looking for one" in here.said(launchers[2]))
-    here.network.bridge.set(conditions)
+    here.expect_line(launchers[2], "looking for one", 60)
+    here.network.heal()
     here.wait_for_view(*left, out[:-1] + "1")
     here.say("end")
     for launcher in launchers:

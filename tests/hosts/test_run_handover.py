@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 
-from hosts.test_run_elastic_machines import machines
+from hosts.elastic_machines import machines
 
 __all__ = ["machines"]
 
@@ -68,8 +67,7 @@ def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
     here.wait(lambda: len(here.latest()) == 3)
     left = [uid for uid in here.workers() if here.host_of(uid) != "h2"]
     (out,) = set(here.workers()) - {*left}
-    conditions = here.network.bridge.conditions
-    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)})))
+    here.network.cut_host(2)
     here.wait_for_view(*left)
     here.expect_line(launchers[2], "looking for one")
     os.kill(here.pid(out), signal.SIGKILL)
@@ -77,7 +75,7 @@ def test_a_machine_that_was_away_learns_that_the_job_is_over(machines):
     here.say("end")
     for launcher in launchers[:2]:
         here.expect(launcher, 0)
-    here.network.bridge.set(conditions)
+    here.network.heal()
     here.expect(launchers[2], 1)
     assert "the job seems to be over: none of its launchers listens any more (machine " in here.said(launchers[2])
 
@@ -89,11 +87,10 @@ def test_a_machine_that_the_launchers_do_not_reach_comes_back(machines):
     script.write_text(TRAINS_ON)
     launchers = [here.join(host, "3", script=str(script)) for host in range(3)]
     here.wait(lambda: len(here.notes("began")) == 3, 60)
-    conditions = here.network.bridge.conditions
-    here.network.bridge.set(replace(conditions, cut=frozenset({(0, 2), (1, 2)}), port=29400))
+    here.network.cut_host(2, port=29400)
     here.expect_line(launchers[0], "2 workers go on", 60)
     here.expect_line(launchers[2], "looking for one", 60)
-    here.network.bridge.set(conditions)
+    here.network.heal()
     here.wait(lambda: here.notes("learned") != [], 60)
     assert not any(launcher.poll() for launcher in launchers)
 

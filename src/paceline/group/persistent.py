@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -48,13 +49,13 @@ class PersistentCall(_core.QuickCall):
     def __repr__(self) -> str:
         return f"PersistentCall({self._name}, {'started' if self.is_started else 'not started'})"
 
+    @abstractmethod
     def _call_with_care(self) -> None:
         """Makes the call; the core calls this unless a shorter way will do."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _submit(self) -> Work:
         """Starts the call in the background."""
-        raise NotImplementedError
 
     def _who(self) -> str:
         """Returns the words for this rank at the beginning of a message."""

@@ -24,7 +24,7 @@ from paceline.parallel.one_copy.layout import ReadyRound
 from paceline.parallel.one_copy.parameters import SharedParameters, unshareable_reason
 from paceline.parallel.one_copy.shards import SharedShards
 from paceline.parallel.zero.arguments import require_one_evaluation, start_alike
-from paceline.parallel.zero.gradients import total_norm
+from paceline.parallel.zero.gradients import clip_scale, total_norm
 from paceline.parallel.zero.groups import copy_options
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
@@ -102,11 +102,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._parameters = SharedParameters.of(module, self.process_group, self._groups.ranks)
         self._parameters.add(named)
         self._shards.add(self._params())
-        make: Callable[..., Optimizer] = optimizer_class
-        self._inner = make([self._part_of(group) for group in self.param_groups], **defaults)
-        self.defaults = self._inner.defaults
-        self.state = self._inner.state
-        copy_options(self._inner.param_groups, self.param_groups)
+        self._make_inner(optimizer_class, defaults)
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -233,7 +229,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self.own_part()
         gradients = self._shards.gradients()
         total = total_norm(gradients, norm_type, self._groups.host)
-        scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+        scale = clip_scale(total, max_norm)
         for gradient in gradients:
             gradient.mul_(scale)
         return total.float()

@@ -242,3 +242,8 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float, group: Proce
     total = mine.pow(norm_type).sum()
     group.all_reduce(total)
     return total.pow(1 / norm_type)
+
+
+def clip_scale(total: torch.Tensor, max_norm: float) -> float:
+    """Returns by what gradients whose norm is `total` are multiplied so that it is at most `max_norm`, as in torch."""
+    return float((max_norm / (total + 1e-6)).clamp(max=1.0))

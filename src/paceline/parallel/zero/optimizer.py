@@ -18,7 +18,7 @@ from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.zero.arguments import Stage, replica_check, require_fit, start_alike
 from paceline.parallel.zero.backward import BackwardEnd
-from paceline.parallel.zero.gradients import GradientReducer, total_norm
+from paceline.parallel.zero.gradients import GradientReducer, clip_scale, total_norm
 from paceline.parallel.zero.groups import copy_options
 from paceline.parallel.zero.join_hook import ZeroJoinHook
 from paceline.parallel.zero.parameters import ShardedParameters
@@ -103,11 +103,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             {"stage": stage, "optimizer_class": optimizer_class.__name__},
             self.process_group,
         )
-        make: Callable[..., Optimizer] = optimizer_class
-        self._inner = make([self._part_of(group) for group in self.param_groups], **defaults)
-        self.defaults = self._inner.defaults
-        self.state = self._inner.state
-        copy_options(self._inner.param_groups, self.param_groups)
+        self._make_inner(optimizer_class, defaults)
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -190,7 +186,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._shards.take_gradients(free=self.stage > 1)
         gradients = self._shards.gradients()
         total = total_norm(gradients, norm_type, self.process_group)
-        scale = float((max_norm / (total + 1e-6)).clamp(max=1.0))
+        scale = clip_scale(total, max_norm)
         if self.stage == 1:
             gradients = [param.grad for param in self._params() if param.grad is not None]
         for gradient in gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ class PartitionedOptimizer(Optimizer, Joinable):
     @abstractmethod
     def own_part(self) -> Optimizer:
         """Returns the inner optimizer, with this rank's part of the parameters and of the averaged gradients."""
+
+    def _make_inner(self, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]) -> None:
+        """Makes the optimizer of what this rank updates, whose state and options become this one's."""
+        self._inner = optimizer_class([self._part_of(group) for group in self.param_groups], **defaults)
+        self.defaults = self._inner.defaults
+        self.state = self._inner.state
+        copy_options(self._inner.param_groups, self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
