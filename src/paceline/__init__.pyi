@@ -76,6 +76,8 @@ from paceline.group.collectives import reduce_scatter as reduce_scatter
 from paceline.group.collectives import reduce_scatter_single as reduce_scatter_single
 from paceline.group.collectives import reduce_scatter_tensor as reduce_scatter_tensor
 from paceline.group.debugging import breakpoint as breakpoint
+from paceline.group.device_mesh import DeviceMesh as DeviceMesh
+from paceline.group.device_mesh import init_device_mesh as init_device_mesh
 from paceline.group.default import GroupMember as GroupMember
 from paceline.group.init import default_pg_timeout as default_pg_timeout
 from paceline.group.init import destroy_process_group as destroy_process_group
@@ -149,10 +151,18 @@ from paceline.parallel.join import Joinable as Joinable
 from paceline.parallel.join import JoinHook as JoinHook
 from paceline.parallel.lion import Lion as Lion
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer as SharedModelOptimizer
+from paceline.parallel.pipeline.module import Pipeline as Pipeline
 from paceline.parallel.sharded.loader import ShardLoader as ShardLoader
 from paceline.parallel.sharded.logical import LogicalShards as LogicalShards
 from paceline.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.parallel.sync_batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+from paceline.parallel.tensor.clipping import clip_grad_norm_ as clip_grad_norm_
+from paceline.parallel.tensor.parallelize import parallelize_module as parallelize_module
+from paceline.parallel.tensor.styles import ColwiseParallel as ColwiseParallel
+from paceline.parallel.tensor.styles import PrepareModuleInput as PrepareModuleInput
+from paceline.parallel.tensor.styles import PrepareModuleOutput as PrepareModuleOutput
+from paceline.parallel.tensor.styles import RowwiseParallel as RowwiseParallel
+from paceline.parallel.tensor.styles import SequenceParallel as SequenceParallel
 from paceline.parallel.zero.grad_scaler import GradScaler as GradScaler
 from paceline.parallel.zero.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from paceline.record.sinks import MlflowLog as MlflowLog

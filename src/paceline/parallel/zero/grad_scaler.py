@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from paceline.group.default import Group, resolve
 from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
 
@@ -23,6 +24,8 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: what the scale is multiplied by after a step with infinities.
         growth_interval: the number of steps without infinities after which the scale grows.
         enabled: False leaves losses and gradients unscaled.
+        group: ranks that hold different parts of one model, such as those of a `Pipeline` or of `parallelize_module`;
+            they agree in the same way, with any optimizer. None if each rank has the whole model.
 
     Example::
 
@@ -40,8 +43,10 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        group: Group = None,
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._group = None if group is None else resolve(group)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients, unless `unscale_` did, and steps unless one is infinite or NaN on any rank."""
@@ -52,9 +57,13 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        if not isinstance(optimizer, PartitionedOptimizer) or not optimizer.owns_gradients:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = super()._unscale_grads_(optimizer.own_part(), inv_scale, found_inf, allow_fp16)
+        owns = isinstance(optimizer, PartitionedOptimizer) and optimizer.owns_gradients
+        own_part = optimizer.own_part() if owns else optimizer
+        found = super()._unscale_grads_(own_part, inv_scale, found_inf, allow_fp16)
+        groups = [*([optimizer.process_group] if owns else []), *([] if self._group is None else [self._group])]
+        if not groups:
+            return found
         anywhere = torch.stack([found_inf, *found.values()]).max()
-        optimizer.process_group.all_reduce(anywhere, ReduceOp.MAX)
+        for group in groups:
+            group.all_reduce(anywhere, ReduceOp.MAX)
         return {found_inf.device: anywhere}

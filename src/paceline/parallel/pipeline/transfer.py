@@ -1,0 +1,142 @@
+"""Carries activations and gradients between the stages of different ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.engine.codes import DTYPE_CODES, DTYPES
+from paceline.group.process_group import ProcessGroup
+from paceline.group.work import Work
+from paceline.parallel.pipeline.program import Cargo, Message
+from paceline.parallel.pipeline.stage import Value
+
+_MOST_TENSORS = 8
+_MOST_DIMENSIONS = 8
+_HEADER = 1 + _MOST_TENSORS * (3 + _MOST_DIMENSIONS)
+"""A header has the number of tensors, and for each its dtype, whether it needs a gradient, its dimensions and shape."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one tensor of a message looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass
+class Forms:
+    """What the messages of a step look like, for one size of a batch; filled in when the first such step runs."""
+
+    is_known: bool = False
+    of: dict[Message, tuple[Form, ...]] = field(default_factory=dict)
+
+
+class Transfers:
+    """The messages of a rank.
+
+    Args:
+        group: the ranks of the pipeline.
+        micro_batches: how many there are, which numbers the messages' tags.
+        device: where received tensors are put.
+    """
+
+    def __init__(self, group: ProcessGroup, micro_batches: int, device: torch.device) -> None:
+        self._group = group
+        self._micro_batches = micro_batches
+        self._device = device
+        self._sending: deque[tuple[Work, ...]] = deque()
+        self._posted: dict[Message, tuple[Value, list[Work]]] = {}
+
+    def send(self, message: Message, value: Value, forms: Forms) -> None:
+        """Starts to send the tensors.
+
+        Raises:
+            ValueError: there are too many of them, or with too many dimensions.
+            RuntimeError: they look other than in an earlier step with a batch of this size.
+        """
+        form = tuple(Form(tuple(each.shape), each.dtype, each.requires_grad) for each in value)
+        works: list[Work] = []
+        if not forms.is_known:
+            works.append(self._isend(_header(message, form), message, 0))
+            forms.of[message] = form
+        elif forms.of[message] != form:
+            raise RuntimeError(
+                f"{self._group.me}: pipeline: {message}, has become {_said(form)}; with a batch of this size it was "
+                f"{_said(forms.of[message])}. The outputs of a stage must depend on the sizes of its inputs only"
+            )
+        works += [self._isend(each.detach().contiguous(), message, 1 + at) for at, each in enumerate(value)]
+        self._sending.append(tuple(works))
+
+    def post(self, message: Message, forms: Forms) -> None:
+        """Starts to receive the tensors, if it is known what they look like."""
+        if forms.is_known:
+            self._posted[message] = self._irecv(message, forms.of[message])
+
+    def take(self, message: Message, forms: Forms) -> Value:
+        """Returns the tensors of a message that was posted."""
+        if not forms.is_known:
+            header = torch.empty(_HEADER, dtype=torch.int64)
+            self._group.recv(header, message.source, self._tag(message, 0)).wait()
+            forms.of[message] = _form(header.tolist())
+            self._posted[message] = self._irecv(message, forms.of[message])
+        value, works = self._posted.pop(message)
+        for work in works:
+            work.wait()
+        return value
+
+    def finish(self) -> None:
+        """Waits until all is sent."""
+        while self._sending:
+            for work in self._sending.popleft():
+                work.wait()
+
+    def forget(self) -> None:
+        """Drops what a step that failed has left."""
+        self._sending.clear()
+        self._posted.clear()
+
+    def _isend(self, tensor: torch.Tensor, message: Message, part: int) -> Work:
+        work = self._group.send(tensor, message.target, self._tag(message, part), True)
+        assert work is not None, "it was started in the background"
+        return work
+
+    def _irecv(self, message: Message, form: tuple[Form, ...]) -> tuple[Value, list[Work]]:
+        value = tuple(torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in form)
+        works = [
+            self._group.recv(each, message.source, self._tag(message, 1 + at), True) for at, each in enumerate(value)
+        ]
+        return tuple(t.requires_grad_(each.needs_grad) for t, each in zip(value, form, strict=True)), works
+
+    def _tag(self, message: Message, part: int) -> int:
+        cargo = list(Cargo).index(message.cargo)
+        number = (message.stage * self._micro_batches + message.micro_batch) * len(Cargo) + cargo
+        return number * (_MOST_TENSORS + 1) + part
+
+
+def _header(message: Message, form: tuple[Form, ...]) -> torch.Tensor:
+    dimensions = max((len(each.shape) for each in form), default=0)
+    if len(form) > _MOST_TENSORS or dimensions > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"pipeline: {message}, is {len(form)} tensors with up to {dimensions} dimensions; at most {_MOST_TENSORS} "
+            f"tensors of {_MOST_DIMENSIONS} dimensions can pass between stages"
+        )
+    numbers = [len(form)]
+    for each in form:
+        padding = [0] * (_MOST_DIMENSIONS - len(each.shape))
+        numbers += [DTYPE_CODES[each.dtype], int(each.needs_grad), len(each.shape), *each.shape, *padding]
+    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device="cpu")
+
+
+def _form(numbers: list[int]) -> tuple[Form, ...]:
+    each = 3 + _MOST_DIMENSIONS
+    parts = [numbers[1 + at * each : 1 + (at + 1) * each] for at in range(numbers[0])]
+    return tuple(Form(tuple(p[3 : 3 + p[2]]), DTYPES[p[0]], bool(p[1])) for p in parts)
+
+
+def _said(form: tuple[Form, ...]) -> str:
+    return ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in form)

@@ -1,0 +1,168 @@
+"""Collectives between divided layers, as functions of autograd.
+
+Outside the divided layers all ranks of the group compute the same: the same activations, the same loss, and therefore the
+same gradients. That is what tells these functions from `paceline.functional`, where the losses of the ranks are added up.
+Each comes with its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models").
+
+| forward | backward |
+| --- | --- |
+| `copied`: nothing | sum over the ranks |
+| `summed`: sum over the ranks | nothing |
+| `split`: this rank's part | all parts |
+| `joined`: all parts | this rank's part |
+| `joined_for_parts`: all parts, which the ranks then use differently | this rank's part of the sum |
+| `summed_into_parts`: this rank's part of the sum | all parts |
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.autograd import Function
+
+from paceline.group import collectives
+from paceline.group.process_group import ProcessGroup
+from paceline.parallel.tensor.slices import bounds
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def copied(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Returns `tensor`, which the ranks now use differently."""
+    return _applied(_Copied, tensor, group)
+
+
+def summed(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Returns the sum of the ranks' tensors."""
+    return _applied(_Summed, tensor, group)
+
+
+def split(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part of a tensor that all ranks have."""
+    return _applied(_Split, tensor, dim % tensor.ndim, group)
+
+
+def joined(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for all to use alike."""
+    return _applied(_Joined, tensor, dim % tensor.ndim, length, group)
+
+
+def joined_for_parts(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns the ranks' parts as one tensor, which is `length` long in that dimension, for a divided layer."""
+    return _applied(_JoinedForParts, tensor, dim % tensor.ndim, length, group)
+
+
+def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part of the sum of the ranks' tensors."""
+    return _applied(_SummedIntoParts, tensor, dim % tensor.ndim, group)
+
+
+def total_length(length: int, group: ProcessGroup) -> int:
+    """Returns the sum of the ranks' lengths."""
+    total = torch.tensor(length, device="cpu")
+    group.all_reduce(total)
+    return int(total)
+
+
+class _Copied(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Summed, grad, ctx.group), None
+
+
+class _Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _sum(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Copied, grad, ctx.group), None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
+        return _own_part(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Joined, grad, ctx.dim, ctx.length, ctx.group), None, None
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(tensor, dim, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_Split, grad, ctx.dim, ctx.group), None, None, None
+
+
+class _JoinedForParts(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _join(tensor, dim, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_SummedIntoParts, grad, ctx.dim, ctx.group), None, None, None
+
+
+class _SummedIntoParts(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, tensor.size(dim), group
+        if dim == 0 and tensor.size(0) % group.size() == 0:
+            result = tensor.new_empty((tensor.size(0) // group.size(), *tensor.shape[1:]))
+            collectives.reduce_scatter_tensor(result, tensor.contiguous(), group=group)
+            return result
+        return _own_part(_sum(tensor, group), dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        return _applied(_JoinedForParts, grad, ctx.dim, ctx.length, ctx.group), None, None
+
+
+def _applied(function: type[Function], *arguments: object) -> torch.Tensor:
+    return cast(torch.Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def _sum(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(result, group=group)
+    return result
+
+
+def _own_part(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    start, stop = bounds(tensor.size(dim), group.size(), group.rank())
+    return tensor.narrow(dim, start, stop - start).contiguous()
+
+
+def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
+    """Gathers parts of unequal lengths: each rank fills the first part's length, which is the longest."""
+    lengths = [stop - start for start, stop in (bounds(length, group.size(), rank) for rank in range(group.size()))]
+    if tensor.size(dim) != lengths[group.rank()]:
+        raise ValueError(
+            f"{group.me}: tensor parallelism: this rank has {tensor.size(dim)} of {length} elements in dimension {dim}, "
+            f"where {lengths[group.rank()]} are expected: the ranks' parts are {lengths}"
+        )
+    first = tensor.movedim(dim, 0)
+    own = first.new_zeros((lengths[0], *first.shape[1:]))
+    own[: first.size(0)] = first
+    parts = own.new_empty((group.size(), *own.shape))
+    collectives.all_gather_into_tensor(parts, own, group)
+    whole = torch.cat([part[:size] for part, size in zip(parts, lengths, strict=True)])
+    return whole.movedim(0, dim).contiguous()
