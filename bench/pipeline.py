@@ -1,0 +1,157 @@
+"""How long does a step of a pipeline take, beside the schedule's theory and torch's own pipelining?
+
+    python bench/pipeline.py [--ranks 2] [--micro-batches 8] [--width 512] [--depth 8] [--rounds 7] [--json FILE]
+
+Every rank has one thread, and `depth` linear layers of `width` features with ReLU, so all stages take the same time. "work"
+is what a rank's own forwards and backwards take without messages, measured on all ranks at the same time; "theory" is
+the step that the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute.
+Steps of all schedules take turns; n is the number of turns. torch's schedules run on gloo, in the same turns; one that
+does not end within 30 s is said to hang.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from report import parser, show
+from torch import nn
+from turns import leave_rows, rows_of_ranks
+
+OURS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+THEIRS = {"torch GPipe": "ScheduleGPipe", "torch 1F1B": "Schedule1F1B"}
+ROWS_A_MICRO_BATCH = 32
+
+
+def layers(ranks: int, width: int, depth: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(ranks * depth)]
+
+
+def of_torch(kind: str, rank: int, ranks: int, depth: int, model: list[nn.Module], micro_batches: int) -> Callable[..., object]:
+    from torch.distributed import pipelining
+
+    own = nn.Sequential(*model[rank * depth : (rank + 1) * depth])
+    stage = pipelining.PipelineStage(own, rank, ranks, torch.device("cpu"))
+    schedule = getattr(pipelining, kind)(stage, micro_batches, loss_fn=nn.functional.mse_loss)
+
+    def step(x: torch.Tensor) -> None:
+        for parameter in own.parameters():
+            parameter.grad = None
+        if rank == 0:
+            schedule.step(x)
+        elif rank == ranks - 1:
+            schedule.step(target=x)
+        else:
+            schedule.step()
+
+    return step
+
+
+def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: str) -> None:
+    import paceline as dist
+    from paceline.parallel.pipeline.plan import Phase, Task
+    from paceline.parallel.pipeline.simulation import simulate
+
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    ranks, width, depth, parts = dist.get_world_size(), options["width"], options["depth"], options["micro_batches"]
+    x = torch.randn(parts * ROWS_A_MICRO_BATCH, width)
+    pipelines = {
+        name: dist.Pipeline(
+            layers(ranks, width, depth), nn.functional.mse_loss, micro_batches=parts, schedule=name, stages_per_rank=each
+        )
+        for name, each in OURS.items()
+    }
+
+    def ours(pipeline: dist.Pipeline) -> None:
+        pipeline.zero_grad()
+        pipeline.step(x, x)
+
+    kinds: dict[str, Callable[[], object]] = {name: lambda p=p: ours(p) for name, p in pipelines.items()}
+    if with_torch:
+        import torch.distributed as torch_dist
+
+        torch_dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=ranks)
+        model = layers(ranks, width, depth)
+        for name, kind in THEIRS.items():
+            step = of_torch(kind, rank, ranks, depth, model, parts)
+            kinds[name] = lambda step=step: step(x)
+
+    def work(name: str) -> dict[Phase, float]:
+        """Returns what each phase of a micro-batch takes on this rank."""
+        spent = dict.fromkeys(Phase, 0.0)
+        pipeline = pipelines[name]
+        small = torch.randn(ROWS_A_MICRO_BATCH, width)
+        is_split = name == "zero_bubble"
+        for task in pipeline.plan.orders[rank]:
+            stage = pipeline._stages[task.stage]
+            started = time.perf_counter()
+            if task.phase is Phase.FORWARD:
+                stage.forward(task.micro_batch, (small.requires_grad_(task.stage > 0),), None, is_split)
+            elif task.phase is Phase.WEIGHT:
+                stage.weight(task.micro_batch)
+            else:
+                stage.backward(task.micro_batch, (small.detach(),))
+            spent[task.phase] += time.perf_counter() - started
+        tasks = len(pipeline._stages) * parts
+        return {phase: seconds / tasks for phase, seconds in spent.items()}
+
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    alone: dict[str, list[tuple[float, float]]] = {name: [] for name in OURS}
+    for turn in range(options["rounds"] + 1):
+        for name, step in kinds.items():
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            dist.barrier()
+            took = time.perf_counter() - started
+            phases = torch.zeros(len(Phase), dtype=torch.float64)
+            if name in OURS:
+                pipelines[name].zero_grad()
+                dist.barrier()
+                phases = torch.tensor(list(work(name).values()), dtype=torch.float64)
+                everyone = [torch.empty_like(phases) for _ in range(ranks)]
+                dist.all_gather(everyone, phases)
+                plan = pipelines[name].plan
+                placed = plan.ranks_of_stages
+
+                def lasts(task: Task) -> float:
+                    return float(everyone[placed[task.stage]][list(Phase).index(task.phase)])
+
+                theory = simulate(plan, lasts)
+            if turn:
+                times[name].append(took)
+                if name in OURS:
+                    alone[name].append((theory.length, sum(theory.busy) / ranks))
+    rows = []
+    for name, seconds in times.items():
+        row: dict[str, object] = {"schedule": name, "n": len(seconds), "p50 ms": statistics.median(seconds) * 1e3}
+        row["p95 ms"] = sorted(seconds)[int(0.95 * (len(seconds) - 1))] * 1e3
+        if name in OURS:
+            ratios = [took / length for took, (length, _) in zip(seconds, alone[name], strict=True)]
+            row["theory ms"] = statistics.median(length for length, _ in alone[name]) * 1e3
+            row["step / theory"] = statistics.median(ratios)
+            row["bubble in theory"] = statistics.median(1 - busy / length for length, busy in alone[name])
+            row["bubble"] = statistics.median(
+                1 - busy / took for took, (_, busy) in zip(seconds, alone[name], strict=True)
+            )
+        rows.append(row)
+    leave_rows(rows if rank == 0 else [], directory)
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    for name, default in (("ranks", 2), ("micro-batches", 8), ("width", 512), ("depth", 8), ("rounds", 7)):
+        arguments.add_argument(f"--{name}", type=int, default=default)
+    arguments.add_argument("--no-torch", action="store_true", help="leave torch's own pipelining out")
+    options = arguments.parse_args()
+    numbers = {name: getattr(options, name) for name in ("micro_batches", "width", "depth", "rounds")}
+    rows = rows_of_ranks(rank_main, options.ranks, numbers, not options.no_torch)
+    show(f"A pipeline of {options.ranks} ranks and {options.micro_batches} micro-batches", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
