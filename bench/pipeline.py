@@ -2,9 +2,9 @@
 
     python bench/pipeline.py [--ranks 2] [--micro-batches 8] [--width 512] [--depth 8] [--rounds 7] [--json FILE]
 
-Every rank has one thread, and `depth` linear layers of `width` features with ReLU, so all stages take the same time. "work"
-is what a rank's own forwards and backwards take without messages, measured on all ranks at the same time; "theory" is
-the step that the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute.
+Every rank has one thread, and `depth` linear layers of `width` features with ReLU, so all stages take the same time. A
+rank's own forwards and backwards are timed without messages, on all ranks at the same time; "theory" is the step that
+the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute.
 Steps of all schedules take turns; n is the number of turns. torch's schedules run on gloo, in the same turns; one that
 does not end within 30 s is said to hang.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from report import parser, show
@@ -30,7 +31,9 @@ def layers(ranks: int, width: int, depth: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(ranks * depth)]
 
 
-def of_torch(kind: str, rank: int, ranks: int, depth: int, model: list[nn.Module], micro_batches: int) -> Callable[..., object]:
+def of_torch(
+    kind: str, rank: int, ranks: int, depth: int, model: list[nn.Module], micro_batches: int
+) -> Callable[..., object]:
     from torch.distributed import pipelining
 
     own = nn.Sequential(*model[rank * depth : (rank + 1) * depth])
@@ -52,7 +55,7 @@ def of_torch(kind: str, rank: int, ranks: int, depth: int, model: list[nn.Module
 
 def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: str) -> None:
     import paceline as dist
-    from paceline.parallel.pipeline.plan import Phase, Task
+    from paceline.parallel.pipeline.plan import Phase, Plan, Task
     from paceline.parallel.pipeline.simulation import simulate
 
     torch.set_num_threads(1)
@@ -61,7 +64,11 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
     x = torch.randn(parts * ROWS_A_MICRO_BATCH, width)
     pipelines = {
         name: dist.Pipeline(
-            layers(ranks, width, depth), nn.functional.mse_loss, micro_batches=parts, schedule=name, stages_per_rank=each
+            layers(ranks, width, depth),
+            nn.functional.mse_loss,
+            micro_batches=parts,
+            schedule=name,
+            stages_per_rank=each,
         )
         for name, each in OURS.items()
     }
@@ -99,6 +106,9 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         tasks = len(pipeline._stages) * parts
         return {phase: seconds / tasks for phase, seconds in spent.items()}
 
+    def lasts(plan: Plan, everyone: list[torch.Tensor], task: Task) -> float:
+        return float(everyone[plan.ranks_of_stages[task.stage]][list(Phase).index(task.phase)])
+
     times: dict[str, list[float]] = {name: [] for name in kinds}
     alone: dict[str, list[tuple[float, float]]] = {name: [] for name in OURS}
     for turn in range(options["rounds"] + 1):
@@ -116,12 +126,7 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
                 everyone = [torch.empty_like(phases) for _ in range(ranks)]
                 dist.all_gather(everyone, phases)
                 plan = pipelines[name].plan
-                placed = plan.ranks_of_stages
-
-                def lasts(task: Task) -> float:
-                    return float(everyone[placed[task.stage]][list(Phase).index(task.phase)])
-
-                theory = simulate(plan, lasts)
+                theory = simulate(plan, partial(lasts, plan, everyone))
             if turn:
                 times[name].append(took)
                 if name in OURS:

@@ -76,9 +76,9 @@ from paceline.group.collectives import reduce_scatter as reduce_scatter
 from paceline.group.collectives import reduce_scatter_single as reduce_scatter_single
 from paceline.group.collectives import reduce_scatter_tensor as reduce_scatter_tensor
 from paceline.group.debugging import breakpoint as breakpoint
+from paceline.group.default import GroupMember as GroupMember
 from paceline.group.device_mesh import DeviceMesh as DeviceMesh
 from paceline.group.device_mesh import init_device_mesh as init_device_mesh
-from paceline.group.default import GroupMember as GroupMember
 from paceline.group.init import default_pg_timeout as default_pg_timeout
 from paceline.group.init import destroy_process_group as destroy_process_group
 from paceline.group.init import init_process_group as init_process_group

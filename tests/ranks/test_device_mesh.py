@@ -47,7 +47,7 @@ def test_a_mesh_has_the_groups_of_torchs(ranks, tmp_path):
     ranks(4)(as_torch_does, str(tmp_path / "meeting"))
 
 
-def refusals() -> None:
+def what_is_refused() -> None:
     dist.init_process_group()
     for shape, names, text in (
         ((3,), None, r"the shape \(3,\) has 3 ranks, but there are 2"),
@@ -76,4 +76,4 @@ def refusals() -> None:
 
 
 def test_meshes_that_do_not_fit_are_refused(ranks):
-    ranks(2)(refusals)
+    ranks(2)(what_is_refused)

@@ -142,7 +142,7 @@ def test_replicas_of_a_pipeline_average_their_gradients(ranks):
     ranks(4)(with_replicas)
 
 
-def refusals() -> None:
+def what_is_refused() -> None:
     dist.init_process_group()
     model = mlp()
     pipeline = dist.Pipeline(model, nn.functional.cross_entropy, micro_batches=4)
@@ -167,7 +167,7 @@ def refusals() -> None:
 
 
 def test_bad_batches_and_models_are_refused_on_all_ranks(ranks):
-    ranks(2)(refusals)
+    ranks(2)(what_is_refused)
 
 
 class Growing(nn.Module):
@@ -183,19 +183,20 @@ class Growing(nn.Module):
         return torch.ones(x.size(0), 2 + self.calls // 3) * self.weight
 
 
-def unsteady() -> None:
+def unsteady_sizes() -> None:
     dist.init_process_group()
     pipeline = dist.Pipeline([Growing(), nn.ReLU()], lambda x, _: x.mean(), micro_batches=2, split=[1, 1])
     batch_ = torch.ones(4, 1)
     pipeline.step(batch_, batch_)
-    with pytest.raises(RuntimeError if pipeline.is_first else dist.PeerLostError) as failure:
+    with pytest.raises(RuntimeError if pipeline.is_first else dist.CollectiveError) as failure:
         pipeline.step(batch_, batch_)
+    dist.destroy_process_group()
     if pipeline.is_first:
         assert r"has become float32[2, 3]; with a batch of this size it was float32[2, 2]" in str(failure.value)
 
 
 def test_an_activation_that_changes_its_size_is_named(ranks):
-    ranks(2)(unsteady)
+    ranks(2)(unsteady_sizes)
 
 
 def with_amp() -> None:

@@ -174,7 +174,7 @@ def test_float32_is_as_good_as_in_torchs_own(ranks, tmp_path):
     ranks(2)(beside_torch, str(tmp_path / "meeting"))
 
 
-def refusals() -> None:
+def what_is_refused() -> None:
     dist.init_process_group()
     for plan, kind, text in (
         ({"nothing": dist.ColwiseParallel()}, ValueError, "no module is called 'nothing'"),
@@ -195,7 +195,7 @@ def refusals() -> None:
 
 
 def test_plans_that_do_not_fit_are_refused(ranks):
-    ranks(2)(refusals)
+    ranks(2)(what_is_refused)
 
 
 def three_dimensions() -> None:

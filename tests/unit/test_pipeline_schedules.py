@@ -19,12 +19,12 @@ from paceline.parallel.pipeline.simulation import simulate
 @st.composite
 def plans(draw) -> Plan:
     name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
-    ranks = draw(st.integers(1, 8))
-    micro_batches = ranks * draw(st.integers(1, 4)) if name == "interleaved" else draw(st.integers(1, 24))
-    return make(name, ranks, micro_batches, draw(st.integers(1, 4)) if name == "interleaved" else 1)
+    ranks = draw(st.integers(1, 6))
+    micro_batches = ranks * draw(st.integers(1, 3)) if name == "interleaved" else draw(st.integers(1, 12))
+    return make(name, ranks, micro_batches, draw(st.integers(1, 3)) if name == "interleaved" else 1)
 
 
-@given(plans(), st.integers(0, 4))
+@given(plans(), st.integers(0, 3))
 def test_every_schedule_ends_even_where_messages_block(plan, posted_ahead):
     for blocks in (False, True):
         prove(programmed(plan, posted_ahead), blocks)
@@ -85,11 +85,11 @@ def test_ranks_that_wait_for_one_another_are_named():
     plan = make("gpipe", 2, 2, 1)
     forwards, backwards = plan.orders[0][:2], plan.orders[0][2:]
     hanging = faulty(plan, 0, [forwards[0], backwards[0], forwards[1], backwards[1]])
-    with pytest.raises(PipelineFaultError, match="wait for one another: rank 0 at await the gradient .* rank 1 at await"):
+    with pytest.raises(PipelineFaultError, match="wait for one another: rank 0 at await the gradient .* rank 1 at"):
         prove(programmed(hanging))
 
 
-def test_a_receive_that_is_posted_too_early_hangs_only_where_messages_block():
+def test_an_early_receive_hangs_only_where_messages_block():
     program = programmed(make("1f1b", 2, 4, 1), 0)
     posts = [step for step in program.steps[1] if isinstance(step, Transfer) and step.action is Action.POST]
     others = [step for step in program.steps[1] if step not in posts]
@@ -102,7 +102,9 @@ def test_a_receive_that_is_posted_too_early_hangs_only_where_messages_block():
 @given(plans(), st.data())
 def test_a_message_that_is_left_out_is_found(plan, data):
     program = programmed(plan)
-    transfers = [(rank, each) for rank, steps in enumerate(program.steps) for each in steps if isinstance(each, Transfer)]
+    transfers = [
+        (rank, each) for rank, steps in enumerate(program.steps) for each in steps if isinstance(each, Transfer)
+    ]
     if not transfers:
         return
     rank, gone = data.draw(st.sampled_from(transfers))

@@ -126,12 +126,16 @@ class DeviceMesh:
             ValueError: the dimensions have no names, or one has the name of the result.
         """
         if self._array.names is None or self.mesh_dim_names is None:
-            raise ValueError("DeviceMesh: only a mesh whose dimensions have names can be flattened: pass mesh_dim_names")
+            raise ValueError(
+                "DeviceMesh: only a mesh whose dimensions have names can be flattened: pass mesh_dim_names"
+            )
         name = mesh_dim_name or "_".join(self.mesh_dim_names)
         if self.mesh_dim_names == (name,):
             return self
         if name in self._array.names:
-            raise ValueError(f"DeviceMesh: {name!r} is the name of one of the dimensions {self._array.names}; choose another")
+            raise ValueError(
+                f"DeviceMesh: {name!r} is the name of one of the dimensions {self._array.names}; choose another"
+            )
         if name not in self._array.flat:
             group = _group_along(self._array.ranks, self._dimensions, name)
             flat = _Array(self.device_type, self.mesh.flatten(), (name,), (group,))
@@ -189,7 +193,9 @@ def init_device_mesh(
         )
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
-        raise ValueError(f"init_device_mesh: mesh_dim_names {names} must be {len(shape)} different names, one a dimension")
+        raise ValueError(
+            f"init_device_mesh: mesh_dim_names {names} must be {len(shape)} different names, one a dimension"
+        )
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"init_device_mesh: the device type is {device_type!r}; it must be 'cpu' or 'cuda'")
     ranks = torch.arange(world.size(), device="cpu").view(shape)

@@ -2,6 +2,6 @@
 
 May use: `group` and below. The schedule is data: `plan.py` defines it, `schedules.py` makes those of the literature,
 `program.py` adds the messages between ranks, `proof.py` shows that a program is right and cannot hang, and
-`simulation.py` says how long it takes. None of these imports torch. `module.py` is where to start reading for what runs:
-`Pipeline` carries a program out, with `stage.py` for the computation of one stage and `transfer.py` for the messages.
+`simulation.py` says how long it takes. None of these imports torch. Start reading at `module.py`: `Pipeline` carries a
+program out, with `stage.py` for the computation of one stage and `transfer.py` for the messages.
 """

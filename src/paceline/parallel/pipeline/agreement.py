@@ -32,9 +32,13 @@ def agreed_rows(
     for name, rank, seen in (("inputs", first, rows), ("targets", last, wanted)):
         who = f"{group.me}: pipeline: the {name} on rank {group.ranks[rank]}, which has the {_WHICH[name]} stage,"
         if seen == _MISSING:
-            raise ValueError(f"{who} are missing; pass a tensor, or a tuple of tensors, with the samples along dimension 0")
+            raise ValueError(
+                f"{who} are missing; pass a tensor, or a tuple of tensors, with the samples along dimension 0"
+            )
         if seen == _UNEVEN:
-            raise ValueError(f"{who} are no tensors with the same number of samples along dimension 0; pass such tensors")
+            raise ValueError(
+                f"{who} are no tensors with the same number of samples along dimension 0; pass such tensors"
+            )
     if wanted not in (_NOT_ASKED, rows):
         raise ValueError(
             f"{group.me}: pipeline: rank {group.ranks[first]} passes inputs of {rows} samples, and rank "
@@ -42,8 +46,8 @@ def agreed_rows(
         )
     if rows < plan.micro_batches:
         raise ValueError(
-            f"{group.me}: pipeline: a batch of {rows} samples cannot be divided into {plan.micro_batches} micro-batches; "
-            "each needs at least one sample"
+            f"{group.me}: pipeline: a batch of {rows} samples cannot be divided into {plan.micro_batches} "
+            "micro-batches; each needs at least one sample"
         )
     return rows
 

@@ -61,4 +61,3 @@ def _filled(weights: Sequence[int], most: int, parts: int) -> list[list[int]]:
 def into_micro_batches(batch: tuple[torch.Tensor, ...], micro_batches: int) -> list[tuple[torch.Tensor, ...]]:
     """Returns the rows of each tensor as evenly divided as possible."""
     return list(zip(*(each.tensor_split(micro_batches) for each in batch), strict=True))
-

@@ -88,9 +88,12 @@ class Pipeline(nn.Module):
         plan = make(schedule, chosen.size(), micro_batches, stages_per_rank)
         self._train, self._infer = programmed(plan), programmed(forwards_only(plan))
         prove(self._train)
-        divided = into_stages(layers, plan.stages, split)
-        _require_own_weights(layers, divided)
-        self._stages = self._kept(layers, divided, plan)
+        listed = list(layers)
+        divided = into_stages(listed, plan.stages, split)
+        _require_own_weights(listed, divided)
+        numbers = [str(number) for number in range(len(listed))]
+        names = list(layers._modules) if isinstance(layers, nn.Sequential) else numbers
+        self._stages = self._kept(names, listed, divided, plan)
         own = next(self.parameters(), None)
         self._device = torch.device("cpu") if own is None else own.device
         self._transfers = Transfers(chosen, micro_batches, self._device)
@@ -163,10 +166,10 @@ class Pipeline(nn.Module):
             return None
         return _given(tuple(torch.cat(parts) for parts in zip(*outputs, strict=True)))
 
-    def _kept(self, layers: Sequence[nn.Module], divided: Sequence[Sequence[int]], plan: Plan) -> dict[int, Stage]:
+    def _kept(
+        self, names: Sequence[str], layers: Sequence[nn.Module], divided: Sequence[Sequence[int]], plan: Plan
+    ) -> dict[int, Stage]:
         """Takes this rank's layers over, under their names; returns its stages."""
-        is_module = isinstance(layers, nn.Module)
-        names = [name for name, _ in layers.named_children()] if is_module else [str(n) for n in range(len(layers))]
         stages = {}
         for stage, numbers in enumerate(divided):
             if plan.ranks_of_stages[stage] == self._group.rank():

@@ -56,8 +56,8 @@ def _require_all_tasks(plan: Plan) -> None:
             whole, parts = counted[backward], (counted[of_input], counted[weight])
             if not counted[forward] or (whole, parts) not in ((1, (0, 0)), (0, (1, 1))):
                 raise PipelineFaultError(
-                    f"{plan.name}: stage {stage} needs a forward and a backward of micro-batch {micro_batch}; there are "
-                    f"{counted[forward]} forwards, {whole} backwards, and {parts[0]} and {parts[1]} parts of one"
+                    f"{plan.name}: stage {stage} needs a forward and a backward of micro-batch {micro_batch}; there "
+                    f"are {counted[forward]} forwards, {whole} backwards, and {parts[0]} and {parts[1]} parts of one"
                 )
     strangers = [t for t in counted if t.stage >= plan.stages or t.micro_batch >= plan.micro_batches]
     if strangers:
@@ -74,8 +74,8 @@ def _require_all_messages(program: Program) -> None:
             raise PipelineFaultError(f"{plan.name}: rank {rank} computes other tasks than the plan says")
         for transfer in (done - wanted) + (wanted - done):
             raise PipelineFaultError(
-                f"{plan.name}: rank {rank} has '{transfer.action.value}' {done[transfer]} times for {transfer.message}; "
-                f"it needs it {wanted[transfer]} times"
+                f"{plan.name}: rank {rank} has '{transfer.action.value}' {done[transfer]} times for "
+                f"{transfer.message}; it needs it {wanted[transfer]} times"
             )
 
 
@@ -101,7 +101,7 @@ class _Rank:
 
 
 def _run(program: Program, blocks: bool) -> None:
-    """Lets all ranks go as far as they can; the order does not matter, since nothing that is possible ever becomes impossible."""
+    """Lets all ranks go as far as they can, in any order: what is possible once stays possible."""
     plan, ranks = program.plan, [_Rank(steps) for steps in program.steps]
     computed: set[Task] = set()
     arrived: set[Message] = set()

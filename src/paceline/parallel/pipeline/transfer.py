@@ -51,6 +51,7 @@ class Transfers:
         self._device = device
         self._sending: deque[tuple[Work, ...]] = deque()
         self._posted: dict[Message, tuple[Value, list[Work]]] = {}
+        self._left: list[Work] = []
 
     def send(self, message: Message, value: Value, forms: Forms) -> None:
         """Starts to send the tensors.
@@ -96,7 +97,9 @@ class Transfers:
                 work.wait()
 
     def forget(self) -> None:
-        """Drops what a step that failed has left."""
+        """Puts aside what a step that failed has left: a `Work` that is dropped waits for the other rank."""
+        self._left += [work for works in self._sending for work in works]
+        self._left += [work for _, works in self._posted.values() for work in works]
         self._sending.clear()
         self._posted.clear()
 

@@ -20,7 +20,7 @@ def clip_grad_norm_(
     *,
     pipeline_group: Group = None,
 ) -> torch.Tensor:
-    """Clips gradients as `torch.nn.utils.clip_grad_norm_` does for the undivided model; all ranks that share it call this.
+    """Clips gradients as `torch.nn.utils.clip_grad_norm_` does for the undivided model, on all ranks that share it.
 
     Args:
         parameters: this rank's parameters. The norms of those that `parallelize_module` divided are added up over the

@@ -1,9 +1,9 @@
 """Collectives between divided layers, as functions of autograd.
 
-Outside the divided layers all ranks of the group compute the same: the same activations, the same loss, and therefore the
-same gradients. That is what tells these functions from `paceline.functional`, where the losses of the ranks are added up.
-Each comes with its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models").
+Outside the divided layers all ranks of the group compute the same: the same activations, the same loss, and therefore
+the same gradients. That is what tells these functions from `paceline.functional`, where the losses of the ranks are
+added up. Each comes with its adjoint under that rule (Shoeybi et al. 2019, "Megatron-LM"; for the sequence, Korthikanti
+et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
 | forward | backward |
 | --- | --- |
@@ -137,7 +137,7 @@ class _SummedIntoParts(Function):
 
 
 def _applied(function: type[Function], *arguments: object) -> torch.Tensor:
-    return cast(torch.Tensor, function.apply(*arguments))  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, function.apply(*arguments))
 
 
 def _sum(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -156,8 +156,8 @@ def _join(tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> t
     lengths = [stop - start for start, stop in (bounds(length, group.size(), rank) for rank in range(group.size()))]
     if tensor.size(dim) != lengths[group.rank()]:
         raise ValueError(
-            f"{group.me}: tensor parallelism: this rank has {tensor.size(dim)} of {length} elements in dimension {dim}, "
-            f"where {lengths[group.rank()]} are expected: the ranks' parts are {lengths}"
+            f"{group.me}: tensor parallelism: this rank has {tensor.size(dim)} of {length} elements in dimension "
+            f"{dim}, where {lengths[group.rank()]} are expected: the ranks' parts are {lengths}"
         )
     first = tensor.movedim(dim, 0)
     own = first.new_zeros((lengths[0], *first.shape[1:]))

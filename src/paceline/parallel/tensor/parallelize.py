@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from paceline.group.default import Group, resolve
@@ -44,11 +45,13 @@ def parallelize_module(
     if src_data_rank is not None:
         broadcast_tensors([*module.parameters(), *module.buffers()], group, src_data_rank)
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # tied weights stay tied
+    parts: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # tied weights stay tied
 
-    def divide(parameter: nn.Parameter, dim: int) -> nn.Parameter:
+    def divide(parameter: torch.Tensor, dim: int) -> nn.Parameter:
         if (already := slice_of(parameter)) is not None:
-            raise ValueError(f"parallelize_module: a weight is divided already, in dimension {already.dim}; divide it once")
+            raise ValueError(
+                f"parallelize_module: a weight is divided already, in dimension {already.dim}; divide it once"
+            )
         if id(parameter) not in parts:
             parts[id(parameter)] = (parameter, divided(parameter, dim, group))
         part = parts[id(parameter)][1]

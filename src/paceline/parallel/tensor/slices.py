@@ -42,7 +42,7 @@ def own_slice(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> Slice:
     return Slice(group, dim, start, stop, tuple(tensor.shape))
 
 
-def divided(parameter: torch.nn.Parameter, dim: int, group: ProcessGroup) -> torch.nn.Parameter:
+def divided(parameter: torch.Tensor, dim: int, group: ProcessGroup) -> torch.nn.Parameter:
     """Returns a new parameter with this rank's part of `parameter`, which `slice_of` recognizes."""
     mine = own_slice(parameter, dim, group)
     part = parameter.detach().narrow(dim, mine.start, mine.stop - mine.start).clone()

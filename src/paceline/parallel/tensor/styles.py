@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from paceline.group.process_group import ProcessGroup
-from paceline.parallel.tensor.flow import copied, joined, joined_for_parts, split, summed
+from paceline.parallel.tensor.flow import joined, joined_for_parts, split, summed
 from paceline.parallel.tensor.layers import (
     WHOLE,
     ColwiseEmbedding,
@@ -25,9 +25,10 @@ from paceline.parallel.tensor.layers import (
     RowwiseEmbedding,
     RowwiseLinear,
 )
-from paceline.parallel.tensor.slices import divided
 
-Divide = Callable[[nn.Parameter, int], nn.Parameter]
+Divided = TypeVar("Divided", ColwiseLinear, RowwiseLinear, ColwiseEmbedding, RowwiseEmbedding)
+
+Divide = Callable[[torch.Tensor, int], nn.Parameter]
 """Returns this rank's part of a weight along a dimension; tied weights get the same part."""
 
 
@@ -70,17 +71,20 @@ class ColwiseParallel(ParallelStyle):
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
         """See the class."""
         if isinstance(module, nn.Linear):
-            _become(module, ColwiseLinear, group, input_layout=self.input_layout, output_layout=self.output_layout)
-            module.all_out_features = module.out_features
-            module.weight = divide(module.weight, 0)
-            module.bias = None if module.bias is None else divide(module.bias, 0)  # type: ignore[assignment]
-            module.out_features = module.weight.size(0)
+            linear = _become(module, ColwiseLinear, group)
+            linear.input_layout, linear.output_layout = self.input_layout, self.output_layout
+            linear.all_out_features = linear.out_features
+            linear.weight = divide(linear.weight, 0)
+            if linear.bias is not None:
+                linear.bias = divide(linear.bias, 0)
+            linear.out_features = linear.weight.size(0)
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
-            _become(module, ColwiseEmbedding, group, output_layout=self.output_layout)
-            module.all_embedding_dim = module.embedding_dim
-            module.weight = divide(module.weight, 1)
-            module.embedding_dim = module.weight.size(1)
+            embedding = _become(module, ColwiseEmbedding, group)
+            embedding.output_layout = self.output_layout
+            embedding.all_embedding_dim = embedding.embedding_dim
+            embedding.weight = divide(embedding.weight, 1)
+            embedding.embedding_dim = embedding.weight.size(1)
         else:
             raise _unfit(self, module, name, "nn.Linear or nn.Embedding")
 
@@ -110,17 +114,19 @@ class RowwiseParallel(ParallelStyle):
     def apply(self, module: nn.Module, name: str, group: ProcessGroup, divide: Divide) -> None:
         """See the class."""
         if isinstance(module, nn.Linear):
-            _become(module, RowwiseLinear, group, input_layout=self.input_layout, output_layout=self.output_layout)
-            module.weight = divide(module.weight, 1)
-            module.in_features = module.weight.size(1)
-            if module.bias is not None and self.output_layout is not WHOLE:
-                module.bias.register_hook(_summing(group))  # each rank sees a part of the tokens
+            linear = _become(module, RowwiseLinear, group)
+            linear.input_layout, linear.output_layout = self.input_layout, self.output_layout
+            linear.weight = divide(linear.weight, 1)
+            linear.in_features = linear.weight.size(1)
+            if linear.bias is not None and self.output_layout is not WHOLE:
+                linear.bias.register_hook(_summing(group))  # each rank sees a part of the tokens
         elif isinstance(module, nn.Embedding):
             _require_plain(module, name)
-            _become(module, RowwiseEmbedding, group, output_layout=self.output_layout)
-            module.all_num_embeddings = module.num_embeddings
-            module.weight = divide(module.weight, 0)
-            module.num_embeddings = module.weight.size(0)
+            embedding = _become(module, RowwiseEmbedding, group)
+            embedding.output_layout = self.output_layout
+            embedding.all_num_embeddings = embedding.num_embeddings
+            embedding.weight = divide(embedding.weight, 0)
+            embedding.num_embeddings = embedding.weight.size(0)
         else:
             raise _unfit(self, module, name, "nn.Linear or nn.Embedding")
 
@@ -215,9 +221,7 @@ class PrepareModuleOutput(ParallelStyle):
         module.register_forward_hook(prepare)
 
 
-def _moved(
-    tensor: Any, come: Placement | None, wanted: Placement | None, group: ProcessGroup, is_input: bool
-) -> Any:
+def _moved(tensor: Any, come: Placement | None, wanted: Placement | None, group: ProcessGroup, is_input: bool) -> Any:
     if come is None or wanted is None or come == wanted or not isinstance(tensor, torch.Tensor):
         return tensor
     if isinstance(come, Replicate) and isinstance(wanted, Shard):
@@ -232,19 +236,19 @@ def _summing(group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda grad: summed(grad, group)
 
 
-def _become(module: nn.Module, kind: type[nn.Module], group: ProcessGroup, **layouts: Layout) -> None:
+def _become(module: nn.Module, kind: type[Divided], group: ProcessGroup) -> Divided:
     """Makes a layer a divided one in place, so that hooks, names and references to it stay."""
     module.__class__ = kind
-    module.group = group  # type: ignore[assignment]
-    for name, layout in layouts.items():
-        setattr(module, name, layout)
+    divided_module = cast(Divided, module)
+    divided_module.group = group
+    return divided_module
 
 
 def _require_plain(module: nn.Embedding, name: str) -> None:
     if module.padding_idx is not None or module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise TypeError(
-            f"parallelize_module: the embedding {name!r} has padding_idx, max_norm, scale_grad_by_freq or sparse, which "
-            "cannot be divided; leave it out of the plan"
+            f"parallelize_module: the embedding {name!r} has padding_idx, max_norm, scale_grad_by_freq or sparse, "
+            "which cannot be divided; leave it out of the plan"
         )
 
 
@@ -258,8 +262,9 @@ def _layout(placement: Placement | None, default: Layout, what: str) -> Layout:
         return default
     if isinstance(placement, Replicate):
         return WHOLE
-    _require(isinstance(placement, Shard), what, placement, "Shard(dim)")
-    return placement.dim
+    if isinstance(placement, Shard):
+        return int(placement.dim)
+    raise ValueError(f"{what} is {placement}; it must be Replicate() or Shard(dim)")
 
 
 def _require(holds: bool, what: str, seen: object, wanted: str) -> None:

@@ -57,10 +57,12 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        owns = isinstance(optimizer, PartitionedOptimizer) and optimizer.owns_gradients
-        own_part = optimizer.own_part() if owns else optimizer
+        groups = [] if self._group is None else [self._group]
+        own_part = optimizer
+        if isinstance(optimizer, PartitionedOptimizer) and optimizer.owns_gradients:
+            groups.append(optimizer.process_group)
+            own_part = optimizer.own_part()
         found = super()._unscale_grads_(own_part, inv_scale, found_inf, allow_fp16)
-        groups = [*([optimizer.process_group] if owns else []), *([] if self._group is None else [self._group])]
         if not groups:
             return found
         anywhere = torch.stack([found_inf, *found.values()]).max()
