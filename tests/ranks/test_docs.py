@@ -27,6 +27,7 @@ _RUN_ELSEWHERE = {
     "elastic.md": "tests/elastic/test_usual_loop.py",
     "engines.md": "tests/engines/test_conformance.py",
     "hosts.md": "tests/hosts/test_formation.py",
+    "large-models.md": "tests/ranks/test_tensor_parallel.py",
     "launcher.md": "tests/ranks/test_run.py",
     "nccl.md": "tests/gpu/test_nccl_on_gpus.py",
     "torch-distributed.md": "tests/ranks/test_plugin_frameworks.py",
