@@ -1,4 +1,4 @@
-"""Saves and loads in the way of PyTorch's tutorial, shows what can go wrong with it, and does the same with paceline.save.
+"""Saves and loads in the way of PyTorch's tutorial, shows its traps, and does the same with paceline.save.
 
 paceline run --nproc-per-node 2 examples/checkpoints_by_hand.py
 
@@ -41,8 +41,8 @@ dist.broadcast_object_list(shared)
 directory = Path(str(shared[0]))
 path = directory / "model.pt"
 
-# The tutorial's way, with what it leaves out: the file is another one until it is on the disk, and rank 0 tells the others
-# whether it succeeded, so that they do not wait in a barrier for a rank that has raised an error.
+# The tutorial's way, with what it leaves out: the file is another one until it is on the disk, and rank 0 tells the
+# others whether it succeeded, so that they do not wait in a barrier for a rank that has raised an error.
 outcome = [""]
 if rank == 0:
     try:

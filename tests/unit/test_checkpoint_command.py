@@ -38,7 +38,9 @@ def test_the_checkpoints_of_a_directory_are_listed(tmp_path, command):
     os.truncate(tmp_path / "step_0000000001" / "rank_00000_000.safetensors", 9)
     code, text = command("inspect", tmp_path)
     first, second = text.splitlines()
-    assert code == 0 and first.startswith("step_0000000002") and "step 2" in first and first.endswith("whole  <- latest")
+    assert (
+        code == 0 and first.startswith("step_0000000002") and "step 2" in first and first.endswith("whole  <- latest")
+    )
     assert "DAMAGED" in second and "rank_00000_000.safetensors has 9 bytes instead of" in second
     code, text = command("inspect", tmp_path, "--json")
     assert json.loads(text)["latest"] == "step_0000000002"
@@ -48,7 +50,10 @@ def test_what_a_checkpoint_holds_is_listed(tmp_path, command):
     save(Root(tmp_path), 7)
     code, text = command("inspect", tmp_path / "step_0000000007")
     assert code == 0 and "step 7, saved 2" in text and "by 2 ranks" in text and "3 tensors in 4 files" in text
-    assert any(line.split() == "model/weight F32 6 x 50 1.2 kB 2 pieces".split() for line in text.splitlines())
+    assert any(
+        line.split() == ["model/weight", "F32", "6", "x", "50", "1.2", "kB", "2", "pieces"]
+        for line in text.splitlines()
+    )
     assert "  step = 7" in text.splitlines()
     code, text = command("inspect", tmp_path / "step_0000000007", "--json")
     assert json.loads(text)["tensors"]["model/bias"] == {"dtype": "I64", "shape": [3], "pieces": 1}
@@ -91,7 +96,13 @@ def model_checkpoint(directory, tensors: dict[str, torch.Tensor], kinds: dict[to
     root = Root(directory)
     draft = root.begin(1)
     pieces = [
-        Outgoing(f"model/{name}", kinds[each.dtype], tuple(each.shape), whole(tuple(each.shape)), bytes(each.view(torch.uint8).flatten().tolist()))
+        Outgoing(
+            f"model/{name}",
+            kinds[each.dtype],
+            tuple(each.shape),
+            whole(tuple(each.shape)),
+            bytes(each.view(torch.uint8).flatten().tolist()),
+        )
         for name, each in tensors.items()
     ]
     root.publish(draft, [write_part(root.place, draft, 0, pieces)], None, world_size=1)

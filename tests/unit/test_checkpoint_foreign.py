@@ -64,9 +64,7 @@ def test_safetensors_files_are_read(tmp_path):
     tensors = {"a/b": torch.arange(6.0).reshape(2, 3), "c": torch.ones(3, dtype=torch.bfloat16), "e": torch.empty(0, 2)}
     torchs.save_file(tensors, tmp_path / "m.safetensors")
     found = open_foreign(tmp_path / "m.safetensors")
-    assert found is not None and same(
-        dict(sorted(state_of(found).items())), tensors
-    )
+    assert found is not None and same(dict(sorted(state_of(found).items())), tensors)
     os.truncate(tmp_path / "m.safetensors", (tmp_path / "m.safetensors").stat().st_size - 1)
     with pytest.raises(CheckpointDamagedError, match=r"m.safetensors is cut: it has \d+ bytes, and its tensors end at"):
         open_foreign(tmp_path / "m.safetensors")
@@ -74,7 +72,11 @@ def test_safetensors_files_are_read(tmp_path):
 
 def test_directories_of_dcp_are_read(tmp_path):
     state = trained()
-    dcp.save({**state, "nested": {"list": [1, torch.ones(2)], "dict": {"a": 1.5}}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(
+        {**state, "nested": {"list": [1, torch.ones(2)], "dict": {"a": 1.5}}},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
     found = open_foreign(tmp_path / "dcp")
     assert found is not None and "distributed.checkpoint" in found.kind
     read = state_of(found)

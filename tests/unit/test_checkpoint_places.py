@@ -1,4 +1,4 @@
-"""Places without rename: the manifest comes last, so a save that ends anywhere leaves the older checkpoint or the new one."""
+"""Places without rename: the manifest comes last, so a save that ends anywhere leaves a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_a_save_that_ends_anywhere_loses_nothing(address):
         found, _ = Root(address).newest_whole(digests=True)
         assert found is not None or latest == 0
         if found is not None:
-            assert found.step is not None and found.step >= latest and steps_in(Root(address), found.name) == {found.step}
+            assert (
+                found.step is not None and found.step >= latest and steps_in(Root(address), found.name) == {found.step}
+            )
         if not has_ended:
             break
     assert number > 15 and len(Root(address).listing()) == 2
