@@ -151,7 +151,7 @@ def _item(name: str, found: Any, metadata: _Metadata) -> Item:
     path = tuple((metadata.planner_data or {}).get(name, (name,)))
     if isinstance(found, _Tensor):
         chunks = tuple(_chunk(name, tuple(each.offsets), tuple(each.sizes), metadata) for each in found.chunks)
-        return Item(found.properties.args[0], tuple(found.size), chunks, path)
+        return Item(str(found.properties.args[0]), tuple(found.size), chunks, path)
     return Item(None, (), (_chunk(name, None, (), metadata),), path)
 
 
