@@ -139,6 +139,14 @@ class ReplicasDifferError(PacelineError):
         self.ranks = ranks
 
 
+class CheckpointError(PacelineError):
+    """A checkpoint could not be written or read; the message names the file, the rank and what to do."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint is not whole: a file is missing, cut, or does not hold the bytes that were written."""
+
+
 class WorkerError(PacelineError):
     """A worker started by `paceline.spawn` failed; the message ends with its traceback.
 

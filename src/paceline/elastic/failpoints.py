@@ -38,7 +38,24 @@ POINTS_OF_CHILDREN = ("join.sending",)
 POINTS_OF_LEARNERS = ("join.chunk", "join.restored", "join.replay", "join.near")
 # Points of the usual loop only, with DistributedDataParallel and StatefulLoader.
 POINTS_OF_MEANS = ("batch.dealt", "mean.weighed", "mean.applied")
-_ALL_POINTS = (*POINTS, *POINTS_OF_DONORS, *POINTS_OF_CHILDREN, *POINTS_OF_LEARNERS, *POINTS_OF_MEANS)
+# Points before each operation on a disk that holds checkpoints, and after the last one of a save.
+POINTS_OF_CHECKPOINTS = (
+    "checkpoint.make",
+    "checkpoint.create",
+    "checkpoint.write",
+    "checkpoint.sync",
+    "checkpoint.rename",
+    "checkpoint.remove",
+    "checkpoint.done",
+)
+_ALL_POINTS = (
+    *POINTS,
+    *POINTS_OF_DONORS,
+    *POINTS_OF_CHILDREN,
+    *POINTS_OF_LEARNERS,
+    *POINTS_OF_MEANS,
+    *POINTS_OF_CHECKPOINTS,
+)
 _DELAY_S = 0.3
 
 _reached: Counter[str] = Counter()

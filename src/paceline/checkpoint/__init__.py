@@ -1,0 +1,5 @@
+"""Checkpoints: what a training loop holds, so written that a whole one is always there, for any number of ranks.
+
+May use: `elastic` and below. `format/` is what is on disk and how it gets there, without torch; `foreign/` reads what
+other libraries wrote. Start reading at `format/__init__.py`.
+"""

@@ -1,0 +1,104 @@
+"""The header of a safetensors file: its length in 8 bytes, then JSON that says which bytes are which tensor.
+
+See https://github.com/huggingface/safetensors#format. The header is written here, and not by the safetensors package,
+because files are written as a stream whose blocks are digested on the way and which is made durable at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.checkpoint.format.dtypes import ITEMSIZE, as_stored, nbytes_of
+
+_LENGTH_NBYTES = 8
+_ALIGNMENT = 8
+_LONGEST = 100 << 20  # as in the safetensors package
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor in a file: its key, type, shape, and its first byte, counted from the file's beginning."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        """The tensor's size in bytes."""
+        return nbytes_of(self.dtype, self.shape)
+
+
+def header_of(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[Slot]]:
+    """Returns the header of a file, and where its tensors are in it.
+
+    Args:
+        tensors: key, type and shape of each, in the order of their bytes.
+        metadata: text to keep beside them.
+
+    Raises:
+        ValueError: two of them have the same key.
+    """
+    members: dict[str, object] = {_METADATA: metadata or {"format": "pt"}}
+    end = 0
+    for key, dtype, shape in tensors:
+        if key in members:
+            raise ValueError(f"two tensors would have the key {key!r} in one file; give one of them another name")
+        stored, stored_shape = as_stored(dtype, shape)
+        begin, end = end, end + nbytes_of(dtype, shape)
+        members[key] = {"dtype": stored, "shape": stored_shape, "data_offsets": (begin, end)}
+    text = msgspec.json.encode(members)
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+    slots, at = [], len(header)
+    for key, dtype, shape in tensors:
+        slots.append(Slot(key, dtype, shape, at))
+        at += nbytes_of(dtype, shape)
+    return header, slots
+
+
+@dataclass
+class _Info:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def length_of(beginning: bytes | bytearray) -> int:
+    """Returns how long the header of a file is in all, from its first 8 bytes.
+
+    Raises:
+        ValueError: this is no safetensors file.
+    """
+    length = int.from_bytes(beginning[:_LENGTH_NBYTES], "little")
+    if len(beginning) < _LENGTH_NBYTES or length > _LONGEST:
+        raise ValueError("it does not begin with the length of a header, as a safetensors file does")
+    return _LENGTH_NBYTES + length
+
+
+def read_header(header: bytes | bytearray) -> tuple[list[Slot], dict[str, str]]:
+    """Returns where the tensors of a file are, and the metadata, from its header.
+
+    Raises:
+        ValueError: this is no safetensors file.
+    """
+    try:
+        raw = msgspec.json.decode(header[_LENGTH_NBYTES:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        infos = {key: msgspec.json.decode(each, type=_Info) for key, each in raw.items()}
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"its header is not that of a safetensors file: {error}") from None
+    slots = []
+    for key, info in infos.items():
+        slot = Slot(key, info.dtype, info.shape, len(header) + info.data_offsets[0])
+        if info.dtype not in ITEMSIZE or slot.nbytes != info.data_offsets[1] - info.data_offsets[0]:
+            raise ValueError(f"its header has {info.dtype} {list(info.shape)} with bytes {info.data_offsets} for {key}")
+        slots.append(slot)
+    return slots, metadata

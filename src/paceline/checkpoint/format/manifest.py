@@ -1,0 +1,147 @@
+"""What a checkpoint holds: its files, which bytes of them are which part of which tensor, and the plain values.
+
+A checkpoint is what its manifest says; a directory without a readable one is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.checkpoint.format.dtypes import ITEMSIZE
+from paceline.checkpoint.format.regions import Region, untiled
+from paceline.checkpoint.format.values import Json
+from paceline.errors import CheckpointError
+
+VERSION = 1
+FILE = "manifest.json"
+BLOCK_NBYTES = 1 << 20  # each block of a piece has a digest of its own, so that a reader of a part can check it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a tensor, as bytes of a file.
+
+    Attributes: `file` in the checkpoint's directory, `key` of the tensor in that safetensors file, `at`, the first byte
+    in the file, `region` of the tensor, and `digests` of its blocks.
+    """
+
+    file: str
+    key: str
+    at: int
+    region: Region
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its type by safetensors' name, its shape, and the pieces that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file's size, and the digest of its header; what follows the header are pieces."""
+
+    nbytes: int
+    header_nbytes: int
+    header: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote."""
+
+    rank: int
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a list of checkpoints says of one; see `Manifest`."""
+
+    step: int | None
+    sequence: int
+    token: str
+    files: dict[str, FileEntry]
+    here: tuple[str, ...] | None = None
+
+    def files_here(self) -> dict[str, FileEntry]:
+        """Returns the files that the directory of this manifest must have."""
+        return self.files if self.here is None else {name: self.files[name] for name in self.here}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint.
+
+    Attributes: `step` of the training, if it was given; `sequence`, which grows with each checkpoint in a root;
+    `token`, the same on all hosts that took part; `world_size` of the ranks that wrote; `written_at_s`, as of
+    `time.time()`; `paceline`, the version; `files`; `tensors`; `values`, a tree of JSON; `here`, the files that this
+    directory has, or None if it has all; and `block_nbytes`, how much of a piece each of its digests covers.
+    """
+
+    step: int | None
+    sequence: int
+    token: str
+    world_size: int
+    written_at_s: float
+    paceline: str
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    values: Json
+    here: tuple[str, ...] | None = None
+    block_nbytes: int = BLOCK_NBYTES
+
+    def files_here(self) -> dict[str, FileEntry]:
+        """Returns the files that the directory of this manifest must have."""
+        return Summary(self.step, self.sequence, self.token, self.files, self.here).files_here()
+
+
+def merged(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Returns the files and tensors of all ranks together.
+
+    Raises:
+        CheckpointError: ranks disagree on a tensor's type or shape, or their pieces do not make it up exactly.
+    """
+    files: dict[str, FileEntry] = {}
+    first: dict[str, tuple[int, TensorEntry]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for part in parts:
+        files.update(part.files)
+        for name, entry in part.tensors.items():
+            rank, known = first.setdefault(name, (part.rank, entry))
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"the tensor {name} is {known.dtype} {list(known.shape)} on rank {rank}, but {entry.dtype} "
+                    f"{list(entry.shape)} on rank {part.rank}; all ranks must save the same state"
+                )
+            pieces.setdefault(name, []).extend(entry.pieces)
+    tensors = {
+        name: TensorEntry(entry.dtype, entry.shape, tuple(pieces[name])) for name, (_, entry) in sorted(first.items())
+    }
+    for name, entry in tensors.items():
+        if (fault := untiled(entry.shape, [piece.region for piece in entry.pieces])) is not None:
+            raise CheckpointError(
+                f"the ranks do not hold the tensor {name} ({entry.dtype} {list(entry.shape)}) exactly once: {fault}. "
+                "Every rank must save its part of the same state"
+            )
+    return files, tensors
+
+
+def fault_of(manifest: Manifest) -> str | None:
+    """Returns what in a manifest contradicts itself, as one that was edited may; None if nothing does."""
+    for name, entry in manifest.tensors.items():
+        if entry.dtype not in ITEMSIZE:
+            return f"the tensor {name} has the unknown type {entry.dtype}"
+        if (fault := untiled(entry.shape, [piece.region for piece in entry.pieces])) is not None:
+            return f"of the tensor {name} {fault}"
+        for piece in entry.pieces:
+            if piece.file not in manifest.files:
+                return f"the tensor {name} is in {piece.file}, which is not listed"
+    unlisted = [name for name in manifest.here or () if name not in manifest.files]
+    return f"{unlisted[0]} is said to be here, but is not listed" if unlisted else None

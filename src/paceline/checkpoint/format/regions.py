@@ -1,0 +1,132 @@
+"""Which part of a tensor a piece holds, and whether pieces make up the whole."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The elements `start` to `stop` of the flattened tensor."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of the tensor: in each dimension `shape` elements from `offset` on. Its buffer is row-major."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+Region = Flat | Box
+
+
+def whole(shape: tuple[int, ...]) -> Flat:
+    """Returns the region that is all of a tensor."""
+    return Flat(0, prod(shape))
+
+
+def count(region: Region) -> int:
+    """Returns how many elements a region has."""
+    return region.stop - region.start if isinstance(region, Flat) else prod(region.shape)
+
+
+def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
+    """Returns why a region cannot be one of a tensor of this shape; None if it can."""
+    if isinstance(region, Flat):
+        if 0 <= region.start <= region.stop <= prod(shape):
+            return None
+        return f"elements {region.start} to {region.stop} of a tensor of {prod(shape)}"
+    if len(region.offset) != len(shape) or len(region.shape) != len(shape):
+        return f"a block of {len(region.shape)} dimensions in a tensor of {len(shape)}"
+    for axis, (first, extent, size) in enumerate(zip(region.offset, region.shape, shape, strict=True)):
+        if first < 0 or extent < 0 or first + extent > size:
+            return f"{first} to {first + extent} of {size} in dimension {axis}"
+    return None
+
+
+def simplified(region: Region, shape: tuple[int, ...]) -> Region:
+    """Returns a region as `Flat` if its elements are adjacent in the flattened tensor, otherwise as it is."""
+    if isinstance(region, Flat):
+        return region
+    first_two = _runs_of_box(region, shape)
+    run = next(first_two, (0, 0))
+    return Flat(*run) if next(first_two, None) is None else region
+
+
+def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of the flattened tensor that a region covers, ascending, which is the order of its buffer."""
+    if isinstance(region, Flat):
+        if region.stop > region.start:
+            yield region.start, region.stop
+    else:
+        yield from _runs_of_box(region, shape)
+
+
+def _runs_of_box(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    if prod(box.shape) == 0:
+        return
+    # The dimensions from `inner` on are whole, so that one run spans them and the part of the dimension before.
+    inner = len(shape)
+    while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    axis = max(inner - 1, 0)
+    row = prod(shape[axis + 1 :])
+    length = (box.shape[axis] if shape else 1) * row
+    strides = [prod(shape[each + 1 :]) for each in range(len(shape))]
+    outer = [range(first, first + extent) for first, extent in zip(box.offset[:axis], box.shape[:axis], strict=True)]
+    start = box.offset[axis] * row if shape else 0
+    for index in product(*outer):
+        begin = start + sum(each * stride for each, stride in zip(index, strides, strict=False))
+        yield begin, begin + length
+
+
+def untiled(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
+    """Returns what is missing or held twice if regions do not make up a tensor exactly; None if they do."""
+    for region in regions:
+        if (fault := fault_of(region, shape)) is not None:
+            return fault
+    held = [each for each in (simplified(region, shape) for region in regions) if count(each) > 0]
+    boxes = [each for each in held if isinstance(each, Box)]
+    if boxes and len(boxes) == len(held):
+        return _untiled_boxes(shape, boxes)
+    return _untiled_runs(prod(shape), heapq.merge(*(runs(each, shape) for each in held)))
+
+
+def _untiled_runs(total: int, ascending: Iterator[tuple[int, int]]) -> str | None:
+    end = 0
+    for start, stop in ascending:
+        if start > end:
+            return f"nobody holds the elements {end} to {start}"
+        if start < end:
+            return f"the elements {start} to {min(end, stop)} are held twice"
+        end = stop
+    return f"nobody holds the elements {end} to {total}" if end < total else None
+
+
+def _untiled_boxes(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    """Compares only boxes that meet in the first dimension; those that do not overlap and have all elements tile."""
+    ascending = sorted(boxes, key=lambda each: each.offset)
+    open_boxes: list[Box] = []
+    for box in ascending:
+        open_boxes = [each for each in open_boxes if each.offset[0] + each.shape[0] > box.offset[0]]
+        for other in open_boxes:
+            if _overlap(box, other):
+                return f"the blocks at {list(other.offset)} and at {list(box.offset)} overlap"
+        open_boxes.append(box)
+    held, total = sum(count(each) for each in boxes), prod(shape)
+    return f"nobody holds {total - held} of the {total} elements" if held < total else None
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(
+        first < second + extent and second < first + size
+        for first, size, second, extent in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
