@@ -160,7 +160,7 @@ bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
                call.region != 0,
                call.region,
                call.offset,
-               0,
+               call.algorithm,
                {}};
     const std::uint32_t round = round_++;
     first_round_ = round;

@@ -130,6 +130,10 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
     factors already, so that an engine only sums them.
+
+    A `wire` other than 0 has what goes between hosts rounded to that type (`codes.WIRES`); it is only for a channel that
+    `quantises`, all_reduce, all_gather and reduce_scatter, the types in `codes.QUANTISED_TYPES`, and sums. `residual`
+    is then the memory for error feedback, float32 and as many as the elements of the longest buffer, or nothing.
     """
 
     operation: Operation
@@ -140,10 +144,17 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     timeout_ns: int
     inputs: Sequence[Pieces]
     outputs: Sequence[Pieces]
+    wire: int = 0
+    residual: Pieces = ()
 
 
 class Channel(Protocol):
     """Runs the collectives of one group, in the order in which they are called, from any thread."""
+
+    @property
+    def quantises(self) -> bool:
+        """Whether a call may have a `wire`."""
+        return False
 
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
         """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""
