@@ -131,9 +131,9 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
     factors already, so that an engine only sums them.
 
-    A `wire` other than 0 has what goes between hosts rounded to that type (`codes.WIRES`); it is only for a channel that
-    `quantises`, all_reduce, all_gather and reduce_scatter, the types in `codes.QUANTISED_TYPES`, and sums. `residual`
-    is then the memory for error feedback, float32 and as many as the elements of the longest buffer, or nothing.
+    A `wire` other than 0 has what goes between hosts rounded to that type (`codes.WIRES`). It is only for channels that
+    `quantises`, for sums and all_gathers, and for the types in `codes.QUANTISED_TYPES`. `residual` is then the memory
+    for error feedback, one float32 for each element of the longest buffer, or nothing.
     """
 
     operation: Operation

@@ -7,8 +7,8 @@ packed sum stands for itself, so that all ranks end with the same bits. `verify/
 
 A byte crosses the network as often as in a ring. Each element is rounded twice on its way, once in a host's sum and
 once in the whole sum; a rank packs each element of its slice once in a call, which is why one array of residuals
-suffices for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et al.
-2021, "1-bit Adam").
+suffices for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et
+al. 2021, "1-bit Adam").
 """
 
 from __future__ import annotations

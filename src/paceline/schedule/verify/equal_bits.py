@@ -1,7 +1,7 @@
 """Proves that ranks which should have equal results have equal bits, although sums and PACK round.
 
 What a place holds is spelt as a term of how it came about: a rank's own block, a sum of two terms, a term packed or
-unpacked, a mean. Equal terms have equal bits. Since `symbolic.verify` has proved that the order of events decides nothing, one
+unpacked, a mean. Equal terms have equal bits. `symbolic.verify` proves that the order of events decides nothing, so one
 order is enough: each rank takes its steps in their order, and links hold whatever is under way.
 """
 
