@@ -142,7 +142,7 @@ struct Call {
     std::uint8_t algorithm = 0;                          // the schedule's, or kQuantised and the type on the wire
     float* residual = nullptr;                           // for error feedback; see wire/wire.hpp
     std::size_t residual_count = 0;
-    Observed observed;                                   // the group stores it
+    Observed observed;  // the group stores it
     // Called once before the thread waits for longer than a moment: for another rank, or for another call. Null, or set
     // for small calls of a group on one host, which may be over before that.
     const std::function<void()>* before_waiting = nullptr;

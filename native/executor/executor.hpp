@@ -134,7 +134,7 @@ class Executor final : public Collectives {
     Memory buffers_[kBuffers];
     std::vector<std::size_t> starts_[kBuffers];  // of the blocks in each buffer, and the end of the last block
     std::vector<FlowState> flows_;
-    std::size_t open_ = 0;  // number of unfinished steps
+    std::size_t open_ = 0;         // number of unfinished steps
     std::size_t first_local_ = 0;  // before it in the schedule's `local`, all are finished
     std::size_t item_ = 1;
     const WireKernels* wire_kernels_ = nullptr;

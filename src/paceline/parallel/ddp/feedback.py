@@ -62,6 +62,6 @@ def choose_wire(
         return chosen, None
     of, types = params[unfit[0]], ", ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED_TYPES)
     return chosen, TypeError(
-        f"wire={wire!r}: the parameter {unfit[0]!r} is of {of.dtype} on {of.device}; only gradients of {types} on the CPU "
-        "are rounded. Convert the module, or leave wire out"
+        f"wire={wire!r}: the parameter {unfit[0]!r} is of {of.dtype} on {of.device}; only gradients of {types} on the "
+        "CPU are rounded. Convert the module, or leave wire out"
     )
