@@ -6,14 +6,15 @@
 Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
 small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
 the same processes, one thread a rank. Medians. "of line" is 2 (n - 1) / n times the tensor, over the time, over what
-frames of 1500 bytes leave of the rate for the payload (95.6 %). `--wires` adds what is rounded between hosts, with error
-feedback, of normally distributed numbers; "int8" is how many times as fast as the exact one that is.
+frames of 1500 bytes leave of the rate for the payload (95.6 %). `--wires` adds averages of normally distributed numbers
+that are rounded between hosts, with error feedback; "int8" is how many times as fast as the exact sum that one is.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -61,9 +62,8 @@ def rank_main(
             contestants["flat ring"] = lambda tensor=tensor: dist.all_reduce(tensor, group=flat)
         numbers = torch.randn(nbytes // 4)
         for kind in wires:
-            contestants[kind] = lambda numbers=numbers, wire=dist.Wire(kind): dist.all_reduce(
-                numbers, dist.ReduceOp.AVG, wire=wire
-            )
+            wire = dist.Wire(kind)
+            contestants[kind] = partial(dist.all_reduce, numbers, dist.ReduceOp.AVG, wire=wire)
         for call in contestants.values():
             call()
             call()
