@@ -1,0 +1,76 @@
+"""States as trees: nested dicts, lists and tuples are taken apart into plain values and tensors, and put together again.
+
+A checkpoint holds plain values of a few types. Where a state has a subclass of one, such as a Counter, the plain value
+is kept, and gets back its class from the state into which it is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.element_types import name_of, type_of
+from paceline.checkpoint.format.values import DType, TensorRef
+from paceline.checkpoint.names import join
+
+_PLAIN = (bool, int, float, str, complex)  # bool first, since it is an int
+
+
+def take_apart(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
+    """Returns `value` with plain values only; tensors are put into `tensors` by their names, and referred to."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return TensorRef(name)
+    if isinstance(value, torch.dtype):
+        return DType(name_of(value))
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): take_apart(join(name, key), each, tensors) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [take_apart(join(name, index), each, tensors) for index, each in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return _plain(value)
+
+
+def _plain(value: object) -> object:
+    """Returns a number or text without its subclass, such as that of NumPy's numbers or of an enumeration."""
+    for kind in _PLAIN:
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)
+    return value
+
+
+def put_together(value: object, tensor_of: Callable[[str], torch.Tensor]) -> object:
+    """Returns what `take_apart` was given, with plain containers."""
+    if isinstance(value, TensorRef):
+        return tensor_of(value.name)
+    if isinstance(value, DType):
+        return type_of(value.name)
+    if isinstance(value, dict):
+        return {key: put_together(each, tensor_of) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [put_together(each, tensor_of) for each in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    return value
+
+
+def with_classes_of(value: Any, like: Any) -> Any:
+    """Returns `value` with the classes of containers that `like` has at the same places."""
+    if isinstance(value, dict) and isinstance(like, Mapping):
+        items = {key: with_classes_of(each, like.get(key)) for key, each in value.items()}
+        if type(like) is dict or not isinstance(like, dict):
+            return items
+        kept = copy.copy(like)
+        kept.clear()
+        kept.update(items)
+        return kept
+    if isinstance(value, tuple) and isinstance(like, tuple):
+        parts = [with_classes_of(each, other) for each, other in zip(value, [*like, *value][: len(value)], strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    if isinstance(value, str) and isinstance(like, torch.device):
+        return torch.device(value)
+    return value
