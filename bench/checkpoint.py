@@ -1,12 +1,12 @@
 """What does a training lose by a checkpoint, how fast is it written, and how much does each rank read?
 
-    python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 3] [--directory DIR] [--cases save load] [--json FILE]
+    python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 3] [--directory DIR] [--cases save load]
 
 "save": a training of linear layers with AdamW, whose parameters and optimizer's state are 1 GB, makes some steps
 without a checkpoint, and the same steps with one after the first: with `paceline.save` (asynchronous and not), with
-torch's DCP (`async_save` and `save`) and with `torch.save` on rank 0. All of them call fsync. The contestants take turns.
-"lost s" is by how much longer the steps took, "call s" how long the call that saves took, "durable s" the time until the
-checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds.
+torch's DCP (`async_save` and `save`) and with `torch.save` on rank 0. All of them call fsync, and they take turns.
+"lost s" is by how much longer the steps took, "call s" how long the call that saves took, "durable s" the time until
+the checkpoint is on the disk, and "MB/s" what was written in that time; the medians of all rounds.
 "load": 4 ranks save, and other numbers of ranks load; "read" is what all ranks together read, as a share of what was
 written.
 """
@@ -131,10 +131,8 @@ def save_main(rank: int, gigabytes: float, rounds: int, where: str, directory: s
     leave_rows(rows, directory)
 
 
-def run(
-    step: Callable[[], None], state: dict[str, Any], save: Save | None, path: Path
-) -> tuple[float, float, float]:
-    """The seconds of all steps, of the call that saves, and until the checkpoint is durable; the slowest rank counts."""
+def run(step: Callable[[], None], state: dict[str, Any], save: Save | None, path: Path) -> tuple[float, float, float]:
+    """The seconds of all steps, of the call that saves, and until the checkpoint is durable; of the slowest rank."""
     import paceline as dist
 
     dist.barrier()

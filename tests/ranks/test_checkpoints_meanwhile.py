@@ -114,7 +114,9 @@ POINTS = [(point, rank) for point in ("make", "create", "write", "sync", "rename
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("point", "victim"), [each for each in POINTS if each[1] == 0 or each[0] in ("create", "sync")])
+@pytest.mark.parametrize(
+    ("point", "victim"), [each for each in POINTS if each[1] == 0 or each[0] in ("create", "sync")]
+)
 def test_a_rank_that_dies_in_a_save_tears_nothing(
     ranks: type[Ranks], tmp_path: Path, point: str, victim: int, asynchronous: bool
 ) -> None:

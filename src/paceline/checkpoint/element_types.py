@@ -50,5 +50,7 @@ def type_of(name: str) -> torch.dtype:
         TypeError: this version of torch does not have it.
     """
     if name not in _TORCHS:
-        raise TypeError(f"the checkpoint has elements of the type {name}, which torch {torch.__version__} does not have")
+        raise TypeError(
+            f"the checkpoint has elements of the type {name}, which torch {torch.__version__} does not have"
+        )
     return _TORCHS[name]

@@ -17,7 +17,6 @@ from paceline.checkpoint.names import SEPARATOR, of_rank
 from paceline.checkpoint.trees import put_together
 from paceline.errors import CheckpointError
 
-
 _AFTER_SEPARATOR = chr(ord(SEPARATOR) + 1)
 
 
@@ -83,8 +82,8 @@ class Filling:
         saved = self.tensors[name]
         if tuple(target.shape) != saved.shape:
             raise CheckpointError(
-                f"{name!r} has the shape {list(saved.shape)} in {self.checkpoint.describe()}, and {list(target.shape)} here; load "
-                "it into the same model, or leave it out"
+                f"{name!r} has the shape {list(saved.shape)} in {self.checkpoint.describe()}, and "
+                f"{list(target.shape)} here; load it into the same model, or leave it out"
             )
         dtype = type_of(saved.dtype)
         if target.dtype == dtype and target.is_cpu and target.is_contiguous():

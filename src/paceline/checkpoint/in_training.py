@@ -61,7 +61,7 @@ class CheckpointManager:
         asynchronous: bool = True,
         group: ProcessGroup | None = None,
     ) -> None:
-        if isinstance(every, int) and every < 1 or isinstance(every, timedelta) and every <= timedelta(0):
+        if (isinstance(every, int) and every < 1) or (isinstance(every, timedelta) and every <= timedelta(0)):
             raise ValueError(f"every is {every}; it must be a positive number of steps or a positive timedelta")
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -176,10 +176,12 @@ class CheckpointManager:
     def _save_elastic(self, elastic: ElasticState, step: int, state: State, force: bool) -> bool:
         """Saves in a round of its own, which is done again with those that are left when a worker dies in it."""
         if isinstance(self._every, timedelta):
-            raise ValueError("every is a timedelta, but the workers of an elastic job have no clock in common; give steps")
+            raise ValueError(
+                "every is a timedelta, but the workers of an elastic job have no clock in common; give steps"
+            )
         rounds = elastic.rounds
         assert rounds is not None
-        if not (force or self._saved != step and self.should_save(step)):
+        if not (force or (self._saved != step and self.should_save(step))):
             return False
 
         def attempt(group: ProcessGroup) -> list[torch.Tensor]:
@@ -202,9 +204,9 @@ class CheckpointManager:
                 damaged.setdefault(each.name, each.fault or "")
             if not damaged:
                 return b""
+            faults = "; ".join(map(": ".join, damaged.items()))
             raise CheckpointError(
-                f"{self._where()} has no whole checkpoint: {'; '.join(map(': '.join, damaged.items()))}. Remove what is "
-                "there to begin anew"
+                f"{self._where()} has no whole checkpoint: {faults}. Remove what is there to begin anew"
             )
 
         name = heard(talk.announce(told(choose) if talk.rank == 0 else b""), talk.me)
@@ -229,5 +231,3 @@ def _elastic_states(state: State) -> Iterator[ElasticState]:
             yield value
         elif isinstance(value, dict):
             yield from _elastic_states(value)
-
-

@@ -67,7 +67,9 @@ def _blocks(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int]
     blocks: list[tuple[list[int], list[int]]] = []
     first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # the range lies within a row
-        return [([last, *offset], [1, *extent]) for offset, extent in _blocks(shape[1:], start % row, stop - last * row)]
+        return [
+            ([last, *offset], [1, *extent]) for offset, extent in _blocks(shape[1:], start % row, stop - last * row)
+        ]
     if start < first * row:
         at = start // row
         blocks += [([at, *o], [1, *e]) for o, e in _blocks(shape[1:], start - at * row, row)]

@@ -30,9 +30,9 @@ def load(
 ) -> int | None:
     """Loads a checkpoint into `state`; every rank calls this, and their number need not be that which saved it.
 
-    Modules, optimizers, tensors and everything with `load_state_dict` are filled in place, and plain values are replaced
-    in the dict. Each byte that all ranks need is read by one of them and sent to the others; of what is divided among
-    the ranks, such as ZeRO's state, each reads its own part.
+    Modules, optimizers, tensors and everything with `load_state_dict` are filled in place, and plain values are
+    replaced in the dict. Each byte that all ranks need is read by one of them and sent to the others; of what is
+    divided among the ranks, such as ZeRO's state, each reads its own part.
 
     Args:
         state: by the names with which it was saved; it may have fewer of them.

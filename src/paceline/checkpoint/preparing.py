@@ -12,8 +12,8 @@ import xxhash
 from paceline.checkpoint.captured import Captured, Held, Object, flat, whole_of
 from paceline.checkpoint.dealing import Share, deal
 from paceline.checkpoint.element_types import name_of
-from paceline.checkpoint.format.regions import Flat
 from paceline.checkpoint.format.drafts import Draft
+from paceline.checkpoint.format.regions import Flat
 from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.format.values import Json, encode
 from paceline.checkpoint.names import of_rank

@@ -42,8 +42,8 @@ def fill(filling: Filling, talk: GroupTalk | Alone) -> None:
     answers = [heard(each, talk.me) for each in talk.exchange(told(read))]
     if len(set(answers)) > 1:
         raise CheckpointError(
-            f"{talk.me}: the ranks load different things from {filling.checkpoint.describe()}; every rank must call load with the "
-            "same modules, optimizers and names"
+            f"{talk.me}: the ranks load different things from {filling.checkpoint.describe()}; every rank must call "
+            "load with the same modules, optimizers and names"
         )
     if isinstance(talk, GroupTalk):
         _send(owners, talk)
@@ -67,9 +67,7 @@ def _owners(by_all: Sequence[Wanted], filling: Filling, size: int) -> list[Owned
 def _read_bytes(filling: Filling, wanted: Wanted, start: int, stop: int) -> None:
     memory = as_bytes(wanted.memory)
     if stop - start == memory.numel():
-        filling.checkpoint.read_into(
-            wanted.name, whole(filling.tensors[wanted.name].shape), memory_with(wanted.memory)
-        )
+        filling.checkpoint.read_into(wanted.name, whole(filling.tensors[wanted.name].shape), memory_with(wanted.memory))
         return
     item = wanted.memory.element_size()
     filling.checkpoint.read_into(wanted.name, Flat(start // item, stop // item), memory_with(memory[start:stop]))

@@ -147,11 +147,11 @@ class Restoring:
 
     def _want_partitioned(self, name: str, optimizer: PartitionedOptimizer) -> None:
         groups = self._filling.tree(join(name, "param_groups"))
-        states = [
-            self._wanted_state(join(name, "state", place), shard) for place, shard, _ in optimizer.own_parts()
-        ]
+        states = [self._wanted_state(join(name, "state", place), shard) for place, shard, _ in optimizer.own_parts()]
         self._filling.finally_do(
-            lambda: optimizer.load_own_parts(groups(), [{key: each() for key, each in state.items()} for state in states])
+            lambda: optimizer.load_own_parts(
+                groups(), [{key: each() for key, each in state.items()} for state in states]
+            )
         )
 
     def _wanted_state(self, name: str, shard: Shard) -> dict[str, Callable[[], Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.checkpoint.background import BACKGROUND, SaveHandle
 from paceline.checkpoint.captured import Held
 from paceline.checkpoint.format.manifest import Part
+from paceline.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
 from paceline.checkpoint.format.parts import Outgoing, write_part
 from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.memory import memory_with
@@ -38,8 +39,8 @@ def save(
     """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
     Every rank writes its part: of what all have, such as a model's parameters, an equal share, and of what is divided
-    among the ranks, such as ZeRO's state, its own. The checkpoint becomes visible at once when all of it is on the disk,
-    and only then are older ones removed, so there is always a whole one. Any number of ranks can load it.
+    among the ranks, such as ZeRO's state, its own. The checkpoint becomes visible at once when all of it is on the
+    disk, and only then are older ones removed, so there is always a whole one. Any number of ranks can load it.
 
     Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
     differs between ranks.
@@ -123,7 +124,7 @@ def _written(root: Root, prepared: Prepared, talk: Talk) -> bytes:
     shown = _Progress(f"{talk.me}: checkpoint {prepared.draft.name}")
     outgoing = [_outgoing(each) for each in prepared.held]
     part = write_part(root.place, prepared.draft, talk.rank, outgoing, progress=shown)
-    return json.dumps([part.to_bytes().decode(), prepared.values]).encode()
+    return json.dumps([part_to_bytes(part).decode(), prepared.values]).encode()
 
 
 def _published(root: Root, prepared: Prepared, everyone: Sequence[bytes], talk: Talk) -> bytes:
@@ -131,7 +132,7 @@ def _published(root: Root, prepared: Prepared, everyone: Sequence[bytes], talk: 
     values: dict[str, Any] = {}
     for each in reversed(everyone):  # where several ranks have a value, that of the first one counts
         part, own = json.loads(heard(each, talk.me))
-        parts.append(Part.from_bytes(part.encode()))
+        parts.append(part_from_bytes(part.encode()))
         values |= own
     root.publish(prepared.draft, parts[::-1], values, world_size=talk.size)
     return b""

@@ -1,4 +1,4 @@
-"""States as trees: nested dicts, lists and tuples are taken apart into plain values and tensors, and put together again.
+"""States as trees: nested dicts, lists and tuples are taken apart into plain values and tensors, and put together.
 
 A checkpoint holds plain values of a few types. Where a state has a subclass of one, such as a Counter, the plain value
 is kept, and gets back its class from the state into which it is loaded.

@@ -74,9 +74,9 @@ def look_at(place: Place, name: str) -> Listing:
 
 
 def listing_of(place: Place) -> list[Listing]:
-    """Returns the checkpoints of a root, those that were saved last first, and those without a readable manifest last."""
+    """Returns the checkpoints of a root: first those whose manifest cannot be read, then those that were saved last."""
     found = [look_at(place, name) for name in place.names() if is_name(name)]
-    return sorted(found, key=lambda each: (each.sequence is not None, each.sequence or 0, each.name), reverse=True)
+    return sorted(found, key=lambda each: (each.sequence is None, each.sequence or 0, each.name), reverse=True)
 
 
 def unfinished(place: Place) -> list[str]:

@@ -107,7 +107,8 @@ class Root:
     def retire(self, keep: int) -> list[str]:
         """Removes all but the `keep` newest whole checkpoints; returns the names of those that were removed.
 
-        It leaves the one that `latest` names, those that are being read, and directories that no save made.
+        It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, and
+        directories that no save made.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
@@ -115,7 +116,10 @@ class Root:
             return saving.retire(self.place, keep)
 
     def listing(self) -> list[Listing]:
-        """Returns the checkpoints, those that were saved last first; all files of those without a fault are there."""
+        """Returns the checkpoints: first those whose manifest cannot be read, then those that were saved last.
+
+        Those without a fault have all their files, with the right sizes.
+        """
         return listing_of(self.place)
 
     def newest_whole(self, *, digests: bool = False) -> tuple[Listing | None, list[Listing]]:

@@ -104,9 +104,10 @@ def _is_unfinished(place: Place, name: str) -> bool:
 def retire(place: Place, keep: int) -> list[str]:
     """Removes all checkpoints but the newest whole ones; returns the names of those that were removed.
 
-    It leaves the one that `latest` names, those that are being read, and all if none is whole.
+    It leaves the one that `latest` names, those that are being read, those whose manifest it cannot read, which may be
+    of a newer version, and all if none is whole.
     """
-    listings = listing_of(place)
+    listings = [each for each in listing_of(place) if each.sequence is not None]
     kept = _to_keep(listings, keep)
     latest = latest_name(place)
     removed = []

@@ -1,0 +1,119 @@
+"""Saves as two processes, of which chosen ones are killed at their n-th operation on the disk, for every n.
+
+It runs as a program of its own, since it forks: python checkpoint_kills.py DIRECTORY. It prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection
+from pathlib import Path
+
+from checkpoint_disks import KillingDisk
+from checkpoint_states import WORLD_SIZE, steps_in, write
+
+from paceline.checkpoint.format.disk import Disk
+from paceline.checkpoint.format.drafts import Draft
+from paceline.checkpoint.format.local import LocalPlace
+from paceline.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
+from paceline.checkpoint.format.root import Root
+from paceline.checkpoint.format.values import encode
+
+KEEP = 2
+DEADLINE_S = 60
+
+
+def lead(root: Root, step: int, follower: connection.Connection, reports: int) -> None:
+    """What rank 0 does; it writes to `reports` when the checkpoint is done, before old ones are removed."""
+    draft = root.begin(step)
+    follower.send_bytes(draft.to_bytes())
+    own = write(root, draft, step, 0)
+    assert follower.poll(DEADLINE_S)
+    try:
+        other = part_from_bytes(follower.recv_bytes())
+    except EOFError:  # the other rank was killed
+        root.abandon(draft)
+        return
+    root.publish(draft, [own, other], encode({"step": step}), world_size=WORLD_SIZE)
+    os.write(reports, b"done")
+    root.retire(KEEP)
+
+
+def follow(root: Root, step: int, leader: connection.Connection) -> None:
+    """What rank 1 does."""
+    assert leader.poll(DEADLINE_S)
+    try:
+        draft = Draft.from_bytes(leader.recv_bytes())
+        leader.send_bytes(part_to_bytes(write(root, draft, step, 1)))
+    except (EOFError, BrokenPipeError):  # rank 0 was killed
+        return
+
+
+@dataclass
+class Outcome:
+    """Whether the checkpoint was reported as done, and whether a process was killed."""
+
+    is_reported: bool
+    is_killed: bool
+
+
+def save(directory: Path, step: int, number: int, killed: set[int]) -> Outcome:
+    """Saves with two processes, of which the `killed` ranks die at their operation of this number."""
+    ends = Pipe()
+    reader, writer = os.pipe()
+    pids = []
+    for rank in range(WORLD_SIZE):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                ends[1 - rank].close()
+                os.close(reader)
+                root = Root(LocalPlace(directory, KillingDisk(number) if rank in killed else Disk()))
+                if rank == 0:
+                    lead(root, step, ends[0], writer)
+                else:
+                    follow(root, step, ends[1])
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    for end in ends:
+        end.close()
+    os.close(writer)
+    told = os.read(reader, 16)
+    os.close(reader)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    is_killed = any(os.WIFSIGNALED(status) for status in statuses)
+    assert all(os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0 for status in statuses), (step, statuses)
+    return Outcome(told == b"done", is_killed)
+
+
+def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
+    """Kills at the 1st, 2nd, ... operation until nobody is killed any more; checks after each."""
+    root = Root(directory)
+    latest = step = number = reported = 0
+    while True:
+        number, step = number + 1, step + 1
+        outcome = save(directory, step, number, killed)
+        found, _ = root.newest_whole(digests=True)
+        if outcome.is_reported:
+            latest, reported = step, reported + 1
+        assert found is not None or latest == 0, f"no checkpoint after a kill at operation {number}"
+        if found is not None:
+            assert found.step is not None and found.step >= latest, f"{found} is older than {latest}"
+            assert steps_in(root, found.name) == {found.step}
+        if not outcome.is_killed:
+            break
+    left = [name for name in root.place.names() if name.startswith(".")]
+    assert left == [], f"left over after an undisturbed save: {left}"
+    return {"operations": number - 1, "reported": reported}
+
+
+if __name__ == "__main__":
+    top = Path(sys.argv[1])
+    sweeps = {"rank 0": {0}, "rank 1": {1}, "all": {0, 1}}
+    print(json.dumps({name: sweep(top / name.replace(" ", ""), ranks) for name, ranks in sweeps.items()}))

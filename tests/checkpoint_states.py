@@ -1,0 +1,57 @@
+"""A small state of two ranks that differs in each step, and ways to save it and to see which step was read."""
+
+from __future__ import annotations
+
+import struct
+
+from paceline.checkpoint.format.drafts import Draft
+from paceline.checkpoint.format.manifest import Part
+from paceline.checkpoint.format.parts import Outgoing, write_part
+from paceline.checkpoint.format.regions import Box, Flat, whole
+from paceline.checkpoint.format.root import Root
+from paceline.checkpoint.format.values import encode
+
+WORLD_SIZE = 2
+SHAPE = (6, 50)
+NAMES = ("model/weight", "model/bias", "optimizer/avg")
+
+
+def floats(step: int, count: int) -> bytes:
+    return struct.pack(f"<{count}f", *([float(step)] * count))
+
+
+def pieces(step: int, rank: int) -> list[Outgoing]:
+    """The weight is divided by rows, the bias is rank 1's, and the average is divided by columns."""
+    half = SHAPE[0] * SHAPE[1] // 2
+    return [
+        Outgoing("model/weight", "F32", SHAPE, Flat(rank * half, (rank + 1) * half), floats(step, half)),
+        *([Outgoing("model/bias", "I64", (3,), whole((3,)), struct.pack("<3q", step, step, step))] if rank else []),
+        Outgoing("optimizer/avg", "F32", SHAPE, Box((0, 25 * rank), (6, 25)), lambda: floats(step, half)),
+    ]
+
+
+def write(root: Root, draft: Draft, step: int, rank: int) -> Part:
+    return write_part(root.place, draft, rank, pieces(step, rank), split_nbytes=700)
+
+
+def save(root: Root, step: int) -> str:
+    """Saves as both ranks in turn; returns the checkpoint's name."""
+    draft = root.begin(step, nbytes=5000)
+    parts = [write(root, draft, step, rank) for rank in range(WORLD_SIZE)]
+    root.publish(draft, parts, encode({"step": step}), world_size=WORLD_SIZE)
+    return draft.name
+
+
+def steps_in(root: Root, name: str) -> set[float]:
+    """Every number that a checkpoint holds: it is the step, if no two steps are mixed."""
+    with root.open(name) as checkpoint:
+        found: set[float] = set()
+        for tensor in NAMES:
+            data = checkpoint.read(tensor)
+            kind = "q" if checkpoint.entry(tensor).dtype == "I64" else "f"
+            found |= {each for (each,) in struct.iter_unpack(f"<{kind}", data)}
+        values = checkpoint.manifest.values
+        assert isinstance(values, dict)
+        step = values["step"]
+        assert isinstance(step, int)
+        return found | {step}

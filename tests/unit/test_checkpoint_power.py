@@ -1,0 +1,108 @@
+"""The power is lost after each operation on the disk, and whatever was not synced is dropped, cut or reordered.
+
+The newest checkpoint that was reported as done is there, whole, with the numbers of one step, always.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from checkpoint_disks import Operation, TracingDisk
+from checkpoint_power import NodePlace, after_power_loss
+from checkpoint_states import save, steps_in
+from sampling import examples
+
+from paceline.checkpoint.format.local import LocalPlace
+from paceline.checkpoint.format.root import Root
+
+STEPS = (1, 2, 3, 3, 4)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The operations of several saves, and how many had been done when each was reported."""
+
+    operations: list[Operation]
+    reported: dict[str, int]
+    top: str
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Trace:
+    top = tmp_path_factory.mktemp("traced")
+    disk = TracingDisk()
+    root = Root(LocalPlace(top / "run", disk))
+    reported = {}
+    for step in STEPS:
+        reported[save(root, step)] = len(disk.operations)
+        root.retire(2)
+    return Trace(disk.operations, reported, str(top))
+
+
+def losses(trace: Trace, number: int, chance: random.Random):
+    """Ways in which the operations that nothing made durable may survive."""
+    yield lambda index: False
+    yield lambda index: True
+    yield lambda index: index == number - 1
+    yield lambda index: index != number - 2
+    for _ in range(examples(4)):
+        drawn = [chance.random() < 0.5 for _ in range(number)]
+        yield drawn.__getitem__
+
+
+def check(trace: Trace, number: int, root: Root) -> None:
+    """Checks that the newest whole checkpoint is one that was reported, or a later one."""
+    reported = [name for name, done in trace.reported.items() if done <= number]
+    found, _ = root.newest_whole(digests=True)
+    if found is None:
+        assert not reported
+        return
+    names = list(trace.reported)
+    assert names.index(found.name) >= len(reported) - 1
+    assert steps_in(root, found.name) == {found.step} == {STEPS[names.index(found.name)]}
+
+
+def test_a_reported_checkpoint_survives_every_loss_of_power(trace):
+    chance = random.Random(1)
+    assert len(trace.operations) > 150
+    for number in range(len(trace.operations) + 1):
+        for survives in losses(trace, number, chance):
+            left = after_power_loss(trace.operations[:number], trace.top, survives, chance)
+            check(trace, number, Root(Below(left)))
+
+
+class Below(NodePlace):
+    """The root's directory, below the one that was traced."""
+
+    def _find(self, name: str):
+        return super()._find(f"run/{name}")
+
+
+def test_saves_go_on_after_a_loss_of_power(trace, tmp_path):
+    chance = random.Random(2)
+    for number in range(0, len(trace.operations), 7):
+        drawn = [chance.random() < 0.5 for _ in range(number)]
+        left = after_power_loss(trace.operations[:number], trace.top, drawn.__getitem__, chance)
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        NodePlace(left).write_to(directory)
+        root = Root(directory / "run")
+        name = save(root, 99)
+        found, _ = root.newest_whole(digests=True)
+        assert found is not None and found.name == name and steps_in(root, name) == {99}
+        root.retire(1)
+        assert not [each for each in root.place.names() if each.startswith(".")]
+
+
+@pytest.mark.parametrize("omitted", ["sync", "sync_directory"])
+def test_the_check_notices_saves_that_do_not_sync(trace, omitted):
+    """Without this, a check that never fails would look the same."""
+    chance = random.Random(3)
+    numbers = {number: sum(each.kind != omitted for each in trace.operations[:number]) for number in trace.reported.values()}
+    operations = [each for each in trace.operations if each.kind != omitted]
+    with pytest.raises(AssertionError):
+        for number, fewer in numbers.items():
+            left = after_power_loss(operations[:fewer], trace.top, lambda index: False, chance)
+            check(trace, number, Root(Below(left)))
