@@ -69,7 +69,6 @@ class CheckpointManager:
         self._every, self._keep, self._asynchronous, self._group = every, keep, asynchronous, group
         self._saved: int | None = None  # the step that was saved last
         self._saved_s = time.monotonic()
-        self._is_owed = False  # a checkpoint of an elastic job that was lost with a worker
         self._signals = EndingSignals()
 
     def __enter__(self) -> CheckpointManager:
