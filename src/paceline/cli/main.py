@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from paceline import __version__
 from paceline.cli import analyze, launch_script, report, runs, trace
+from paceline.cli.checkpoint import command as checkpoint
 from paceline.cli.doctor import command as doctor
 from paceline.cli.top import command as top
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace", "report", "top")
+COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace", "report", "top", "checkpoint")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -87,6 +88,13 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "this machine. With paceline[top], its table can be scrolled and sorted.",
     )
     top.add_arguments(watching)
+    saved = commands.add_parser(
+        "checkpoint",
+        help="show, verify, compare and export checkpoints",
+        description="Shows, verifies, compares and exports the checkpoints that paceline.save and CheckpointManager "
+        "wrote.",
+    )
+    checkpoint.add_arguments(saved)
     return whole
 
 
@@ -122,5 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "trace": trace.run,
         "report": report.run,
         "top": top.run,
+        "checkpoint": checkpoint.run,
     }
     return others.get(options.command, run)(options)
