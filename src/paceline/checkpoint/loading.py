@@ -6,8 +6,10 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from paceline.checkpoint.adopting import adopt
 from paceline.checkpoint.background import BACKGROUND
 from paceline.checkpoint.filling import Filling
+from paceline.checkpoint.foreign.opening import open_foreign
 from paceline.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
 from paceline.checkpoint.objects import State
 from paceline.checkpoint.outcomes import heard, told
@@ -15,6 +17,9 @@ from paceline.checkpoint.reading import fill
 from paceline.checkpoint.restoring import Restoring
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
 from paceline.group.process_group import ProcessGroup
+
+
+_FOREIGN = "foreign:"
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,14 @@ def load(
 
     Args:
         state: by the names with which it was saved; it may have fewer of them.
-        path: the directory that was given to `save`, whose newest whole checkpoint is taken, or one of its checkpoints.
+        path: the directory that was given to `save`, whose newest whole checkpoint is taken, or one of its checkpoints;
+            or what another library saved: a file of `torch.save`, a directory of `torch.distributed.checkpoint`, or a
+            safetensors file.
         strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
         group: the ranks; the default group if None. A process without a group loads alone.
 
     Returns:
-        The step that the checkpoint was saved with.
+        The step that the checkpoint was saved with, None if it was saved without one.
 
     Raises:
         CheckpointError: there is no whole checkpoint, or it is one of other objects; raised on every rank.
@@ -55,11 +62,13 @@ def load(
     """
     BACKGROUND.finish()
     talk = talk_of(group)
-    where = os.fspath(path)
-    if talk.rank == 0:
-        where = heard(talk.announce(told(lambda: _found(where).encode())), talk.me).decode()
-    else:
-        where = heard(talk.announce(b""), talk.me).decode()
+    answer = told(lambda: _found(path).encode()) if talk.rank == 0 else b""
+    where = heard(talk.announce(answer), talk.me).decode()
+    if where.startswith(_FOREIGN):
+        foreign = open_foreign(where[len(_FOREIGN) :])
+        assert foreign is not None
+        adopt(state, foreign, strict=strict)
+        return None
     return load_from(state, where, talk, strict=strict).step
 
 
@@ -86,8 +95,10 @@ def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool
         return Loaded(opened[0].manifest.step, opened[0].nbytes_read)
 
 
-def _found(where: str) -> str:
+def _found(where: str | os.PathLike[str]) -> str:
     """Returns the path of a checkpoint, given it or that of the directory it is in."""
+    if os.path.exists(where) and (foreign := open_foreign(where)) is not None:
+        return _FOREIGN + foreign.path
     with open_checkpoint(where) as checkpoint:
         return checkpoint.describe()
 
