@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from collections import Counter
 from importlib import import_module
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -38,7 +39,7 @@ def test_every_byte_is_dealt_out_once(sizes: list[int], loads: list[int], alignm
         mine = [share for share in shares if share.index == index]
         assert mine[0].start == 0
         assert mine[-1].stop == size
-        assert all(a.stop == b.start for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.stop == b.start for a, b in pairwise(mine))
         assert all(share.start % alignment == 0 for share in mine)
     totals = [load + sum(share.stop - share.start for share in its) for load, its in zip(loads, dealt, strict=True)]
     even = (sum(sizes) + sum(loads)) / len(loads)

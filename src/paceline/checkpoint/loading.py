@@ -18,7 +18,6 @@ from paceline.checkpoint.restoring import Restoring
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
 from paceline.group.process_group import ProcessGroup
 
-
 _FOREIGN = "foreign:"
 
 
