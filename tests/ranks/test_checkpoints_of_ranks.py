@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_training import KINDS, Contents, Loop, load_all_kinds, save_all_kinds
+from saved_training import KINDS, Contents, Loop, Net, load_all_kinds, save_all_kinds
 from torch import nn
 from world import RankFailed, Ranks, close_worlds
 
@@ -39,18 +39,12 @@ def test_four_ranks_save_and_any_number_loads(saved: tuple[Path, dict[str, Conte
 def test_each_byte_is_written_once(saved: tuple[Path, dict[str, Contents]], kind: str) -> None:
     root, _ = saved
     (step,) = (root / kind).glob("step_*")
-    manifest = json.loads((step / "manifest.json").read_bytes().splitlines()[0])
+    manifest = json.loads((step / "manifest.json").read_bytes())
     writers = {name.split("_")[1] for name in manifest["files"]}
     assert len(writers) == 4
     written = sum(path.stat().st_size for path in step.glob("*.safetensors"))
-    model = sum(each.nbytes for each in [*Net_tensors()])
+    model = sum(each.nbytes for each in Net().state_dict().values())
     assert written < 3 * model + 64 * 1024  # parameters and two moments of the optimizer, and the headers
-
-
-def Net_tensors() -> list[torch.Tensor]:  # noqa: N802
-    from saved_training import Net
-
-    return [*Net().state_dict().values()]
 
 
 def load_and_count(root: Path) -> tuple[int, int]:
@@ -109,7 +103,7 @@ def test_all_ranks_learn_of_one_ranks_mistake(ranks: type[Ranks], tmp_path: Path
 
 def save_where_nobody_may(root: Path) -> None:
     dist.init_process_group()
-    with pytest.raises(dist.CheckpointError, match="rank 0.*taken"):
+    with pytest.raises(dist.CheckpointError, match=r"^rank 0 .*taken: Not a directory"):
         dist.save({"model": nn.Linear(2, 2)}, root / "taken")
 
 
@@ -152,7 +146,7 @@ def resume_in_shards(root: Path, steps: int, saves: bool, loads: bool) -> list[i
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 2))
     shards = dist.LogicalShards(model, 4)
-    data = torch.randn(100, 6, generator=torch.Generator().manual_seed(7))
+    data = torch.randn(96, 6, generator=torch.Generator().manual_seed(7))
     loader = dist.ShardLoader(torch.utils.data.TensorDataset(data), 3, shards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
@@ -191,7 +185,6 @@ def save_with_torch(root: Path) -> None:
 
 def load_with_torch(root: Path) -> None:
     import torch.distributed.checkpoint as dcp
-    from saved_training import Net
 
     ours, theirs = Net(), Net()
     dist.load({"model": ours}, root / "ours")

@@ -36,7 +36,7 @@ def test_every_byte_is_dealt_out_once(sizes: list[int], loads: list[int], alignm
     assert len(dealt) == len(loads)
     shares = sorted(share for shares in dealt for share in shares)
     for index, size in enumerate(sizes):
-        mine = [share for share in shares if share.index == index]
+        mine = [share for share in shares if share.item == index]
         assert mine[0].start == 0
         assert mine[-1].stop == size
         assert all(a.stop == b.start for a, b in pairwise(mine))

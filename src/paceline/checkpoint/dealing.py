@@ -10,9 +10,9 @@ ALIGNMENT_NBYTES = 1 << 20  # of cuts within a tensor; smaller ones are left who
 
 
 class Share(NamedTuple):
-    """The bytes of item number `index` from `start` to before `stop`."""
+    """The bytes of item number `item` from `start` to before `stop`."""
 
-    index: int
+    item: int
     start: int
     stop: int
 
@@ -32,9 +32,9 @@ def deal(sizes: Sequence[int], loads: Sequence[int], alignment: int = ALIGNMENT_
         What each rank gets. Items of no bytes go to the rank whose turn it is, so that somebody has them.
 
     >>> deal([4, 8], [0, 0], alignment=2)
-    [[Share(index=0, start=0, stop=4), Share(index=1, start=0, stop=2)], [Share(index=1, start=2, stop=8)]]
+    [[Share(item=0, start=0, stop=4), Share(item=1, start=0, stop=2)], [Share(item=1, start=2, stop=8)]]
     >>> deal([4, 8], [0, 12], alignment=2)
-    [[Share(index=0, start=0, stop=4), Share(index=1, start=0, stop=8)], []]
+    [[Share(item=0, start=0, stop=4), Share(item=1, start=0, stop=8)], []]
     """
     rooms = _rooms(sum(sizes), loads)
     limits = list(accumulate(rooms))

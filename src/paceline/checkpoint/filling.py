@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from paceline.checkpoint.element_types import type_of
 from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.regions import Flat, Region, count, whole
-from paceline.checkpoint.format.values import TensorRef, decode
+from paceline.checkpoint.format.values import Json, TensorRef, decode
 from paceline.checkpoint.names import SEPARATOR, of_rank
 from paceline.checkpoint.trees import put_together
 from paceline.errors import CheckpointError
@@ -44,7 +44,7 @@ class Filling:
     def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.manifest.tensors
-        self.values: Any = checkpoint.manifest.values
+        self.values = cast("dict[str, Json]", checkpoint.manifest.values)
         self.wanted: list[Wanted] = []
         self._names = sorted({*self.tensors, *self.values})
         self._rank = rank

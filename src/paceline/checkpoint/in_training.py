@@ -208,7 +208,7 @@ class CheckpointManager:
                 f"{self._where()} has no whole checkpoint: {faults}. Remove what is there to begin anew"
             )
 
-        name = heard(talk.announce(told(choose) if talk.rank == 0 else b""), talk.me)
+        name = heard(talk.announce(told(choose, talk.me) if talk.rank == 0 else b""))
         return name.decode() or None
 
     def _say_skipped(self, damaged: dict[str, str], talk: GroupTalk | Alone) -> None:

@@ -61,8 +61,8 @@ def load(
     """
     BACKGROUND.finish()
     talk = talk_of(group)
-    answer = told(lambda: _found(path).encode()) if talk.rank == 0 else b""
-    where = heard(talk.announce(answer), talk.me).decode()
+    answer = told(lambda: _found(path).encode(), talk.me) if talk.rank == 0 else b""
+    where = heard(talk.announce(answer)).decode()
     if where.startswith(_FOREIGN):
         foreign = open_foreign(where[len(_FOREIGN) :])
         assert foreign is not None
@@ -80,7 +80,7 @@ def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool
             opened.append(closing.enter_context(open_checkpoint(where)))
             return b""
 
-        _all_well(told(open_it), talk)
+        _all_well(told(open_it, talk.me), talk)
         filling = Filling(opened[0], talk.rank)
         with ExitStack() as contexts:
 
@@ -88,7 +88,7 @@ def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool
                 Restoring(filling, strict, contexts).want(state)
                 return b""
 
-            _all_well(told(want), talk)
+            _all_well(told(want, talk.me), talk)
             fill(filling, talk)
             filling.finish()
         return Loaded(opened[0].manifest.step, opened[0].nbytes_read)
@@ -104,4 +104,4 @@ def _found(where: str | os.PathLike[str]) -> str:
 
 def _all_well(outcome: bytes, talk: GroupTalk | Alone) -> None:
     for each in talk.exchange(outcome):
-        heard(each, talk.me)
+        heard(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ def memory_with(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor's elements, which are in one piece on the CPU; they keep the tensor alive."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor
     return memoryview(array).cast("B")
 

@@ -7,22 +7,26 @@ from collections.abc import Callable
 
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
+_SOMEBODY = "this process"
 _WELL, _FAILED, _DAMAGED = b"+", b"-", b"!"
 
 
-def told(work: Callable[[], bytes]) -> bytes:
-    """Returns what `work` returns, or its error, so that other ranks can learn of either; `heard` takes it apart."""
+def told(work: Callable[[], bytes], me: str) -> bytes:
+    """Returns what `work` returns, or its error, so that other ranks can learn of either; `heard` takes it apart.
+
+    An error that does not name a rank is made to name this one, `me`.
+    """
     try:
         return _WELL + work()
     except CheckpointDamagedError as error:
-        return _DAMAGED + str(error).encode()
+        return _DAMAGED + _by(me, str(error))
     except (CheckpointError, OSError, TypeError, ValueError) as error:
-        return _FAILED + str(error).encode()
+        return _FAILED + _by(me, str(error))
     except Exception as error:  # somebody's code, for which the other ranks must not wait
-        return _FAILED + f"{error!r}\n{traceback.format_exc()}".encode()
+        return _FAILED + _by(me, f"{error!r}\n{traceback.format_exc()}")
 
 
-def heard(answer: bytes, me: str) -> bytes:
+def heard(answer: bytes) -> bytes:
     """Returns what a rank's work returned.
 
     Raises:
@@ -30,6 +34,16 @@ def heard(answer: bytes, me: str) -> bytes:
     """
     if answer[:1] == _WELL:
         return answer[1:]
-    text = answer[1:].decode()
     error = CheckpointDamagedError if answer[:1] == _DAMAGED else CheckpointError
-    raise error(text if text.startswith(me) else f"{me}: {text}")
+    raise error(answer[1:].decode())
+
+
+def fault_of(answer: bytes) -> str | None:
+    """Returns what went wrong in a rank's work; None if nothing did."""
+    return None if answer[:1] == _WELL else answer[1:].decode()
+
+
+def _by(me: str, text: str) -> bytes:
+    if text.startswith(_SOMEBODY):
+        text = me + text[len(_SOMEBODY) :]
+    return (text if text.startswith(("rank ", _SOMEBODY)) else f"{me}: {text}").encode()

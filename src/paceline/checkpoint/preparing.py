@@ -18,7 +18,7 @@ from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.format.values import Json, encode
 from paceline.checkpoint.names import of_rank
 from paceline.checkpoint.objects import State, capture
-from paceline.checkpoint.outcomes import heard, told
+from paceline.checkpoint.outcomes import fault_of, heard, told
 from paceline.checkpoint.talking import Alone, GroupTalk
 from paceline.checkpoint.trees import take_apart
 from paceline.errors import CheckpointError
@@ -41,23 +41,27 @@ def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone)
         CheckpointError: a rank's state cannot be saved, the ranks' states differ in their tensors, or there is no
             room; raised on every rank.
     """
-    captured, digests, problem = Captured(), {}, None
-    try:
+    captured = Captured()
+    digests: dict[str, str] = {}
+
+    def take() -> bytes:
+        nonlocal captured
         captured = capture(state, talk.rank == 0)
-        digests = {name: _digest(name, each) for name, each in captured.objects.items()}
+        digests.update({name: _digest(name, each) for name, each in captured.objects.items()})
         for name, value in captured.values.items():
             encode(value, name)
-    except Exception as error:  # of state_dict too, which is anybody's code: the others must not wait for this rank
-        problem = error
+        return b""
+
+    fault = fault_of(told(take, talk.me))
     facts = {
-        "problem": None if problem is None else f"{talk.me}: {problem}",
+        "fault": fault,
         "step": step,
         "tensors": _described(captured),
         "nbytes": sum(each.nbytes for each in captured.held),
         "objects": digests,
     }
     everyone = [json.loads(each) for each in talk.exchange(json.dumps(facts).encode())]
-    _require_alike(everyone, talk.me, problem)
+    _require_alike(everyone, talk.me)
     is_alike = {name: all(each["objects"].get(name) == digest for each in everyone) for name, digest in digests.items()}
     _settle_objects(captured, is_alike, talk.rank)
     loads = [each["nbytes"] for each in everyone]
@@ -75,8 +79,8 @@ def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Al
     """
     answer = b""
     if talk.rank == 0:
-        answer = told(lambda: root.begin(step, nbytes=nbytes).to_bytes())
-    return Draft.from_bytes(heard(talk.announce(answer), talk.me))
+        answer = told(lambda: root.begin(step, nbytes=nbytes).to_bytes(), talk.me)
+    return Draft.from_bytes(heard(talk.announce(answer)))
 
 
 def _described(captured: Captured) -> list[list[Any]]:
@@ -91,10 +95,10 @@ def _digest(name: str, one: Object) -> str:
     return total.hexdigest()
 
 
-def _require_alike(everyone: Sequence[dict[str, Any]], me: str, problem: Exception | None) -> None:
-    problems = [each["problem"] for each in everyone if each["problem"] is not None]
-    if problems:
-        raise CheckpointError(f"{me}: the checkpoint cannot be saved: {problems[0]}") from problem
+def _require_alike(everyone: Sequence[dict[str, Any]], me: str) -> None:
+    faults = [each["fault"] for each in everyone if each["fault"] is not None]
+    if faults:
+        raise CheckpointError(f"the checkpoint cannot be saved: {faults[0]}")
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if other["step"] != first["step"]:
@@ -135,7 +139,7 @@ def _dealt(captured: Captured, loads: Sequence[int], rank: int) -> list[Held]:
     """Returns this rank's part of what all have."""
     tensors = list(captured.everywhere.items())
     shares = deal([tensor.nbytes for _, tensor in tensors], loads)[rank]
-    return [_part(tensors[share.index][0], tensors[share.index][1], share) for share in shares]
+    return [_part(tensors[share.item][0], tensors[share.item][1], share) for share in shares]
 
 
 def _part(name: str, tensor: Any, share: Share) -> Held:

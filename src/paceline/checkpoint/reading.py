@@ -39,7 +39,7 @@ def fill(filling: Filling, talk: GroupTalk | Alone) -> None:
                 _read_bytes(filling, each, start, stop)
         return _digest(by_all)
 
-    answers = [heard(each, talk.me) for each in talk.exchange(told(read))]
+    answers = [heard(each) for each in talk.exchange(told(read, talk.me))]
     if len(set(answers)) > 1:
         raise CheckpointError(
             f"{talk.me}: the ranks load different things from {filling.checkpoint.describe()}; every rank must call "

@@ -85,8 +85,8 @@ def write_later(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alo
 
     try:
         # No rank goes on before all have their copies: ranks may share the memory that the next step changes.
-        for outcome in talk.exchange(told(copy)):
-            heard(outcome, talk.me)
+        for outcome in talk.exchange(told(copy, talk.me)):
+            heard(outcome)
     except BaseException:
         if talk.rank == 0:
             root.abandon(prepared.draft)
@@ -104,16 +104,16 @@ def write(root: Root, prepared: Prepared, keep: int, talk: Talk) -> None:
     Raises:
         CheckpointError: a rank failed; raised on every rank.
     """
-    part = told(lambda: _written(root, prepared, talk))
+    part = told(lambda: _written(root, prepared, talk), talk.me)
     if talk.rank > 0:
         talk.collect(part)
-        heard(talk.announce(b""), talk.me)
+        heard(talk.announce(b""))
         return
     is_published = False
     try:
-        verdict = told(lambda: _published(root, prepared, talk.collect(part), talk))
+        verdict = told(lambda: _published(root, prepared, talk.collect(part), talk), talk.me)
         is_published = verdict[:1] == b"+"
-        heard(talk.announce(verdict), talk.me)
+        heard(talk.announce(verdict))
     finally:
         if not is_published:
             root.abandon(prepared.draft)
@@ -131,7 +131,7 @@ def _published(root: Root, prepared: Prepared, everyone: Sequence[bytes], talk: 
     parts: list[Part] = []
     values: dict[str, Any] = {}
     for each in reversed(everyone):  # where several ranks have a value, that of the first one counts
-        part, own = json.loads(heard(each, talk.me))
+        part, own = json.loads(heard(each))
         parts.append(part_from_bytes(part.encode()))
         values |= own
     root.publish(prepared.draft, parts[::-1], values, world_size=talk.size)

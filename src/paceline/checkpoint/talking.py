@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from paceline.engine.failures import Code, Member
@@ -124,19 +124,19 @@ class StoreTalk:
         return text
 
     def _say(self, key: str, text: bytes) -> None:
-        self._store.set(key, _SAID + text)
+        with self._needing_store():
+            self._store.set(key, _SAID + text)
         with contextlib.suppress(StoreError):
             self._store.set_last_will(key, None)
 
     def _hear(self, key: str, rank: int) -> bytes:
         deadline = time.monotonic() + self._timeout_s
         while True:
-            with contextlib.suppress(StoreTimeoutError):
+            with self._needing_store(), contextlib.suppress(StoreTimeoutError):
                 self._store.wait([key], _LOOK_S)
+                said = self._store.get(key)
                 break
-            if not self._store.check([key]):
-                self._require_alive(rank, deadline)
-        said = self._store.get(key)
+            self._require_alive(rank, deadline)
         if said == _GONE:
             raise self._lost(rank)
         return said[len(_SAID) :]
@@ -162,6 +162,18 @@ class StoreTalk:
             f"{self.me}: {self._members[rank]} died while a checkpoint was being written, so that it stays unfinished; "
             "earlier ones are untouched"
         )
+
+    @contextlib.contextmanager
+    def _needing_store(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreTimeoutError:
+            raise
+        except StoreError as error:
+            raise CheckpointError(
+                f"{self.me}: the ranks could not talk to each other while a checkpoint was being written, so that it "
+                f"stays unfinished; earlier ones are untouched. {error}"
+            ) from error
 
     def _forget(self, key: str) -> None:
         with contextlib.suppress(StoreError):  # a store of torch's keeps its keys
