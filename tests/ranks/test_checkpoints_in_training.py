@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, capsys: pytes
         manager.save(step, {"model": model})
     flipped, cut = (next((tmp_path / f"step_000000000{step}").glob("*.safetensors")) for step in (3, 2))
     content = bytearray(flipped.read_bytes())
-    content[-1000] ^= 4
+    content[-5000] ^= 4
     flipped.write_bytes(content)
     os.truncate(cut, cut.stat().st_size - 1)
     assert manager.restore({"model": model}) == 1

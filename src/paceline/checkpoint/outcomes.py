@@ -45,5 +45,5 @@ def fault_of(answer: bytes) -> str | None:
 
 def _by(me: str, text: str) -> bytes:
     if text.startswith(_SOMEBODY):
-        text = me + text[len(_SOMEBODY) :]
-    return (text if text.startswith(("rank ", _SOMEBODY)) else f"{me}: {text}").encode()
+        return (me + text[len(_SOMEBODY) :]).encode()
+    return (text if me == _SOMEBODY or text.startswith("rank ") else f"{me}: {text}").encode()
