@@ -14,6 +14,7 @@ from pathlib import Path
 
 from checkpoint_disks import KillingDisk
 from checkpoint_states import WORLD_SIZE, steps_in, write
+from checkpoint_states import save as save_alone
 
 from paceline.checkpoint.format.disk import Disk
 from paceline.checkpoint.format.drafts import Draft
@@ -97,20 +98,27 @@ def sweep(directory: Path, killed: set[int]) -> dict[str, int]:
     root = Root(directory)
     latest = step = number = reported = 0
     while True:
-        number, step = number + 1, step + 1
+        number, step = number + 1, step + 2
+        prepare(root, step - 1)
+        latest = step - 1
         outcome = save(directory, step, number, killed)
-        found, _ = root.newest_whole(digests=True)
         if outcome.is_reported:
             latest, reported = step, reported + 1
-        assert found is not None or latest == 0, f"no checkpoint after a kill at operation {number}"
-        if found is not None:
-            assert found.step is not None and found.step >= latest, f"{found} is older than {latest}"
-            assert steps_in(root, found.name) == {found.step}
+        found, _ = root.newest_whole(digests=True)
+        assert found is not None and found.step is not None, f"no checkpoint after a kill at operation {number}"
+        assert found.step >= latest, f"{found} is older than {latest}"
+        assert steps_in(root, found.name) == {found.step}
         if not outcome.is_killed:
-            break
-    left = [name for name in root.place.names() if name.startswith(".")]
-    assert left == [], f"left over after an undisturbed save: {left}"
-    return {"operations": number - 1, "reported": reported}
+            return {"operations": number - 1, "reported": reported}
+
+
+def prepare(root: Root, step: int) -> None:
+    """Saves undisturbed, which removes all that was left over, and leaves something: each save then does the same."""
+    save_alone(root, step)
+    root.retire(KEEP)
+    assert not [name for name in root.place.names() if name.startswith(".")]
+    root.place.make_directory(".writing-step_0000000000-dead")
+    root.place.create(".writing-step_0000000000-dead/rank_00000_000.safetensors").close()
 
 
 if __name__ == "__main__":

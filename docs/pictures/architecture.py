@@ -45,6 +45,7 @@ LAYERS = (
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
     Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
     Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
+    Layer("checkpoint", "states on disks,\nnever torn", ("src/paceline/checkpoint",)),
     Layer("elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/elastic",)),
     Layer(
         "parallel, data,\nfunctional",

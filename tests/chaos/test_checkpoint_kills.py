@@ -1,4 +1,4 @@
-"""Ranks are killed at every operation by which they save a checkpoint: one that was reported as done is always there."""
+"""Ranks are killed at every operation by which they save a checkpoint: a reported one is always there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pure parts of a checkpoint: regions and whether they tile, what a reader needs of them, values, headers, manifests."""
+"""The pure parts of a checkpoint: regions, what a reader needs of them, values, headers and manifests."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_headers_are_those_of_the_safetensors_package():
     safetensors = pytest.importorskip("safetensors")
     header, slots = header_of([("a", "F32", (2, 3)), ("b", "BF16", ()), ("c", "C128", (1,)), ("d", "U8", (0,))])
     data = bytes(range(24 + 2 + 16))
-    read = {name: info for name, info in safetensors.deserialize(header + data)}
+    read = dict(safetensors.deserialize(header + data))
     assert {name: (info["dtype"], info["shape"]) for name, info in read.items()} == {
         "a": ("F32", [2, 3]),
         "b": ("BF16", []),
@@ -178,7 +178,12 @@ MANIFEST = Manifest(7, 3, "ab", 1, 1.5, "0.1.0", PART.files, PART.tensors, {"a":
 
 def test_a_manifest_comes_back_as_it_was():
     assert manifest_json.from_bytes(manifest_json.to_bytes(MANIFEST), "m") == MANIFEST
-    boxed = replace(MANIFEST, step=None, here=(), tensors={"w": replace(ENTRY, pieces=(replace(PIECE, region=Box((0, 0), (2, 3))),))})
+    boxed = replace(
+        MANIFEST,
+        step=None,
+        here=(),
+        tensors={"w": replace(ENTRY, pieces=(replace(PIECE, region=Box((0, 0), (2, 3))),))},
+    )
     assert manifest_json.from_bytes(manifest_json.to_bytes(boxed), "m") == boxed
     assert manifest_json.part_from_bytes(manifest_json.part_to_bytes(PART)) == PART
     assert json.loads(manifest_json.to_bytes(MANIFEST))["tensors"]["w"]["pieces"][0]["flat"] == [0, 6]
@@ -187,7 +192,7 @@ def test_a_manifest_comes_back_as_it_was():
 def test_a_manifest_that_is_cut_or_flipped_anywhere_is_noticed():
     text = manifest_json.to_bytes(MANIFEST)
     for at in range(len(text)):
-        with pytest.raises(CheckpointDamagedError, match="m is (cut or was changed|empty)"):
+        with pytest.raises(CheckpointDamagedError, match="m (is cut or was changed|was changed|is empty)"):
             manifest_json.from_bytes(text[:at], "m")
         with pytest.raises(CheckpointError, match=r"^m "):
             manifest_json.from_bytes(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], "m")
@@ -196,7 +201,10 @@ def test_a_manifest_that_is_cut_or_flipped_anywhere_is_noticed():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b'{"format": "paceline-checkpoint", "version": 9}', "m has version 9 of the format; this Paceline reads version 1"),
+        (
+            b'{"format": "paceline-checkpoint", "version": 9}',
+            "m has version 9 of the format; this Paceline reads version 1",
+        ),
         (b'{"format": "other", "version": 1}', "its format is 'other'"),
     ],
 )

@@ -36,7 +36,8 @@ def trace(tmp_path_factory) -> Trace:
     root = Root(LocalPlace(top / "run", disk))
     reported = {}
     for step in STEPS:
-        reported[save(root, step)] = len(disk.operations)
+        name = save(root, step)
+        reported[name] = len(disk.operations)
         root.retire(2)
     return Trace(disk.operations, reported, str(top))
 
@@ -100,7 +101,9 @@ def test_saves_go_on_after_a_loss_of_power(trace, tmp_path):
 def test_the_check_notices_saves_that_do_not_sync(trace, omitted):
     """Without this, a check that never fails would look the same."""
     chance = random.Random(3)
-    numbers = {number: sum(each.kind != omitted for each in trace.operations[:number]) for number in trace.reported.values()}
+    numbers = {
+        number: sum(each.kind != omitted for each in trace.operations[:number]) for number in trace.reported.values()
+    }
     operations = [each for each in trace.operations if each.kind != omitted]
     with pytest.raises(AssertionError):
         for number, fewer in numbers.items():

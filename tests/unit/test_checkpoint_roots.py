@@ -39,7 +39,10 @@ def test_any_part_of_a_tensor_is_read_on_its_own(tmp_path):
     root = Root(tmp_path)
     data = struct.pack("<300f", *range(300))
     draft = root.begin()
-    halves = [Outgoing("w", "F32", SHAPE, Flat(0, 130), data[:520]), Outgoing("w", "F32", SHAPE, Flat(130, 300), data[520:])]
+    halves = [
+        Outgoing("w", "F32", SHAPE, Flat(0, 130), data[:520]),
+        Outgoing("w", "F32", SHAPE, Flat(130, 300), data[520:]),
+    ]
     parts = [write_part(root.place, draft, rank, [half]) for rank, half in enumerate(halves)]
     root.publish(draft, parts, None, world_size=2)
     with open_checkpoint(tmp_path) as checkpoint:
@@ -54,7 +57,10 @@ def test_large_tensors_are_read_by_blocks(tmp_path, verify):
     root = Root(tmp_path)
     data = os.urandom(3 * BLOCK_NBYTES + 100)
     draft = root.begin(1)
-    pieces = [Outgoing("w", "U8", (len(data),), whole((len(data),)), data), Outgoing("e", "F32", (0, 3), Flat(0, 0), b"")]
+    pieces = [
+        Outgoing("w", "U8", (len(data),), whole((len(data),)), data),
+        Outgoing("e", "F32", (0, 3), Flat(0, 0), b""),
+    ]
     root.publish(draft, [write_part(root.place, draft, 0, pieces)], None, world_size=1)
     with root.open(newest(root)) as checkpoint:
         assert checkpoint.read("w", verify=verify) == data and checkpoint.read("e") == b""
@@ -120,7 +126,9 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path):
     os.truncate(tmp_path / "step_0000000003" / "rank_00001_000.safetensors", 50)
     assert root.retire(1) == ["step_0000000001"]
     found, skipped = root.newest_whole()
-    assert found is not None and found.name == "step_0000000002" and [each.name for each in skipped] == ["step_0000000003"]
+    assert (
+        found is not None and found.name == "step_0000000002" and [each.name for each in skipped] == ["step_0000000003"]
+    )
 
 
 def test_nothing_is_removed_if_none_is_whole(tmp_path):

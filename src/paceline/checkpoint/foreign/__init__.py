@@ -1,4 +1,4 @@
-"""Reads what other libraries saved: files of torch.save, directories of torch.distributed.checkpoint, safetensors files.
+"""Reads what others saved: files of torch.save, directories of torch.distributed.checkpoint, safetensors files.
 
 Nothing of it is trusted: pickles are read by unpicklers that know tensors and plain values, and nothing else.
 

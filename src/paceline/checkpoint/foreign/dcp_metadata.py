@@ -87,8 +87,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 _DTYPES = (
     "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
-    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _item(name: str, found: Any, metadata: _Metadata) -> Item:
     path = tuple((metadata.planner_data or {}).get(name, (name,)))
     if isinstance(found, _Tensor):
         chunks = tuple(_chunk(name, tuple(each.offsets), tuple(each.sizes), metadata) for each in found.chunks)
-        return Item(found.properties.args[0], tuple(found.size), chunks, path)
+        return Item(str(found.properties.args[0]), tuple(found.size), chunks, path)
     return Item(None, (), (_chunk(name, None, (), metadata),), path)
 
 

@@ -20,16 +20,23 @@ class TensorInfo:
 
 
 class Foreign(Protocol):
-    """A state that another library saved.
+    """A state that another library saved."""
 
-    Attributes: `path`; `kind`, what it is, for people; `tree`, nested dicts, lists and tuples of plain values in which
-    `TensorRef` stands for tensors; and `tensors`, what is known of each by its name.
-    """
+    @property
+    def path(self) -> str:
+        """Where it is."""
 
-    path: str
-    kind: str
-    tree: object
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def kind(self) -> str:
+        """What it is, for people."""
+
+    @property
+    def tree(self) -> object:
+        """Nested dicts, lists and tuples of plain values, in which `TensorRef` stands for tensors."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What is known of each tensor, by its name."""
 
     def read(self, name: str) -> torch.Tensor:
         """Returns a tensor on the CPU; it may be mapped from the file, so it is not to be written to."""

@@ -107,7 +107,9 @@ class Checkpoint:
         target = memoryview(buffer)
         target = target.cast("B") if target.nbytes else memoryview(bytearray())
         if len(target) != count(wanted) * itemsize:
-            raise ValueError(f"the buffer has {len(target)} bytes, and {wanted} of {name} has {count(wanted) * itemsize}")
+            raise ValueError(
+                f"the buffer has {len(target)} bytes, and {wanted} of {name} has {count(wanted) * itemsize}"
+            )
         for piece in entry.pieces:
             parts = copies(entry.shape, piece.region, wanted)
             if parts:

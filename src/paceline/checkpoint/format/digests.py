@@ -1,7 +1,7 @@
 """Digests that tell whether bytes are those that were written. They withstand accidents, not an attacker.
 
-XXH3 with 128 bits costs about as much as reading the memory. A cryptographic digest would cost several times as much and
-would protect no better, because whoever can change a file can change the manifest beside it.
+XXH3 with 128 bits costs about as much as reading the memory. A cryptographic digest would cost several times as much
+and would protect no better, because whoever can change a file can change the manifest beside it.
 """
 
 from __future__ import annotations

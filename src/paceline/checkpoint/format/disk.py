@@ -1,4 +1,4 @@
-"""Every operation by which a checkpoint changes a disk, one method each, so that a test can end or trace each of them."""
+"""Every operation by which a checkpoint changes a disk, one method each, so that a test can end or trace each."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def export(
     return len(header) + total
 
 
-def _copy(
-    checkpoint: Checkpoint, names: list[str], file: OutputFile, total: int, progress: Progress | None
-) -> None:
+def _copy(checkpoint: Checkpoint, names: list[str], file: OutputFile, total: int, progress: Progress | None) -> None:
     done = 0
     for name in names:
         for data in _chunks(checkpoint, name):

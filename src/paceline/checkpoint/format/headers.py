@@ -42,10 +42,15 @@ def header_of(
     Args:
         tensors: key, type and shape of each, in the order of their bytes.
         metadata: text to keep beside them.
+
+    Raises:
+        ValueError: two of them have the same key.
     """
     members: dict[str, object] = {_METADATA: metadata or {"format": "pt"}}
     end = 0
     for key, dtype, shape in tensors:
+        if key in members:
+            raise ValueError(f"two tensors would have the key {key!r} in one file; give one of them another name")
         stored, stored_shape = as_stored(dtype, shape)
         begin, end = end, end + nbytes_of(dtype, shape)
         members[key] = {"dtype": stored, "shape": stored_shape, "data_offsets": (begin, end)}

@@ -6,7 +6,7 @@ A checkpoint is what its manifest says; a directory without a readable one is no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.checkpoint.format.dtypes import ITEMSIZE
 from paceline.checkpoint.format.regions import Region, untiled
@@ -64,10 +64,10 @@ class Part:
 class Manifest:
     """All that is known of a checkpoint.
 
-    Attributes: `step` of the training, if it was given; `sequence`, which grows with each checkpoint in a root; `token`,
-    the same on all hosts that took part; `world_size` of the ranks that wrote; `written_at_s`, as of `time.time()`;
-    `paceline`, the version; `files`; `tensors`; `values`, a tree of JSON; and `here`, the files that this directory has,
-    or None if it has all.
+    Attributes: `step` of the training, if it was given; `sequence`, which grows with each checkpoint in a root;
+    `token`, the same on all hosts that took part; `world_size` of the ranks that wrote; `written_at_s`, as of
+    `time.time()`; `paceline`, the version; `files`; `tensors`; `values`, a tree of JSON; `here`, the files that this
+    directory has, or None if it has all; and `block_nbytes`, how much of a piece each of its digests covers.
     """
 
     step: int | None
@@ -80,7 +80,7 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     values: Json
     here: tuple[str, ...] | None = None
-    block_nbytes: int = field(default=BLOCK_NBYTES)
+    block_nbytes: int = BLOCK_NBYTES
 
     def files_here(self) -> dict[str, FileEntry]:
         """Returns the files that the directory of this manifest must have."""

@@ -155,9 +155,7 @@ def _write_piece(stream: _Stream, piece: Outgoing, slot: Slot) -> tuple[str, ...
 class _Stream:
     """A file that is being written: gathers small blocks, counts bytes, and turns refusals into errors."""
 
-    def __init__(
-        self, place: Place, name: str, rank: int, done: int, total: int, progress: Progress | None
-    ) -> None:
+    def __init__(self, place: Place, name: str, rank: int, done: int, total: int, progress: Progress | None) -> None:
         self.who = who(rank)
         self.done = done
         self._place, self._name, self._rank = place, name, rank

@@ -15,9 +15,7 @@ _EVERY_S = 5.0
 class Progress:
     """Called with the bytes done and the bytes in all; prints a line when five seconds have passed since the last."""
 
-    def __init__(
-        self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Takes what is done, such as "checkpoint step_0000000042: rank 0 has written"."""
         self._what, self._stream, self._clock = what, stream, clock
         self._began = self._told = clock()

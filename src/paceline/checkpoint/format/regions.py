@@ -62,7 +62,7 @@ def simplified(region: Region, shape: tuple[int, ...]) -> Region:
 
 
 def runs(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of the flattened tensor that a region covers, in ascending order, which is that of its buffer."""
+    """Yields the ranges of the flattened tensor that a region covers, ascending, which is the order of its buffer."""
     if isinstance(region, Flat):
         if region.stop > region.start:
             yield region.start, region.stop

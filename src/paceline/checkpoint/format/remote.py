@@ -1,7 +1,7 @@
 """Places that cannot rename: object stores and whatever else fsspec reaches. The manifest is written last there.
 
-A file appears in such a store when it is complete, and not before. So a directory without a manifest was not finished, and
-one with a manifest is whole, since the manifest comes after all other files.
+So a directory without a manifest was not finished, and one with a manifest is whole, since the manifest comes after all
+other files. Where the manifest itself can be cut, its digest says so.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FsspecPlace:
 
     def open(self, name: str) -> _Input:
         """Opens a file for reading."""
-        return _Input(self._system.open(self._full(name), "rb", cache_type="none"))
+        return _Input(self._system.open(self._full(name), "rb"))
 
     def sync_directory(self, name: str) -> None:
         """Does nothing: what such a store has accepted is durable."""

@@ -73,7 +73,7 @@ def publish(place: Place, draft: Draft, manifest: Manifest, held: OutputFile | N
 
 
 def point_to(place: Place, draft: Draft) -> None:
-    """Writes the pointer `latest`, which people and other programs read; a rank that restores looks at the manifests."""
+    """Writes the pointer `latest`, which people and other programs read; ranks that restore look at the manifests."""
     line = memoryview(f"{draft.name}\n".encode())
     written = f"{WRITING}{LATEST}-{draft.token}" if place.renames else LATEST
     file = place.create(written)

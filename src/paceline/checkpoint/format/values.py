@@ -1,4 +1,4 @@
-"""Plain values as JSON, without loss: what JSON has no type for is an object with one member, whose name begins with $."""
+"""Plain values as JSON, without loss: what JSON has no type for is an object with one member, named with a $."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import base64
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
-Json: TypeAlias = Union[None, bool, int, float, str, list["Json"], dict[str, "Json"]]
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 _LARGEST_INT = 2**63 - 1  # of what every reader of JSON takes
 
@@ -57,7 +57,9 @@ def encode(value: object, where: str = "the value") -> Json:
 def _encode_dict(value: dict[object, object], where: str) -> Json:
     if all(type(key) is str and not key.startswith("$") for key in value):
         return {str(key): encode(each, f"{where}[{key!r}]") for key, each in value.items()}
-    return {"$dict": [[encode(key, f"a key of {where}"), encode(each, f"{where}[{key!r}]")] for key, each in value.items()]}
+    return {
+        "$dict": [[encode(key, f"a key of {where}"), encode(each, f"{where}[{key!r}]")] for key, each in value.items()]
+    }
 
 
 def _encode_int(value: int, where: str) -> Json:
@@ -116,7 +118,12 @@ def _decode_list(value: Json) -> list[object]:
 def _decode_dict(value: Json) -> dict[object, object]:
     if not isinstance(value, list):
         raise TypeError(f"{type(value).__name__} instead of a list of pairs")
-    return {key: each for key, each in map(_decode_list, value)}
+    return dict(map(_pair, value))
+
+
+def _pair(value: Json) -> tuple[object, object]:
+    key, each = _decode_list(value)
+    return key, each
 
 
 def _text(value: Json) -> str:

@@ -40,4 +40,3 @@ def exported_names(tensors: list[str], entry: str) -> dict[str, str]:
     """
     prefix = f"{entry}{SEPARATOR}" if entry else ""
     return {name: unescaped(name[len(prefix) :]) for name in tensors if name.startswith(prefix)}
-

@@ -31,9 +31,7 @@ def inspect(options: argparse.Namespace) -> int:
         return 0
     listings = listing_of(place)
     if not listings and not unfinished(place):
-        print(
-            f"paceline checkpoint inspect: {place.describe()} is no checkpoint and has none in it", file=sys.stderr
-        )
+        print(f"paceline checkpoint inspect: {place.describe()} is no checkpoint and has none in it", file=sys.stderr)
         return 2
     _show_root(place, listings, options.json)
     return 0

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Source:
     """What a checkpoint holds.
 
-    Attributes: `title`, what it is and where; `tensors`, type and shape by name; `values`, by path; `read`, which returns
-    a tensor; `checkpoint`, if it is Paceline's; and `closing`, which closes it.
+    Attributes: `title`, what it is and where; `tensors`, type and shape by name; `values`, by path; `read`, which
+    returns a tensor; `checkpoint`, if it is Paceline's; and `closing`, which closes it.
     """
 
     title: str

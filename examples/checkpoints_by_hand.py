@@ -1,0 +1,101 @@
+"""Saves and loads in the way of PyTorch's tutorial, shows its traps, and does the same with paceline.save.
+
+paceline run --nproc-per-node 2 examples/checkpoints_by_hand.py
+
+Rank 0 saves, a barrier follows, and all ranks load with `map_location`. That is right, if a few things are heeded.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline as dist
+
+dist.init_process_group()
+rank = dist.get_rank()
+torch.manual_seed(0)
+
+
+def new_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 1))
+
+
+def tell(text: str) -> None:
+    if rank == 0:
+        print(text)
+
+
+model = dist.DistributedDataParallel(new_model())
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(8, 20)).square().mean().backward()
+    optimizer.step()
+
+shared = [tempfile.mkdtemp() if rank == 0 else None]
+dist.broadcast_object_list(shared)
+directory = Path(str(shared[0]))
+path = directory / "model.pt"
+
+# The tutorial's way, with what it leaves out: the file is another one until it is on the disk, and rank 0 tells the
+# others whether it succeeded, so that they do not wait in a barrier for a rank that has raised an error.
+outcome = [""]
+if rank == 0:
+    try:
+        with open(f"{path}.new", "wb") as file:
+            torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(f"{path}.new", path)
+        folder = os.open(directory, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    except OSError as error:
+        outcome = [f"rank 0 could not save: {error}"]
+dist.broadcast_object_list(outcome)  # a barrier that also says how it went
+if outcome[0]:
+    raise SystemExit(outcome[0])
+loaded = torch.load(path, map_location="cpu", weights_only=True)  # on GPUs: the rank's own device
+model.module.load_state_dict(loaded["model"])
+optimizer.load_state_dict(loaded["optimizer"])
+tell(f"by hand: {path.stat().st_size} bytes, all written by rank 0")
+
+# Trap 1: a file that is written in place is cut if the job dies meanwhile, and the one before is gone.
+if rank == 0:
+    torn = directory / "torn.pt"
+    shutil.copy(path, torn)  # yesterday's checkpoint
+    with open(path, "rb") as source, open(torn, "wb") as target:  # today's, killed in the middle
+        target.write(source.read(path.stat().st_size // 2))
+    try:
+        torch.load(torn, map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError) as error:
+        print(f"trap 1, torch.save in place, killed: {str(error).splitlines()[0][:80]}")
+
+# Trap 2: the wrapper's names begin with `module.`, so a bare model does not take them.
+try:
+    new_model().load_state_dict(model.state_dict())
+    tell("trap 2: this wrapper's state_dict has the bare model's names")
+except RuntimeError as error:
+    tell(f"trap 2, the wrapper's state_dict: {str(error).splitlines()[1].strip()[:80]}")
+
+# Trap 3: what is removed after loading may be removed before a slower rank has loaded it.
+dist.barrier()
+if rank == 0:
+    path.unlink()
+
+# The same with paceline.save: every rank writes a part, it is whole or not there, and any number of ranks loads it.
+state = {"model": model, "optimizer": optimizer, "step": 5}
+dist.save(state, directory / "checkpoints", step=5)
+state["step"] = 0
+dist.load(state, directory / "checkpoints")
+files = sorted(each.name for each in (directory / "checkpoints" / "step_0000000005").iterdir())
+tell(f"paceline.save: step {state['step']}, {', '.join(files)}")
+
+dist.barrier()
+if rank == 0:
+    shutil.rmtree(directory)
+dist.destroy_process_group()
