@@ -47,12 +47,10 @@ def mutate_while_saving(root: Path, times: int) -> None:
         fill(model, step)
         handle = dist.save({"model": model}, root, step=step, asynchronous=True)
         assert handle is not None
-        while not handle.done():
+        while not handle.wait(0.001):
             fill(model, -step)
-        assert handle.wait()
-        if step % 10 == 0 or times < 50:
+        if step % 5 == 0:
             require_one_step(root, step)
-    assert torch.all(next(model.parameters()) == -times) or not times
 
 
 @pytest.fixture
@@ -63,7 +61,7 @@ def in_memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize(("size", "times"), [(1, 200), (3, 20)])
+@pytest.mark.parametrize(("size", "times"), [(1, 40), (3, 10)])
 def test_saved_bits_are_those_of_one_step(ranks: type[Ranks], in_memory: Path, size: int, times: int) -> None:
     ranks(size)(mutate_while_saving, in_memory, examples(times))
 
