@@ -131,6 +131,11 @@ _PUBLIC = {
         "ReduceScatterOptions",
         "ScatterOptions",
     ),
+    # checkpoints
+    "paceline.checkpoint.in_training": ("CheckpointManager",),
+    "paceline.checkpoint.loading": ("load",),
+    "paceline.checkpoint.random_state": ("RandomState",),
+    "paceline.checkpoint.saving": ("save",),
     # data parallel modules and data
     "paceline.data.evaluation": ("DistributedEvalSampler", "mean_over_samples"),
     "paceline.data.loader": ("StatefulLoader",),
@@ -170,6 +175,8 @@ _PUBLIC = {
     # errors
     "paceline.errors": (
         "AuthenticationError",
+        "CheckpointDamagedError",
+        "CheckpointError",
         "CollectiveError",
         "CollectiveMismatchError",
         "CollectiveObjectError",
