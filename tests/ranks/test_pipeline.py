@@ -142,7 +142,7 @@ def test_replicas_of_a_pipeline_average_their_gradients(ranks):
     ranks(4)(with_replicas)
 
 
-def what_is_refused() -> None:
+def what_is_refused(directory: str) -> None:
     dist.init_process_group()
     model = mlp()
     pipeline = dist.Pipeline(model, nn.functional.cross_entropy, micro_batches=4)
@@ -157,6 +157,11 @@ def what_is_refused() -> None:
             pipeline.step(*arguments)
     assert pipeline.step(inputs, targets).item() > 0, "it goes on"
 
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    for state in ({"model": pipeline}, {"optimizer": optimizer}):
+        with pytest.raises(TypeError, match="belongs to a model that is divided by Pipeline or parallelize_module"):
+            dist.save(state, directory)
+
     tied = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="belongs to stage 1 and to stage 0; stages can be on different ranks"):
         dist.Pipeline([tied, nn.ReLU(), tied], nn.functional.mse_loss, micro_batches=2, split=[2, 1])
@@ -166,8 +171,8 @@ def what_is_refused() -> None:
         dist.Pipeline(mlp(), nn.functional.mse_loss, micro_batches=2, split=[3, 3])
 
 
-def test_bad_batches_and_models_are_refused_on_all_ranks(ranks):
-    ranks(2)(what_is_refused)
+def test_bad_batches_and_models_are_refused_on_all_ranks(ranks, tmp_path):
+    ranks(2)(what_is_refused, str(tmp_path))
 
 
 class Growing(nn.Module):

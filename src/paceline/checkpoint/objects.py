@@ -17,8 +17,10 @@ from paceline.data.loader import StatefulLoader
 from paceline.elastic.registry import Stateful
 from paceline.elastic.state import ElasticState
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.pipeline.module import Pipeline, is_in_pipeline
 from paceline.parallel.sharded.loader import ShardLoader
 from paceline.parallel.sharded.logical import LogicalShards
+from paceline.parallel.tensor.slices import slice_of
 from paceline.parallel.zero.groups import to_state_dict
 from paceline.parallel.zero.parameters import ShardedParameters, sharded_parameters_of
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
@@ -80,7 +82,31 @@ def module_of(value: object) -> nn.Module | None:
     return value if isinstance(value, nn.Module) else None
 
 
+def require_undivided(name: str, value: object) -> None:
+    """Requires that a model or an optimizer is that of a whole model, of which all ranks have the same.
+
+    Raises:
+        TypeError: it belongs to a `Pipeline` or to a module that `parallelize_module` divided.
+    """
+    module = module_of(value)
+    parameters: Iterator[torch.Tensor] = iter(())
+    if module is not None:
+        parameters = module.parameters()
+    elif isinstance(value, torch.optim.Optimizer):
+        parameters = (each for group in value.param_groups for each in group["params"])
+    is_divided = isinstance(module, Pipeline) or any(
+        slice_of(each) is not None or is_in_pipeline(each) for each in parameters
+    )
+    if is_divided:
+        raise TypeError(
+            f"{name!r} belongs to a model that is divided by Pipeline or parallelize_module, whose parts are not put "
+            "together in a checkpoint. Save each rank's state_dict() with torch.save in a file of its own, and load it "
+            "with as many ranks"
+        )
+
+
 def _capture(name: str, value: object, into: Captured) -> None:
+    require_undivided(name, value)
     module = module_of(value)
     if module is not None:
         _capture_module(name, module, into)

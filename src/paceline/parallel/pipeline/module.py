@@ -25,6 +25,8 @@ from paceline.parallel.pipeline.stage import Stage, Value
 from paceline.parallel.pipeline.transfer import Forms, Transfers
 from paceline.parallel.recorded import RecordedSteps
 
+_IN_PIPELINE = "_paceline_is_in_pipeline"
+
 
 class Loss(Protocol):
     """What turns the last layer's output and the target of a micro-batch into its mean loss."""
@@ -176,6 +178,8 @@ class Pipeline(nn.Module):
                 stages[stage] = Stage([layers[each] for each in numbers])
                 for each in numbers:
                     self.add_module(names[each], layers[each])
+        for parameter in self.parameters():
+            setattr(parameter, _IN_PIPELINE, True)
         return stages
 
     def _begin(self, inputs: Any, targets: Any, needs_targets: bool) -> int:
@@ -223,6 +227,11 @@ class Pipeline(nn.Module):
             for stage in stages.values():
                 stage.forget()
             raise
+
+
+def is_in_pipeline(parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter is one of a `Pipeline`, which other ranks do not have."""
+    return getattr(parameter, _IN_PIPELINE, False)
 
 
 def _several(given: Any) -> Value:
