@@ -139,6 +139,7 @@ _PUBLIC = {
     "paceline.parallel.ddp.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.health.replicas": ("check_replicas",),
     "paceline.parallel.lion": ("Lion",),
+    "paceline.parallel.local.diloco": ("DiLoCo", "LocalSGD"),
     "paceline.parallel.one_copy.optimizer": ("SharedModelOptimizer",),
     "paceline.parallel.join": ("Join", "Joinable", "JoinHook"),
     "paceline.parallel.sync_batch_norm": ("SyncBatchNorm", "convert_sync_batchnorm"),
