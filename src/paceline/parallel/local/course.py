@@ -41,6 +41,17 @@ class Rhythm:
         """Returns after how many inner steps the result of the exchange is used."""
         return self.begins(exchange) + self.delay
 
+    def begun_after(self, steps: int) -> int:
+        """Returns how many exchanges have begun after so many inner steps.
+
+        >>> [Rhythm(every=10, fragments=4).begun_after(steps) for steps in (0, 2, 3, 9, 10, 23)]
+        [0, 0, 1, 3, 4, 9]
+        """
+        begun = steps // self.every * self.fragments
+        while self.begins(begun) <= steps:
+            begun += 1
+        return begun
+
 
 @dataclass(frozen=True)
 class Begin:

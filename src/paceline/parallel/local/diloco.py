@@ -66,7 +66,6 @@ class DiLoCo:
     Raises:
         CollectiveMismatchError: models or arguments differ between ranks, or another rank could not start; raised on
             every rank.
-        TypeError: an optimizer is not one.
         ValueError: an argument is wrong, as the message says.
 
     Example::
@@ -98,6 +97,7 @@ class DiLoCo:
     ) -> None:
         self.process_group = group = given_or_default(process_group)
         self.module, self.inner, self.outer = model, inner, outer
+        self.wire, self.grace_s = wire, grace_s
         self._mix, self._wait_s = mix, 0.0
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._names = [name for name, _ in named]
@@ -130,6 +130,11 @@ class DiLoCo:
             exchanges = BackgroundExchanges(own, grace_s, averaging, rhythm.fragment, self.blank)
             weakref.finalize(self, exchanges.close).atexit = False
             self._exchanges = exchanges
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """How often fragments are exchanged."""
+        return self._course.rhythm
 
     @property
     def steps(self) -> int:
@@ -215,7 +220,7 @@ class DiLoCo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a state; every rank loads the same, before its first step or after `finish`.
 
-        With another `every` or number of fragments than the state has, a new round begins.
+        The numbers of steps and fragments may differ from those with which the state was saved.
 
         Raises:
             RuntimeError: exchanges are under way.
@@ -229,7 +234,7 @@ class DiLoCo:
             )
         rhythm, steps, used = self._course.rhythm, state["steps"], state["used"]
         if (state["every"], state["fragments"]) != (rhythm.every, rhythm.fragments):
-            used = -(-steps // rhythm.every) * rhythm.fragments
+            used = rhythm.begun_after(steps)
         self._exchanges.start(used)
         self._course = Course(rhythm, steps, used, used)
         for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
@@ -238,9 +243,33 @@ class DiLoCo:
         if self.inner is not None and state["inner"] is not None:
             self.inner.load_state_dict(state["inner"])
 
+    # - For elastic jobs, whose ranks come and go
+
     def exchange_by(self, exchanges: Exchanges) -> None:
-        """Leaves all exchanges to `exchanges` from now on; for elastic jobs, whose ranks come and go."""
+        """Leaves all exchanges to `exchanges` from now on."""
         self._exchanges = exchanges
+
+    def own_state(self) -> dict[str, Any]:
+        """Returns what a rank that comes late needs besides the outer parameters and the outer optimizer's state."""
+        course = self._course
+        return {
+            "inner": None if self.inner is None else self.inner.state_dict(),
+            "buffers": [buffer.detach() for buffer in self.module.buffers()],
+            "course": [course.steps, course.begun, course.used],
+        }
+
+    @torch.no_grad()
+    def take_own_state(self, state: dict[str, Any]) -> None:
+        """Goes on from the outer parameters, and from what `own_state` returned on another rank."""
+        if self.inner is not None and state["inner"] is not None:
+            self.inner.load_state_dict(state["inner"])
+        for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
+            buffer.copy_(value)
+        self._course = Course(self._course.rhythm, *state["course"])
+        for fragment in range(self._course.rhythm.fragments):
+            self.outer_module.reset(fragment, 0.0)
+
+    # - What is exchanged
 
     def blank(self, fragment: int) -> Tensors:
         """Returns zeros of the form of what is exchanged of a fragment."""
