@@ -59,7 +59,10 @@ class _Running:
 
 
 class OuterRounds:
-    """Holds the exchanges of `diloco` in rounds; `on_round` is called before each, and may enter another view."""
+    """Holds the exchanges of `diloco` in rounds.
+
+    Before a round that newcomers may begin with, `on_round` is called, which may enter another view.
+    """
 
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
         self._rounds, self._diloco = rounds, diloco
@@ -93,20 +96,16 @@ class OuterRounds:
     def outcome(self, number: int) -> Outcome:
         """Runs the round of an exchange."""
         self._on_round()
-        offer, running = self._offers.pop(number, None), self._running.pop(number, None)
-        fragment = self._diloco.fragment_of(number)
-        mean = self._rounds.agree_on(lambda group: self._mean(group, number, fragment, offer, running))
-        return Outcome(number, mean, offer is not None)
+        return self._outcome(number)
 
-    def leave(self, number: int) -> Iterator[Outcome]:
-        """Yields the outcomes of what has begun."""
-        while number in self._offers:
-            yield self.outcome(number)
-            number += 1
+    def leave(self, begun: range) -> Iterator[Outcome]:
+        """Yields the outcomes of what has begun; a worker that comes later than here comes too late."""
+        self._on_round()
+        for number in begun:
+            yield self._outcome(number)
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
         """Runs a round for the mean over all members."""
-        self._on_round()
         return self._rounds.agree_on(lambda group: self._mean(group, _FINAL, fragment, offer, None))
 
     def most(self, number: int) -> int:
@@ -117,7 +116,6 @@ class OuterRounds:
             group.all_gather(list(numbers.split(1)), torch.tensor([number]))
             return [numbers.max().reshape(1)]
 
-        self._on_round()
         return int(self._rounds.agree_on(largest)[0])
 
     def copy_from_first(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -128,9 +126,14 @@ class OuterRounds:
             broadcast_tensors(copies, group)
             return copies
 
-        self._on_round()
         for tensor, copy in zip(tensors, self._rounds.agree_on(copied), strict=True):
             tensor.copy_(copy)
+
+    def _outcome(self, number: int) -> Outcome:
+        offer, running = self._offers.pop(number, None), self._running.pop(number, None)
+        fragment = self._diloco.fragment_of(number)
+        mean = self._rounds.agree_on(lambda group: self._mean(group, number, fragment, offer, running))
+        return Outcome(number, mean, offer is not None)
 
     def _mean(
         self, group: ProcessGroup, number: int, fragment: int, offer: Tensors | None, running: _Running | None

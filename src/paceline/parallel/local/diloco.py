@@ -60,7 +60,8 @@ class DiLoCo:
             on beside the training. By default half the steps between two exchanges.
         mix: the share of its own parameters that a rank keeps when it goes on from the outer ones.
         grace_s: how long an exchange waits for other ranks after the first has come to it. A late rank does not take
-            part, and its progress counts in the next exchange of the fragment. If None, all ranks are waited for.
+            part, and its progress counts in the next exchange of the fragment. If None, all ranks are waited for, as
+            they are until each has called `step` for the first time.
         process_group: the ranks; the default group if None.
 
     Raises:
@@ -163,7 +164,7 @@ class DiLoCo:
         """
         self._proceed()
         course = self._course
-        for outcome in self._exchanges.leave(course.used):
+        for outcome in self._exchanges.leave(range(course.used, course.begun)):
             self._use(outcome)
             course.used = outcome.exchange + 1
         course.begun = course.used

@@ -41,8 +41,8 @@ class Exchanges(Protocol):
         """Returns the outcome of an exchange that has begun."""
         ...
 
-    def leave(self, number: int) -> Iterator[Outcome]:
-        """Yields the outcomes from `number` on that there are until all ranks have left, when it returns."""
+    def leave(self, begun: range) -> Iterator[Outcome]:
+        """Yields the outcomes of exchanges that have begun, and of those that there are until all ranks have left."""
         ...
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
@@ -80,11 +80,10 @@ class NoExchanges:
         """Returns the offer as the mean."""
         return Outcome(number, self._offers.pop(number), took_part=True)
 
-    def leave(self, number: int) -> Iterator[Outcome]:
+    def leave(self, begun: range) -> Iterator[Outcome]:
         """Yields what has begun."""
-        while number in self._offers:
+        for number in begun:
             yield self.outcome(number)
-            number += 1
 
     def mean(self, fragment: int, offer: Tensors) -> Tensors:
         """Returns the offer."""
@@ -140,8 +139,11 @@ class BackgroundExchanges:
         self._next = number
 
     def decided(self) -> int:
-        """Returns how many exchanges have been decided, with this rank or without."""
-        return self._desk.decided
+        """Returns how many exchanges have been decided, with this rank or without.
+
+        From the first call on, the thread takes part in exchanges.
+        """
+        return self._opened().decided
 
     def begin(self, number: int, offer: Tensors) -> None:
         """Begins an exchange."""
@@ -159,12 +161,13 @@ class BackgroundExchanges:
         assert found is not None, "all ranks have left before an exchange that this rank has begun"
         return found
 
-    def leave(self, number: int) -> Iterator[Outcome]:
-        """Yields the outcomes from `number` on, until all ranks have left."""
+    def leave(self, begun: range) -> Iterator[Outcome]:
+        """Yields the outcomes of what has begun here, and then of what other ranks do until they have left too."""
         desk = self._opened()
         desk.finish()
         assert self._attendance is not None
         self._attendance.came(FINISHED)
+        number = begun.start
         while (outcome := self._await(number)) is not None:
             yield outcome
             number += 1
