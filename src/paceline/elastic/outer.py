@@ -88,7 +88,7 @@ class OuterRounds:
             return
         tensors = [each.clone() for each in offer]
         try:
-            works = self._averaging.begin(group, self._diloco.fragment_of(number), tensors)
+            works = self._averaging.begin(group, self._diloco.rhythm.fragment(number), tensors)
         except LOST:
             return  # its round will find that the view has broken
         self._running[number] = _Running(group, tensors, works)
@@ -131,7 +131,7 @@ class OuterRounds:
 
     def _outcome(self, number: int) -> Outcome:
         offer, running = self._offers.pop(number, None), self._running.pop(number, None)
-        fragment = self._diloco.fragment_of(number)
+        fragment = self._diloco.rhythm.fragment(number)
         mean = self._rounds.agree_on(lambda group: self._mean(group, number, fragment, offer, running))
         return Outcome(number, mean, offer is not None)
 
@@ -144,7 +144,7 @@ class OuterRounds:
         if running is not None and running.group is group:
             self._averaging.end(running.works, running.tensors, parts)
             return running.tensors
-        tensors = self._diloco.blank(fragment) if offer is None else [each.clone() for each in offer]
+        tensors = self._diloco.content.blank(fragment) if offer is None else [each.clone() for each in offer]
         self._averaging.average(group, fragment, tensors, max(parts, 1))
         reach("round.computed")
         return tensors

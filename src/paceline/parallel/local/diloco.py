@@ -23,9 +23,10 @@ from paceline.parallel.local.arguments import (
     wrong_rhythm_text,
 )
 from paceline.parallel.local.averaging import Averaging
-from paceline.parallel.local.buffers import averaged_buffers, flat, other_buffers, set_to
+from paceline.parallel.local.buffers import other_buffers
+from paceline.parallel.local.content import Content
 from paceline.parallel.local.course import Begin, Course, Rhythm
-from paceline.parallel.local.desk import Outcome, Tensors
+from paceline.parallel.local.desk import Outcome
 from paceline.parallel.local.exchanges import BackgroundExchanges, Exchanges, NoExchanges
 from paceline.parallel.local.fragments import OuterParameters
 from paceline.parallel.zero.arguments import start_alike
@@ -120,15 +121,15 @@ class DiLoCo:
         problem = None if wrong is None else ValueError(f"rank {group.me.rank}: {wrong}")
         start_alike(model, [{"params": params}], compared, group, problem)
         self._course = Course(rhythm)
-        self._buffers = averaged_buffers(model)
         self.outer_module = OuterParameters(params, fragments)
+        self.content = Content(model, self.outer_module, fragments)
         hand_over(outer, self.outer_module.pairs())
         self._exchanges: Exchanges = NoExchanges()
         if group.size() > 1:
             own = new_group(group.ranks, group.timeout, use_local_synchronization=True, group_desc="outer gradients")
             assert isinstance(own, ProcessGroup)
             averaging = Averaging()
-            exchanges = BackgroundExchanges(own, grace_s, averaging, rhythm.fragment, self.blank)
+            exchanges = BackgroundExchanges(own, grace_s, averaging, rhythm.fragment, self.content.blank)
             weakref.finalize(self, exchanges.close).atexit = False
             self._exchanges = exchanges
 
@@ -169,10 +170,10 @@ class DiLoCo:
             course.used = outcome.exchange + 1
         course.begun = course.used
         for fragment in range(course.rhythm.fragments):
-            gradient, *buffers = self._exchanges.mean(fragment, self._offer(fragment))
-            self.outer_module.step(fragment, gradient, None)
+            mean = self._exchanges.mean(fragment, self.content.offer(fragment))
+            self.outer_module.step(fragment, mean[0], None)
             self.outer_module.reset(fragment, 0.0)
-            self._set_buffers(buffers)
+            self.content.set_buffers(mean)
         self._exchanges.copy_from_first(other_buffers(self.module))
         course.steps = self._exchanges.most(course.steps)
 
@@ -270,51 +271,29 @@ class DiLoCo:
         for fragment in range(self._course.rhythm.fragments):
             self.outer_module.reset(fragment, 0.0)
 
-    # - What is exchanged
-
-    def blank(self, fragment: int) -> Tensors:
-        """Returns zeros of the form of what is exchanged of a fragment."""
-        return [self.outer_module.zeros(fragment), *(torch.zeros_like(each) for each in self._values_with(fragment))]
-
-    def fragment_of(self, exchange: int) -> int:
-        """Returns which fragment an exchange is of."""
-        return self._course.rhythm.fragment(exchange)
-
     def _proceed(self) -> None:
         """Does what is due."""
         self._course.catch_up(self._exchanges.decided())
         while (action := self._course.do_next()) is not None:
             if isinstance(action, Begin):
-                self._exchanges.begin(action.exchange, self._offer(self.fragment_of(action.exchange)))
+                offer = self.content.offer(self.rhythm.fragment(action.exchange))
+                self._exchanges.begin(action.exchange, offer)
                 continue
             began_s = time.perf_counter()
             outcome = self._exchanges.outcome(action.exchange)
             self._wait_s += time.perf_counter() - began_s
             self._use(outcome)
 
-    def _offer(self, fragment: int) -> Tensors:
-        return [self.outer_module.difference(fragment), *self._values_with(fragment)]
-
     def _use(self, outcome: Outcome) -> None:
         """Updates the outer parameters, and goes on from them."""
-        fragment, outer = self.fragment_of(outcome.exchange), self.outer_module
-        gradient, *buffers = outcome.mean
+        fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
         progress = None if outcome.took_part else outer.progress(fragment)
-        outer.step(fragment, gradient, self.outer)
+        outer.step(fragment, outcome.mean[0], self.outer)
         if progress is None:
             outer.reset(fragment, self._mix)
-            self._set_buffers(buffers)
+            self.content.set_buffers(outcome.mean)
         else:
             outer.reset_keeping(fragment, progress)
-
-    def _values_with(self, fragment: int) -> Tensors:
-        """Returns what is averaged besides the outer gradient: the buffers with the last fragment."""
-        is_last = fragment == self._course.rhythm.fragments - 1
-        return [flat(self._buffers)] if self._buffers and is_last else []
-
-    def _set_buffers(self, values: Tensors) -> None:
-        for each in values:
-            set_to(self._buffers, each)
 
 
 class LocalSGD(DiLoCo):
