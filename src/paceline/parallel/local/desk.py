@@ -42,10 +42,10 @@ class Desk:
 
     def __init__(self, number: int) -> None:
         self.changed = threading.Condition()
-        self.latest = number - 1  # the latest exchange that the training has come to; FINISHED if it comes to no other
         self.decided = number  # all exchanges before this one have been decided
         self.is_over = False  # all ranks have finished
-        self._highest = number - 1
+        self._latest = number - 1  # the latest exchange that the training has come to
+        self._has_finished = False  # the training comes to no other
         self._offers: dict[int, Tensors] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._error: BaseException | None = None
@@ -56,7 +56,7 @@ class Desk:
     def offer(self, number: int, tensors: Tensors) -> bool:
         """Leaves what this rank gives to an exchange; returns False if that was decided without it."""
         with self.changed:
-            self.latest = self._highest = number
+            self._latest = number
             if number < self.decided:
                 return False
             self._offers[number] = tensors
@@ -66,7 +66,7 @@ class Desk:
     def finish(self) -> None:
         """Says that this rank comes to no other exchange."""
         with self.changed:
-            self.latest = FINISHED
+            self._has_finished = True
             self.changed.notify_all()
 
     def await_outcome(self, number: int, timeout_s: float) -> Outcome | None:
@@ -111,8 +111,8 @@ class Desk:
     def has_come_to(self, number: int) -> int | None:
         """Returns `number` or a later exchange if the training has come to it, FINISHED, or None; `changed` is held."""
         if number in self._offers:
-            return self._highest
-        return FINISHED if self.latest == FINISHED else None
+            return self._latest
+        return FINISHED if self._has_finished else None
 
     def take(self, number: int, takes_part: bool, blank: Callable[[], Tensors]) -> Tensors:
         """Returns what this rank gives to an exchange that has been decided: zeros if it does not take part."""
