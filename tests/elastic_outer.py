@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import pytest
 import torch
 from local_reference import RATE, build, inner_step
 
@@ -20,7 +21,7 @@ def train(steps: int, delay: int = 0, complete: int = 0, step_s: float = 0.0, se
     Args:
         steps: how many inner steps.
         delay: after how many of them results are used.
-        complete: while there are fewer workers, steps take long, so that those who are missing come before the end.
+        complete: while there are fewer workers, training goes on, and steps take long.
         step_s: how long a step takes at least.
         seed: of the model.
     """
@@ -35,7 +36,7 @@ def train(steps: int, delay: int = 0, complete: int = 0, step_s: float = 0.0, se
     joined_at = -1
     for _ in state.epochs(1):
         joined_at = diloco.steps
-        while diloco.steps < steps:
+        while diloco.steps < steps or dist.get_world_size() < complete:
             inner_step(model, inner, slot, diloco.steps)
             diloco.step()
             time.sleep(_WAITING_S if dist.get_world_size() < complete else step_s)
@@ -49,12 +50,16 @@ def train(steps: int, delay: int = 0, complete: int = 0, step_s: float = 0.0, se
     }
 
 
-def refused(what: str) -> None:
-    """Makes a state with what it cannot take."""
+def refused() -> None:
+    """Makes states with what they cannot take."""
     dist.init_process_group(elastic=True)
     model = build()
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
-    outer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if what == "grace":
-        dist.ElasticState(dist.DiLoCo(model, inner, outer, grace_s=1.0))
-    dist.ElasticState(dist.DiLoCo(model, inner, outer), optimizer=inner)
+    with pytest.raises(ValueError, match="grace_s=1.0"):
+        dist.ElasticState(dist.LocalSGD(model, inner, grace_s=1.0))
+    diloco = dist.LocalSGD(model, inner)
+    for optimizer in (inner, diloco.outer):
+        with pytest.raises(ValueError, match="an optimizer of DiLoCo"):
+            dist.ElasticState(diloco, optimizer=optimizer)
+    with pytest.raises(TypeError, match="a loop of DiLoCo"):
+        dist.ElasticState(diloco).skip_batch()
