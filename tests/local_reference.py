@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -94,4 +93,5 @@ class Reference:
     @torch.no_grad()
     def mean(self) -> list[torch.Tensor]:
         """Returns the mean of the models' parameters."""
-        return [torch.stack(each).mean(0) for each in zip(*(copy.deepcopy(m).parameters() for m in self.models), strict=True)]
+        everyones = zip(*(model.parameters() for model in self.models), strict=True)
+        return [torch.stack(each).mean(0) for each in everyones]

@@ -1,4 +1,4 @@
-"""Ranks that train with DiLoCo in virtual time: the real course and roll, with made-up steps, messages and exchanges."""
+"""Ranks that train with DiLoCo in virtual time: the real course and roll, with made-up steps and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from paceline.parallel.local.course import Begin, Course, Rhythm, Use
+from paceline.parallel.local.course import Course, Rhythm, Use
 from paceline.parallel.local.roll import FINISHED, Roll, Verdict
 
 
@@ -86,17 +86,16 @@ class Simulation:
         self._proceed(number, rank)
 
     def _proceed(self, number: int, rank: Rank) -> None:
-        while (action := rank.course.do_next()) is not None:
-            if isinstance(action, Begin):
-                if action.exchange >= rank.decided:
-                    rank.offered.add(action.exchange)
-                    self._say(number, action.exchange)
-                continue
-            assert isinstance(action, Use)
-            if action.exchange not in rank.outcomes:
-                rank.awaits, rank.since_s = action.exchange, self.now_s
-                return
-            rank.used.append(action.exchange)
+        while (action := rank.course.due()) is not None:
+            if isinstance(action, Use):
+                if action.exchange not in rank.outcomes:
+                    rank.awaits, rank.since_s = action.exchange, self.now_s
+                    return
+                rank.used.append(action.exchange)
+            elif action.exchange >= rank.decided:
+                rank.offered.add(action.exchange)
+                self._say(number, action.exchange)
+            rank.course.did(action)
         self._begin_step(number, rank)
 
     def _say(self, number: int, what: int) -> None:
@@ -142,7 +141,6 @@ class Simulation:
             self._use_rest(rank)
         elif rank.awaits == exchange:
             rank.waited_s[exchange] = self.now_s - rank.since_s
-            rank.used.append(exchange)
             rank.awaits = None
             self._proceed(number, rank)
 

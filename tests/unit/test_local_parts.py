@@ -6,19 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from local_simulation import Simulation, drawn
+from sampling import examples
 
 from paceline.parallel.local.course import Begin, Course, Rhythm, Use
 from paceline.parallel.local.fragments import cut
 from paceline.parallel.local.roll import FINISHED, Roll, Verdict, who_is_there
-from sampling import examples
 
 
 def actions(rhythm: Rhythm, steps: int) -> dict[int, list[object]]:
     course, done = Course(rhythm), dict[int, list[object]]()
     for step in range(1, steps + 1):
         course.step()
-        while (action := course.do_next()) is not None:
+        for action in all_due(course):
             done.setdefault(step, []).append(action)
+    return done
+
+
+def all_due(course: Course) -> list[Begin | Use]:
+    done: list[Begin | Use] = []
+    while (action := course.due()) is not None:
+        course.did(action)
+        done.append(action)
     return done
 
 
@@ -46,8 +54,12 @@ def test_a_result_is_used_some_steps_later():
 @given(st.integers(1, 40), st.data())
 def test_every_fragment_is_exchanged_once_a_round(every, data):
     rhythm = Rhythm(every, data.draw(st.integers(1, every)), data.draw(st.integers(0, every - 1)))
-    begun = [(step, each.exchange) for step, done in actions(rhythm, 3 * every).items() for each in done if
-             isinstance(each, Begin)]
+    begun = [
+        (step, each.exchange)
+        for step, done in actions(rhythm, 3 * every).items()
+        for each in done
+        if isinstance(each, Begin)
+    ]
     for first in range(0, 3 * every, every):
         of_round = [exchange for step, exchange in begun if first < step <= first + every]
         assert sorted(rhythm.fragment(each) for each in of_round) == list(range(rhythm.fragments))
@@ -60,16 +72,16 @@ def test_a_late_rank_takes_the_steps_of_the_others():
     course.step()
     course.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
     assert course.steps == 15
-    assert [course.do_next() for _ in range(6)] == [Begin(0), Use(0), Begin(1), Use(1), Begin(2), None]
+    assert all_due(course) == [Begin(0), Use(0), Begin(1), Use(1), Begin(2)]
     course.step()
-    assert course.do_next() == Use(2)
+    assert course.due() == Use(2)
 
 
 def test_a_rank_that_is_not_late_keeps_its_steps():
     course = Course(Rhythm(every=2, delay=1))
     for _ in range(2):
         course.step()
-    assert course.do_next() == Begin(0)
+    assert all_due(course) == [Begin(0)]
     course.catch_up(1)
     assert course.steps == 2
 

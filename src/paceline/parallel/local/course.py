@@ -95,12 +95,15 @@ class Course:
         if decided > self.begun:
             self.steps = max(self.steps, self.rhythm.begins(decided - 1))
 
-    def do_next(self) -> Begin | Use | None:
-        """Returns what is to be done now, as if it were done when this returns; None if the next inner step is."""
+    def due(self) -> Begin | Use | None:
+        """Returns what is to be done now; None if the next inner step is."""
         if self.used < self.begun and self.rhythm.is_used(self.used) <= self.steps:
-            self.used += 1
-            return Use(self.used - 1)
-        if self.rhythm.begins(self.begun) <= self.steps:
-            self.begun += 1
-            return Begin(self.begun - 1)
-        return None
+            return Use(self.used)
+        return Begin(self.begun) if self.rhythm.begins(self.begun) <= self.steps else None
+
+    def did(self, action: Begin | Use) -> None:
+        """Notes that what was due has been done."""
+        if isinstance(action, Begin):
+            self.begun = action.exchange + 1
+        else:
+            self.used = action.exchange + 1

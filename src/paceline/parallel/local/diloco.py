@@ -38,8 +38,8 @@ class DiLoCo:
 
     Every rank trains the model with its `inner` optimizer, without communication. Once in `every` steps each part of
     the parameters (a fragment) is exchanged: its *outer gradient*, by which the rank's parameters have moved away from
-    the outer ones, is averaged over the ranks, the `outer` optimizer updates the outer parameters with the mean, and the
-    rank goes on from these. This is DiLoCo (Douillard et al. 2023), with more than one fragment Streaming DiLoCo
+    the outer ones, is averaged over the ranks, the `outer` optimizer updates the outer parameters with the mean, and
+    the rank goes on from these. This is DiLoCo (Douillard et al. 2023), with more than one fragment Streaming DiLoCo
     (Douillard et al. 2025). It sends about `every` times less than data parallel training does, so that a slow network
     suffices. After each exchange the outer parameters have equal bits on all ranks.
 
@@ -230,9 +230,9 @@ class DiLoCo:
         """
         parameters = state["parameters"]
         if differ := sorted(set(parameters) ^ set(self._names)):
+            me, where = self.process_group.me.rank, "there" if differ[0] in parameters else "here"
             raise ValueError(
-                f"rank {self.process_group.me.rank}: the state is of another model: {differ[0]!r} is a trained parameter "
-                f"only {'there' if differ[0] in parameters else 'here'}"
+                f"rank {me}: the state is of another model: {differ[0]!r} is a trained parameter only {where}"
             )
         rhythm, steps, used = self._course.rhythm, state["steps"], state["used"]
         if (state["every"], state["fragments"]) != (rhythm.every, rhythm.fragments):
@@ -274,15 +274,16 @@ class DiLoCo:
     def _proceed(self) -> None:
         """Does what is due."""
         self._course.catch_up(self._exchanges.decided())
-        while (action := self._course.do_next()) is not None:
+        while (action := self._course.due()) is not None:
             if isinstance(action, Begin):
                 offer = self.content.offer(self.rhythm.fragment(action.exchange))
                 self._exchanges.begin(action.exchange, offer)
-                continue
-            began_s = time.perf_counter()
-            outcome = self._exchanges.outcome(action.exchange)
-            self._wait_s += time.perf_counter() - began_s
-            self._use(outcome)
+            else:
+                began_s = time.perf_counter()
+                outcome = self._exchanges.outcome(action.exchange)
+                self._wait_s += time.perf_counter() - began_s
+                self._use(outcome)
+            self._course.did(action)
 
     def _use(self, outcome: Outcome) -> None:
         """Updates the outer parameters, and goes on from them."""

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 from paceline.durations import to_seconds
-from paceline.parallel.ddp.error_text import add_context
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.ddp.error_text import add_context
 from paceline.parallel.local.attendance import Attendance, Everyone, RollCall
 from paceline.parallel.local.averaging import Averaging
 from paceline.parallel.local.desk import Desk, DeskClosedError, Outcome, Tensors
