@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -211,7 +212,7 @@ class BackgroundExchanges:
         try:
             while not (verdict := attendance.verdict(number)).is_final:
                 fragment, takes_part = self._fragment_of(number), verdict.takes_part[rank]
-                tensors = desk.take(number, takes_part, lambda fragment=fragment: self._blank(fragment))
+                tensors = desk.take(number, takes_part, partial(self._blank, fragment))
                 self._averaging.average(self._group, fragment, tensors, sum(verdict.takes_part))
                 desk.give(Outcome(number, tensors, takes_part))
                 number += 1
