@@ -44,5 +44,26 @@ def test_a_line_of_ten_megabit_trains(hosts, grace_s):
     assert all(each[-1] < each[0] for each in losses)
 
 
-def test_two_hosts_of_two_ranks_train(hosts):
-    hosts(2, 2)(train, None, None, 64)
+def train_in_step_within_a_host() -> None:
+    dist.init_process_group()
+    rank = dist.get_rank()
+    hosts = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(rank)
+    model = dist.DistributedDataParallel(nn.Linear(6, 4), process_group=hosts[rank // 2])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = dist.LocalSGD(model, inner, every=3, process_group=across[rank % 2])
+    for step in range(1, 6):
+        inner.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        inner.step()
+        local.step()
+        everyone = [torch.empty_like(model.module.weight) for _ in range(4)]
+        dist.all_gather(everyone, model.module.weight.detach())
+        assert torch.equal(everyone[0], everyone[1]), "ranks of one host are in step"
+        assert torch.equal(everyone[0], everyone[2]) == (step == 3), "hosts are where they have averaged"
+    local.finish()
+
+
+def test_hosts_train_apart_and_their_ranks_in_step(hosts):
+    hosts(2, 2)(train_in_step_within_a_host)
