@@ -1,17 +1,20 @@
 """How long does an all-reduce of float32 between hosts take, against torch's gloo?
 
     python bench/hosts.py [--hosts 2 4] [--per-host 1] [--rates none 1gbit 10gbit] [--delays 0 0.1 20] [--json FILE]
+    python bench/hosts.py --hosts 2 --rates 1gbit --delays 0 --sizes 67108864 --wires bf16 int8 int4
 
 Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
 small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
 the same processes, one thread a rank. Medians. "of line" is 2 (n - 1) / n times the tensor, over the time, over what
-frames of 1500 bytes leave of the rate for the payload (95.6 %).
+frames of 1500 bytes leave of the rate for the payload (95.6 %). `--wires` adds averages of normally distributed numbers
+that are rounded between hosts, with error feedback; "int8" is how many times as fast as the exact sum that one is.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -33,7 +36,7 @@ def calls_for(nbytes: int, delay_ms: float, rate: str) -> int:
 
 
 def rank_main(
-    sizes: list[int], delay_ms: float, rate: str, with_flat: bool, directory: str
+    sizes: list[int], delay_ms: float, rate: str, with_flat: bool, wires: list[str], directory: str
 ) -> dict[int, dict[str, float]]:
     import os
 
@@ -57,6 +60,10 @@ def rank_main(
         }
         if with_flat:
             contestants["flat ring"] = lambda tensor=tensor: dist.all_reduce(tensor, group=flat)
+        numbers = torch.randn(nbytes // 4)
+        for kind in wires:
+            wire = dist.Wire(kind)
+            contestants[kind] = partial(dist.all_reduce, numbers, dist.ReduceOp.AVG, wire=wire)
         for call in contestants.values():
             call()
             call()
@@ -75,6 +82,7 @@ def main() -> None:
     arguments.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"])
     arguments.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 20], help="in ms, one way")
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    arguments.add_argument("--wires", nargs="*", default=[], choices=["bf16", "int8", "int4"])
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []
     for hosts in options.hosts:
@@ -86,7 +94,14 @@ def main() -> None:
                 ranks = hosts * options.per_host
                 with tempfile.TemporaryDirectory() as directory:
                     answers = network(
-                        rank_main, options.sizes, delay_ms, rate, options.per_host > 1, directory, timeout_s=600
+                        rank_main,
+                        options.sizes,
+                        delay_ms,
+                        rate,
+                        options.per_host > 1,
+                        options.wires,
+                        directory,
+                        timeout_s=600,
                     )
                 for nbytes, times in answers[0].items():
                     row: dict[str, object] = {
@@ -96,6 +111,7 @@ def main() -> None:
                     }
                     row |= {"size": human(nbytes)} | {f"{name} µs": 1e6 * time for name, time in times.items()}
                     row["gloo / paceline"] = times["gloo"] / times["paceline"]
+                    row |= {kind: times["paceline"] / times[kind] for kind in options.wires}
                     if "flat ring" in times:
                         row["flat / paceline"] = times["flat ring"] / times["paceline"]
                     if rate in RATES:

@@ -25,7 +25,7 @@ Stream to_stream(const FlatPieces& flat) {
 }
 
 Call to_call(const nb::tuple& fields) {
-    constexpr std::size_t kFields = 8;
+    constexpr std::size_t kFields = 10;
     if (fields.size() != kFields) throw nb::type_error("a call is a paceline.engine.channel.Call");
     Call call;
     call.operation = static_cast<Operation>(nb::cast<int>(fields[0]));
@@ -36,6 +36,14 @@ Call to_call(const nb::tuple& fields) {
     call.timeout_ns = nb::cast<std::int64_t>(fields[5]);
     call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[6]));
     call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[7]));
+    if (const int wire = nb::cast<int>(fields[8]); wire != 0) {
+        call.algorithm = static_cast<std::uint8_t>(kQuantised + wire);
+        const auto residual = nb::cast<FlatPieces>(fields[9]);
+        if (!residual.empty()) {
+            call.residual = reinterpret_cast<float*>(residual.at(0));
+            call.residual_count = residual.at(1) / sizeof(float);
+        }
+    }
     return call;
 }
 

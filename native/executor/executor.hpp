@@ -11,6 +11,7 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -37,13 +38,21 @@ class Executor final : public Collectives {
     struct StepState {
         std::size_t dst_offset = 0;  // of its slices in their buffers, in bytes
         std::size_t src_offset = 0;
-        std::size_t nbytes = 0;
-        std::size_t done = 0;  // the watermark
+        std::size_t nbytes = 0;  // of a step that converts: of the floats
+        std::size_t done = 0;    // the watermark
         bool finished = false;
     };
     struct Extent {  // of a slice in its buffer, in bytes
         std::size_t offset = 0;
         std::size_t nbytes = 0;
+    };
+    // Where one side of a step lies in its buffer, and how much of it is done, in bytes of that buffer: a packed block
+    // has fewer than the floats that it stands for.
+    struct Side {
+        std::size_t offset;
+        std::size_t nbytes;
+        std::size_t done;
+        bool packed;
     };
     struct Header {
         std::uint32_t magic;
@@ -75,10 +84,13 @@ class Executor final : public Collectives {
     };
 
     std::optional<std::uint32_t> lay_out_buffers(Call& call);
+    std::optional<std::uint32_t> lay_out_wire(const Call& call);
     void observe_traffic(Observed& observed);
     bool place_step(const Step& step, StepState& step_state) const;
+    bool can_convert(const Step& step, const StepState& step_state) const;
     std::optional<Extent> extent_of(const Slice& slice) const;
     const Memory& buffer(const Slice& slice) const { return buffers_[static_cast<std::size_t>(slice.buffer)]; }
+    Side side(std::uint32_t step, bool dst) const;
     std::optional<std::size_t> limit(std::uint32_t step) const;
     bool all_received_before(std::uint32_t step) const;
     void finish(StepState& step_state);
@@ -87,7 +99,11 @@ class Executor final : public Collectives {
     bool progress();
     bool send(FlowState& state);
     bool receive(FlowState& state);
-    bool copy();
+    bool work_locally();
+    bool copy(std::uint32_t step, std::size_t until);
+    bool convert(std::uint32_t step, std::size_t until);
+    void convert_run(std::uint32_t step, std::uint8_t* floats, std::size_t nbytes);
+    void convert_split_group(std::uint32_t step, const Memory& floats, std::size_t at, std::size_t nbytes);
     bool receive_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset, std::size_t count);
     bool reduce_lane(FlowState& state, std::size_t lane, std::uint32_t step, std::size_t offset, std::size_t count);
     void reduce_bytes(std::uint32_t step, std::size_t offset, const std::uint8_t* received, std::size_t nbytes);
@@ -108,17 +124,23 @@ class Executor final : public Collectives {
     std::chrono::steady_clock::time_point polled_{};  // the messenger
     std::uint32_t heard_ = 0;                         // of the lanes' news
     std::vector<std::uint8_t> scratch_;
+    std::unique_ptr<std::uint8_t[]> wire_;  // packed blocks; its pages become memory when they are used
+    std::size_t wire_room_ = 0;
 
     // Of the call that runs:
     const Schedule* schedule_ = nullptr;
     CallHeader header_{};
     std::vector<StepState> states_;
-    Memory buffers_[3];
-    std::vector<std::size_t> starts_[3];  // of the blocks in each buffer, and the end of the last block
+    Memory buffers_[kBuffers];
+    std::vector<std::size_t> starts_[kBuffers];  // of the blocks in each buffer, and the end of the last block
     std::vector<FlowState> flows_;
-    std::size_t open_ = 0;  // number of unfinished steps
-    std::size_t copied_ = 0;
+    std::size_t open_ = 0;         // number of unfinished steps
+    std::size_t first_local_ = 0;  // before it in the schedule's `local`, all are finished
     std::size_t item_ = 1;
+    const WireKernels* wire_kernels_ = nullptr;
+    float* residual_ = nullptr;  // of the call: what earlier calls have lost by rounding; null without error feedback
+    std::size_t residual_count_ = 0;
+    bool averages_ = false;
     ReduceFn reduce_ = nullptr;
     ReduceFn reduce_last_ = nullptr;
     bool failed_ = false;

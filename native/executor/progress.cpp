@@ -1,6 +1,5 @@
 // Which steps of a schedule may go on, and how far: the watermarks.
 #include <algorithm>
-#include <cstring>
 
 #include "executor/executor.hpp"
 
@@ -14,12 +13,23 @@ bool Executor::all_received_before(std::uint32_t step) const {
     return true;
 }
 
+// What the other steps see of a step's progress in the buffer that it writes or, if not `dst`, reads.
+Executor::Side Executor::side(std::uint32_t step, bool dst) const {
+    const StepState& state = states_[step];
+    const Step& what = schedule_->steps[step];
+    const std::size_t offset = dst ? state.dst_offset : state.src_offset;
+    const bool packed = converts(what.kind) && dst == (what.kind == Kind::pack);
+    if (!packed) return {offset, state.nbytes, state.done, false};
+    const auto size = [&](std::size_t nbytes) { return packed_size(schedule_->wire, nbytes / item_); };
+    return {offset, size(state.nbytes), size(state.done), true};
+}
+
 // The watermark that `step` may reach now; nullopt when it may not even begin.
 //
 // An earlier step that is not finished has done the bytes of its slice up to its own watermark, `front`, and blocks the
 // rest. Both steps' slices are ranges of the same buffer. Where they overlap, this step may pass the bytes before
 // `front` and must stop at the first one behind it. Where they do not, or only before `front`, the earlier step does
-// not limit this one.
+// not limit this one. A step that converts goes on by whole groups.
 std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
     const StepState& step_state = states_[step];
     const Step& what = schedule_->steps[step];
@@ -27,50 +37,29 @@ std::optional<std::size_t> Executor::limit(std::uint32_t step) const {
         return all_received_before(step) ? std::optional(step_state.nbytes) : std::nullopt;
     std::size_t most = step_state.nbytes;
     for (const Dependency& on : schedule_->dependencies(step)) {
-        const StepState& other = states_[on.step];
-        if (other.finished) continue;
-        const std::size_t other_offset = on.earlier_dst ? other.dst_offset : other.src_offset;
-        const std::size_t my_offset = on.later_dst ? step_state.dst_offset : step_state.src_offset;
-        const std::size_t front = other_offset + other.done;
-        const std::size_t end = std::min(other_offset + other.nbytes, my_offset + step_state.nbytes);
+        if (states_[on.step].finished) continue;
+        const Side other = side(on.step, on.earlier_dst);
+        const Side mine = side(step, on.later_dst);
+        const std::size_t front = other.offset + other.done;
+        const std::size_t end = std::min(other.offset + other.nbytes, mine.offset + mine.nbytes);
         if (front >= end) continue;
-        const std::size_t at = std::max(front, std::max(other_offset, my_offset));
-        most = std::min(most, at - my_offset);
+        const std::size_t at = std::max(front, std::max(other.offset, mine.offset)) - mine.offset;
+        most = std::min(most, mine.packed ? at / packed_group(schedule_->wire) * kWireGroup * item_ : at);
     }
     // A stripe or a read may end within an element, which can be reduced only when all of it is there.
-    if (most != step_state.nbytes) most = most / item_ * item_;
+    const std::size_t unit = converts(what.kind) ? kWireGroup * item_ : item_;
+    if (most != step_state.nbytes) most = most / unit * unit;
     if (most == 0 && step_state.nbytes != 0) return std::nullopt;
     return most;
 }
 
 bool Executor::progress() {
-    bool moved = copied_ < schedule_->copies.size() && copy();
+    bool moved = first_local_ < schedule_->local.size() && work_locally();
     for (FlowState& state : flows_) {
         if (failed_) return true;
         if (state.sending.next < state.flow->sends.size() || state.sending.padding != 0) moved |= send(state);
         if (failed_) return true;
         if (state.receiving.next < state.flow->receives.size() || state.receiving.padding != 0) moved |= receive(state);
-    }
-    return moved;
-}
-
-bool Executor::copy() {
-    bool moved = false;
-    for (; copied_ < schedule_->copies.size(); ++copied_) {
-        const std::uint32_t step = schedule_->copies[copied_];
-        StepState& step_state = states_[step];
-        const Step& what = schedule_->steps[step];
-        const std::optional<std::size_t> until = limit(step);
-        while (until && step_state.done < *until) {
-            const Piece to = buffer(what.dst).run(step_state.dst_offset + step_state.done, *until - step_state.done);
-            const Piece from = buffer(what.src).run(step_state.src_offset + step_state.done, to.nbytes);
-            std::memmove(to.data, from.data, from.nbytes);
-            step_state.done += from.nbytes;
-            moved = true;
-        }
-        if (!until || step_state.done < step_state.nbytes) return moved;
-        finish(step_state);
-        moved = true;
     }
     return moved;
 }

@@ -17,31 +17,39 @@ struct Touched {
 };
 
 bool to_slice(const std::int32_t* numbers, Slice& slice) {
-    if (numbers[0] < 0 || numbers[0] > 2 || numbers[1] < 0 || numbers[2] < 0) return false;
+    if (numbers[0] < 0 || numbers[0] > 3 || numbers[1] < 0 || numbers[2] < 0) return false;
     slice = {static_cast<Buffer>(numbers[0]), static_cast<std::uint32_t>(numbers[1]),
              static_cast<std::uint32_t>(numbers[2])};
     return slice.first <= kMostBlocks && slice.length <= kMostBlocks;
 }
 
+// Packed blocks are sent and received as they are, and only the steps that convert them use them otherwise, one by one.
+bool uses_wire_well(const Step& step) {
+    const bool from = step.reads() && step.src.buffer == Buffer::wire;
+    const bool to = step.writes() && step.dst.buffer == Buffer::wire;
+    if ((from && step.src.length != 1) || (to && step.dst.length != 1)) return false;
+    if (!converts(step.kind)) return !(from || to) || step.kind == Kind::send || step.kind == Kind::recv;
+    return step.dst.length == 1 && (step.kind == Kind::pack ? to && !from : from && !to);
+}
+
 bool to_step(const std::int32_t* numbers, int rank, int size, Step& step) {
-    if (numbers[0] < 0 || numbers[0] > 3 || !to_slice(numbers + 3, step.dst) || !to_slice(numbers + 6, step.src))
+    if (numbers[0] < 0 || numbers[0] > 6 || !to_slice(numbers + 3, step.dst) || !to_slice(numbers + 6, step.src))
         return false;
     step.kind = static_cast<Kind>(numbers[0]);
     step.final = numbers[1] != 0;
     step.peer = numbers[2];
-    const bool local = step.kind == Kind::copy;
-    if (local ? step.peer != -1 : (step.peer < 0 || step.peer >= size || step.peer == rank)) return false;
-    const bool two = step.kind == Kind::reduce || step.kind == Kind::copy;
+    if (is_local(step.kind) ? step.peer != -1 : (step.peer < 0 || step.peer >= size || step.peer == rank)) return false;
+    const bool two = step.reads() && step.writes();
     if (two && step.dst.length != step.src.length) return false;
-    return step.kind == Kind::send || step.dst.buffer != Buffer::input;
+    return uses_wire_well(step) && (step.kind == Kind::send || step.dst.buffer != Buffer::input);
 }
 
 class DependencyFinder {
   public:
     void add(const Step& step, std::uint32_t number, std::vector<Dependency>& found) {
         const std::size_t from = found.size();
-        const bool reads = step.kind != Kind::recv;
-        const bool writes = step.kind != Kind::send;
+        const bool reads = step.reads();
+        const bool writes = step.writes();
         if (reads && step.src.buffer != Buffer::input) {
             each_block(step.src, [&](Touched& block) {
                 if (block.writer >= 0) found.push_back({static_cast<std::uint32_t>(block.writer), true, false});
@@ -78,13 +86,13 @@ class DependencyFinder {
         for (std::uint32_t b = slice.first; b < slice.first + slice.length; ++b) visit(blocks[b]);
     }
 
-    std::array<std::vector<Touched>, 3> buffers_;
+    std::array<std::vector<Touched>, kBuffers> buffers_;
 };
 
 }  // namespace
 
 std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
-                                               std::span<const std::int32_t> flat, std::size_t* bad_step) {
+                                               std::span<const std::int32_t> flat, std::size_t* bad_step, Wire wire) {
     if (bad_step != nullptr) *bad_step = 0;
     if (flat.size() % kNumbersPerStep != 0 || blocks > kMostBlocks || rank < 0 || rank >= size) return nullptr;
     auto schedule = std::make_shared<Schedule>();
@@ -92,6 +100,7 @@ std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint
     schedule->blocks = blocks;
     schedule->rank = rank;
     schedule->size = size;
+    schedule->wire = wire;
     schedule->steps.resize(flat.size() / kNumbersPerStep);
     std::map<int, std::size_t> flow_of;
     DependencyFinder finder;
@@ -99,13 +108,16 @@ std::shared_ptr<const Schedule> Schedule::make(std::uint8_t algorithm, std::uint
         Step& step = schedule->steps[number];
         if (bad_step != nullptr) *bad_step = number;
         if (!to_step(flat.data() + number * kNumbersPerStep, rank, size, step)) return nullptr;
-        for (const Slice* slice : {&step.dst, &step.src})
-            if (slice->buffer == Buffer::scratch)
-                schedule->scratch_blocks = std::max(schedule->scratch_blocks, slice->first + slice->length);
+        for (const Slice* slice : {&step.dst, &step.src}) {
+            const std::uint32_t end = slice->first + slice->length;
+            if (slice->buffer == Buffer::scratch) schedule->scratch_blocks = std::max(schedule->scratch_blocks, end);
+            if (slice->buffer == Buffer::wire) schedule->wire_blocks = std::max(schedule->wire_blocks, end);
+        }
+        if (schedule->wire_blocks != 0 && wire == Wire::none) return nullptr;
         schedule->dependencies_from.push_back(static_cast<std::uint32_t>(schedule->all_dependencies.size()));
         finder.add(step, number, schedule->all_dependencies);
-        if (step.kind == Kind::copy) {
-            schedule->copies.push_back(number);
+        if (is_local(step.kind)) {
+            schedule->local.push_back(number);
             continue;
         }
         const auto [place, is_new] = flow_of.try_emplace(step.peer, schedule->flows.size());

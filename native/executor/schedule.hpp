@@ -7,10 +7,24 @@
 #include <span>
 #include <vector>
 
+#include "wire/wire.hpp"
+
 namespace paceline::executor {
 
-enum class Kind : std::uint8_t { send, recv, reduce, copy };
-enum class Buffer : std::uint8_t { input, output, scratch };
+enum class Kind : std::uint8_t { send, recv, reduce, copy, pack, unpack, add };
+enum class Buffer : std::uint8_t { input, output, scratch, wire };
+
+constexpr std::size_t kBuffers = 4;
+
+// Whether a step turns a block of floats into its packed form in the wire buffer, or back.
+constexpr bool converts(Kind kind) {
+    return kind >= Kind::pack;
+}
+
+// Whether a step needs no other rank.
+constexpr bool is_local(Kind kind) {
+    return kind >= Kind::copy;
+}
 
 // Blocks [first, first + length) of a buffer.
 struct Slice {
@@ -22,9 +36,12 @@ struct Slice {
 struct Step {
     Kind kind = Kind::send;
     bool final = false;  // of a reduction: all ranks' values are in it now
-    int peer = -1;       // group rank; -1 for a copy
-    Slice dst;           // written by recv, reduce and copy
-    Slice src;           // read by send, reduce (the local operand) and copy
+    int peer = -1;       // group rank; -1 for a local step
+    Slice dst;           // written by all but send; an add also reads it
+    Slice src;           // read by all but recv; a reduction's local operand
+
+    bool reads() const { return kind != Kind::recv; }
+    bool writes() const { return kind != Kind::send; }
 };
 
 // An earlier step that touches blocks of a later one in a conflicting way: the later step follows it, byte by byte.
@@ -44,8 +61,10 @@ struct Flow {
 struct Schedule {
     // `flat` holds nine numbers per step: kind, final, peer, and buffer, first, length of `dst` and of `src`.
     // Returns nullptr when they are not a schedule for `rank` of `size`; `bad_step` is then the first invalid step.
+    // `wire` says how the blocks in the wire buffer are packed, if there are any.
     static std::shared_ptr<const Schedule> make(std::uint8_t algorithm, std::uint32_t blocks, int rank, int size,
-                                                std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr);
+                                                std::span<const std::int32_t> flat, std::size_t* bad_step = nullptr,
+                                                Wire wire = Wire::none);
 
     std::span<const Dependency> dependencies(std::uint32_t step) const {
         return std::span(all_dependencies)
@@ -55,11 +74,13 @@ struct Schedule {
     std::uint8_t algorithm = 0;
     std::uint32_t blocks = 0;
     std::uint32_t scratch_blocks = 0;
+    std::uint32_t wire_blocks = 0;
+    Wire wire = Wire::none;
     int rank = 0;
     int size = 0;
     std::vector<Step> steps;
     std::vector<Flow> flows;
-    std::vector<std::uint32_t> copies;
+    std::vector<std::uint32_t> local;  // the steps that need no other rank
     std::vector<Dependency> all_dependencies;
     std::vector<std::uint32_t> dependencies_from;
 };

@@ -151,17 +151,8 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
 
 // The first round of a call: publishes its header and `payload`, waits for the peers' headers and compares them.
 bool Group::begin(Call& call, const void* payload, std::size_t payload_bytes) {
-    header_ = {sequence_,
-               count_in_header(call),
-               call.root,
-               call.operation,
-               call.dtype,
-               call.reduce_op,
-               call.region != 0,
-               call.region,
-               call.offset,
-               0,
-               {}};
+    header_ = {sequence_,        count_in_header(call), call.root,   call.operation, call.dtype, call.reduce_op,
+               call.region != 0, call.region,           call.offset, call.algorithm, {}};
     const std::uint32_t round = round_++;
     first_round_ = round;
     Cell& mine = cell(rank_, round);

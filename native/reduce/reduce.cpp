@@ -1,5 +1,7 @@
 #include "reduce/reduce.hpp"
 
+#include "reduce/simd.hpp"
+
 namespace paceline {
 
 namespace baseline {
@@ -16,24 +18,14 @@ ReduceFn find(DType dtype, ReduceOp op);
 
 namespace {
 
-struct Level {
-    const char* name;
-    ReduceFn (*find)(DType, ReduceOp);
-};
+using Find = ReduceFn (*)(DType, ReduceOp);
 
-Level choose_level() {
+Find choose_kernels() {
 #if PACELINE_AVX
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return {"avx512", avx512::find};
-    if (__builtin_cpu_supports("avx2")) return {"avx2", avx2::find};
+    if (best_simd() == SimdLevel::avx512) return avx512::find;
+    if (best_simd() == SimdLevel::avx2) return avx2::find;
 #endif
-    return {"baseline", baseline::find};
-}
-
-const Level& level() {
-    static const Level chosen = choose_level();
-    return chosen;
+    return baseline::find;
 }
 
 }  // namespace
@@ -71,11 +63,8 @@ std::size_t item_size(DType dtype) {
 }
 
 ReduceFn find_reduction(DType dtype, ReduceOp op) {
-    return level().find(dtype, op);
-}
-
-const char* simd_level() {
-    return level().name;
+    static const Find find = choose_kernels();
+    return find(dtype, op);
 }
 
 }  // namespace paceline

@@ -47,7 +47,4 @@ using ReduceFn = void (*)(void* out, const void* const* sources, int n, std::siz
 // Returns the fastest kernel that this machine can run; nullptr if the operation is not defined for the type.
 ReduceFn find_reduction(DType dtype, ReduceOp op);
 
-// The name of the SIMD level in use: "avx512", "avx2" or "baseline".
-const char* simd_level();
-
 }  // namespace paceline

@@ -105,6 +105,7 @@ _PUBLIC = {
     "paceline.group.reduce_op": ("PremulSum", "ReduceOp", "reduce_op"),
     "paceline.group.rooted": ("broadcast", "gather", "reduce", "scatter"),
     "paceline.group.subgroups": ("new_subgroups", "new_subgroups_by_enumeration", "split_group"),
+    "paceline.group.wire": ("Wire",),
     "paceline.group.work": ("Work",),
     # names of torch's that mean the same here
     "torch.distributed": (

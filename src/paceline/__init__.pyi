@@ -134,6 +134,7 @@ from paceline.group.rooted import scatter as scatter
 from paceline.group.subgroups import new_subgroups as new_subgroups
 from paceline.group.subgroups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
 from paceline.group.subgroups import split_group as split_group
+from paceline.group.wire import Wire as Wire
 from paceline.group.work import Work as Work
 from paceline.launch.spawn import notebook_launch as notebook_launch
 from paceline.launch.spawn import spawn as spawn

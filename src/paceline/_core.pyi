@@ -55,6 +55,16 @@ class Mesh:
     def lost(self) -> int: ...
     def close(self) -> None: ...
 
+def wire_levels() -> list[str]:
+    """Returns the SIMD levels whose kernels this machine can run, slowest first."""
+
+def packed_size(wire: int, count: int) -> int: ...
+def pack(wire: int, level: str, dtype: int, tensor: int, residual: int, packed: int, count: int) -> None:
+    """Packs `count` elements at the address `tensor`; see native/wire/wire.hpp. A `residual` of 0 is none."""
+
+def unpack(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int) -> None: ...
+def add_packed(wire: int, level: str, dtype: int, packed: int, tensor: int, count: int, divisor: int) -> None: ...
+
 class PreparedCall:
     """A collective call that was prepared once and is made many times, on the same memory.
 
@@ -85,6 +95,8 @@ class QuickCall:
     ) -> None: ...
 
 class HostGroup:
+    @property
+    def quantises(self) -> bool: ...
     @staticmethod
     def create(mesh: Mesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float) -> HostGroup | None: ...
     def all_reduce(
@@ -151,7 +163,7 @@ class StoreClient:
 
 class Schedule:
     @staticmethod
-    def make(algorithm: int, blocks: int, rank: int, size: int, steps: bytes) -> Schedule: ...
+    def make(algorithm: int, blocks: int, rank: int, size: int, steps: bytes, wire: int = 0) -> Schedule: ...
 
 class Message:
     """A send or a receive in progress."""

@@ -65,5 +65,11 @@ def train_in_step_within_a_host() -> None:
     local.finish()
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+def test_rounded_outer_gradients_have_equal_bits(hosts, wire):
+    losses = hosts(2, 2)(train, wire, None, 64)
+    assert all(each[-1] < each[0] for each in losses)
+
+
 def test_hosts_train_apart_and_their_ranks_in_step(hosts):
     hosts(2, 2)(train_in_step_within_a_host)

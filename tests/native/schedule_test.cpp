@@ -68,7 +68,7 @@ void steps_are_assigned_to_flows_in_order() {
     CHECK(schedule->flows.size() == 2 && schedule->flows[0].peer == 1 && schedule->flows[1].peer == 2);
     CHECK((schedule->flows[0].sends == std::vector<std::uint32_t>{0, 3}));
     CHECK((schedule->flows[1].receives == std::vector<std::uint32_t>{1}));
-    CHECK((schedule->copies == std::vector<std::uint32_t>{2}));
+    CHECK((schedule->local == std::vector<std::uint32_t>{2}));
 }
 
 std::vector<std::uint32_t> on(const Schedule& schedule, std::uint32_t step) {

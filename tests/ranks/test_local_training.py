@@ -302,6 +302,7 @@ def wrong_arguments() -> None:
         ({"delay": -1}, "delay is -1"),
         ({"mix": 1.0}, "mix is 1.0"),
         ({"grace_s": 0.0}, "grace_s is 0.0"),
+        ({"wire": "int2"}, "wire is 'int2'; it must be one of bf16, int8, int4"),
         ({"outer": inner}, "the same object"),
         ({"outer": SGD(other.parameters(), lr=1.0)}, "the outer optimizer lacks 4 of the 4 parameters"),
         ({"outer": 0.7}, "the outer optimizer is a float"),
@@ -311,6 +312,8 @@ def wrong_arguments() -> None:
         arguments = {"inner": inner, "outer": nesterov(model), **changed}
         with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: .*{message}"):
             dist.DiLoCo(model, **arguments)
+    with pytest.raises(ValueError, match="double precision"):
+        dist.LocalSGD(build().double(), wire="int4")
     with pytest.raises(ValueError, match="nothing to exchange"):
         frozen = build().requires_grad_(False)
         dist.LocalSGD(frozen)

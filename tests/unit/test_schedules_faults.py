@@ -204,7 +204,7 @@ def test_a_slice_beyond_its_buffer_is_found():
 
 def test_a_final_step_that_reduces_nothing_is_found():
     broadcast = [send(1, OWN_OUTPUT)], [receive(0, OWN_OUTPUT)._replace(final=True)]
-    with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*only a REDUCE is final"):
+    with pytest.raises(ScheduleError, match=r"rank 1, step 0 .*only a REDUCE or an ADD is final"):
         verify(by_hand(Operation.BROADCAST, *broadcast, root=0))
 
 

@@ -17,8 +17,9 @@ from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION, ReduceOp
 from paceline.engine.failures import Code, Member, to_error
 from paceline.schedule.steps import Operation
 
-SEND, RECEIVE, REDUCE, COPY = range(4)
-INPUT, OUTPUT, SCRATCH = range(3)
+SEND, RECEIVE, REDUCE, COPY, PACK, UNPACK, ADD = range(7)
+INPUT, OUTPUT, SCRATCH, WIRE = range(4)
+INT8 = 2
 MILLISECOND_NS = 1_000_000
 
 Step = tuple[int, int, int, int, int, int, int, int, int]
@@ -26,7 +27,7 @@ Step = tuple[int, int, int, int, int, int, int, int, int]
 
 def made(steps: list[Step], blocks: int = 2, rank: int = 0, size: int = 2) -> _core.Schedule:
     flat = array("i", [number for step in steps for number in step])
-    return _core.Schedule.make(1, blocks, rank, size, flat.tobytes())
+    return _core.Schedule.make(1, blocks, rank, size, flat.tobytes(), INT8)
 
 
 class Pair:
@@ -67,8 +68,22 @@ class Pair:
         (COPY, 0, 1, OUTPUT, 0, 1, OUTPUT, 1, 1),
         (RECEIVE, 0, 1, INPUT, 0, 1, OUTPUT, 0, 0),
         (REDUCE, 0, 1, OUTPUT, 0, 2, OUTPUT, 0, 1),
+        (PACK, 0, -1, OUTPUT, 0, 1, OUTPUT, 1, 1),
+        (UNPACK, 0, -1, WIRE, 0, 1, WIRE, 1, 1),
+        (ADD, 0, -1, OUTPUT, 0, 2, WIRE, 0, 2),
+        (SEND, 0, 1, OUTPUT, 0, 0, WIRE, 0, 2),
     ],
-    ids=["to itself", "to nobody", "a copy with a peer", "into the input", "of unequal slices"],
+    ids=[
+        "to itself",
+        "to nobody",
+        "a copy with a peer",
+        "into the input",
+        "of unequal slices",
+        "packed into floats",
+        "unpacked into packed blocks",
+        "two packed blocks at once",
+        "two packed blocks in a message",
+    ],
 )
 def test_steps_that_are_no_schedule_are_named(step: Step) -> None:
     good = (SEND, 0, 1, OUTPUT, 0, 0, OUTPUT, 0, 1)
@@ -85,19 +100,27 @@ def test_a_schedule_with_blocks_that_the_call_lacks_is_refused() -> None:
     assert str(error).startswith("rank 0 (here, pid 7): all_reduce(float32, 4 elements) was not begun: step 1 ")
 
 
-slices = st.tuples(st.integers(INPUT, SCRATCH), st.integers(0, 4), st.integers(0, 3))
+slices = st.tuples(st.integers(INPUT, WIRE), st.integers(0, 4), st.integers(0, 3))
 steps = st.builds(
-    lambda kind, final, to, source: (kind, final, -1 if kind == COPY else 1, *to, *source),
-    st.integers(SEND, COPY),
+    lambda kind, final, to, source: (kind, final, -1 if kind >= COPY else 1, *to, *source),
+    st.integers(SEND, ADD),
     st.integers(0, 1),
     slices,
     slices,
+)
+floats = st.tuples(st.sampled_from([OUTPUT, SCRATCH]), st.integers(0, 1), st.just(1))
+packed = st.tuples(st.just(WIRE), st.integers(0, 2), st.just(1))
+sound_steps_of_packed_blocks = st.one_of(
+    st.builds(lambda to, source: (PACK, 0, -1, *to, *source), packed, floats),
+    st.builds(lambda kind, to, source: (kind, 0, -1, *to, *source), st.sampled_from([UNPACK, ADD]), floats, packed),
+    st.builds(lambda source: (SEND, 0, 1, OUTPUT, 0, 0, *source), packed),
+    st.builds(lambda to: (RECEIVE, 0, 1, *to, OUTPUT, 0, 0), packed),
 )
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(
-    st.lists(steps, max_size=6),
+    st.lists(st.one_of(steps, sound_steps_of_packed_blocks), max_size=6),
     st.integers(0, 5),
     st.sampled_from([Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL]),
     st.integers(0, 30),

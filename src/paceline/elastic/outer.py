@@ -67,7 +67,7 @@ class OuterRounds:
     def __init__(self, rounds: Rounds, diloco: DiLoCo, on_round: Callable[[], None]) -> None:
         self._rounds, self._diloco = rounds, diloco
         self._on_round = on_round
-        self._averaging = Averaging()
+        self._averaging = Averaging(diloco.wire)
         self._offers: dict[int, Tensors] = {}
         self._running: dict[int, _Running] = {}
 

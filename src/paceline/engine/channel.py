@@ -130,6 +130,10 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
     factors already, so that an engine only sums them.
+
+    A `wire` other than 0 has what goes between hosts rounded to that type (`codes.WIRES`). It is only for channels that
+    `quantises`, for sums and all_gathers, and for the types in `codes.QUANTISED_TYPES`. `residual` is then the memory
+    for error feedback, one float32 for each element of the longest buffer, or nothing.
     """
 
     operation: Operation
@@ -140,10 +144,17 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     timeout_ns: int
     inputs: Sequence[Pieces]
     outputs: Sequence[Pieces]
+    wire: int = 0
+    residual: Pieces = ()
 
 
 class Channel(Protocol):
     """Runs the collectives of one group, in the order in which they are called, from any thread."""
+
+    @property
+    def quantises(self) -> bool:
+        """Whether a call may have a `wire`."""
+        return False
 
     def all_reduce(self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /) -> Outcome | None:
         """Reduces one dense tensor in place; None when it went well. Small tensors may take a shorter way."""

@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 
 from paceline.record.names import DTYPES as _DTYPE_NAMES
+from paceline.schedule.quantised import WIRES as WIRES
 
 
 class ReduceOp(IntEnum):
@@ -39,6 +40,13 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 ITEM_SIZES = [getattr(torch, name).itemsize if hasattr(torch, name) else 1 for name in _DTYPE_NAMES]
+
+
+WIRE_CODES: dict[str, int] = {name: code for code, name in enumerate(WIRES, 1)}
+"""The numbers in native/wire/wire.hpp of what tensors are rounded to between hosts; 0 stands for their own type."""
+
+QUANTISED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The types that the core rounds."""
 
 
 def dtype_name(code: int) -> str:

@@ -17,7 +17,7 @@ from paceline.errors import (
     GroupAbortedError,
     PeerLostError,
 )
-from paceline.schedule.registry import ALGORITHMS
+from paceline.schedule.registry import QUANTISED, name_of
 from paceline.schedule.steps import Operation
 from paceline.wording import and_more
 
@@ -262,10 +262,16 @@ def _mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> Collec
     for member, header, algorithm in zip(members, outcome.calls, outcome.algorithms, strict=False):
         if outcome.reporter >= 0 and header[0] != latest:
             continue  # an earlier call of a rank says nothing about the mismatch
-        by = f" by {tuple(ALGORITHMS)[algorithm - 1]}" if 0 < algorithm <= len(ALGORITHMS) else ""
-        by_call.setdefault(f"{describe_call(header)}{by}", []).append(member)
+        by_call.setdefault(f"{describe_call(header)}{_way(algorithm)}", []).append(member)
     told = "; ".join(f"{_names(ranks)} called {call}" for call, ranks in by_call.items())
     return CollectiveMismatchError(f"{me}: the ranks' calls do not fit together: {told}. {advice}")
+
+
+def _way(algorithm: int) -> str:
+    name = name_of(algorithm)
+    if name is None:
+        return ""
+    return f" with wire={name!r}" if name in QUANTISED else f" by {name}"
 
 
 def _message_mismatch(outcome: Outcome, members: Sequence[Member], me: Member) -> CollectiveMismatchError:

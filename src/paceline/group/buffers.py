@@ -65,6 +65,7 @@ class Buffers:
         self.kept: list[torch.Tensor] = []
         self.written: list[torch.Tensor] = []  # the caller's tensors; `kept` may have copies of them
         self.has_copies = False
+        self.residual: torch.Tensor | None = None  # kept for as long as the call
         self._copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.scale = scale
         self._any_order = any_order

@@ -11,6 +11,9 @@ Every rank of a group makes the same calls in the same order. These rules hold f
 - With `async_op=True` a call returns a `Work` at once, and its tensors must not be touched before the work is over.
   Otherwise the call returns None when it is complete.
 - `timeout` is a timedelta or a number of seconds; the group's if None.
+- `wire` has sums of floats, and floats that all_gather moves, rounded on their way between hosts: "bf16", "int8" or
+  "int4", or a `Wire`, which makes up for the rounding in the next call (docs/slow-networks.md). Within a host all is
+  exact, and all ranks end with the same bits.
 - Under torch.compile each call breaks the graph.
 
 All raise:
@@ -35,6 +38,7 @@ from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
 from paceline.group.eager import eager, outside
 from paceline.group.reduce_op import ReduceOp, Reduction
+from paceline.group.wire import WireLike
 from paceline.group.work import Work, ended
 
 
@@ -44,6 +48,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Reduces `tensor` over all ranks, in place.
 
@@ -57,12 +62,12 @@ def all_reduce(
             is coalesced afterwards, and a call on one returns only when all ranks have made it, even with
             `async_op=True`, since the ranks first exchange their numbers of values.
         op: the reduction; a `ReduceOp`, a `PremulSum`, or torch's. The default is SUM.
-        group, async_op, timeout: see above.
+        group, async_op, timeout, wire: see above.
     """
     if is_dynamo_compiling():
-        return outside(all_reduce, tensor, op, group, async_op, timeout)
+        return outside(all_reduce, tensor, op, group, async_op, timeout, wire)
     chosen = resolve(group)
-    return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout)
+    return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
 
 
 @eager
@@ -72,6 +77,7 @@ def all_gather(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Copies every rank's `tensor` to all ranks: rank r's into `tensor_list[r]`.
 
@@ -83,7 +89,7 @@ def all_gather(
         ValueError: `tensor_list` does not have one entry for each rank, or an entry has another number of elements.
     """
     chosen = resolve(group)
-    return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout)
+    return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
 
 
 @eager
@@ -93,6 +99,7 @@ def all_gather_into_tensor(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Copies every rank's `input_tensor` into `output_tensor` on all ranks, concatenated in rank order.
 
@@ -107,7 +114,7 @@ def all_gather_into_tensor(
     if chosen is None:
         return None
     parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
-    work = chosen.all_gather(parts, input_tensor, async_op, timeout)
+    work = chosen.all_gather(parts, input_tensor, async_op, timeout, wire)
     return ended([work], "all_gather_into_tensor", [output_tensor])
 
 
@@ -117,9 +124,10 @@ def all_gather_single(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Does what `all_gather_into_tensor` does, whose name this is in torch 2.13."""
-    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout)
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
 
 
 @eager
@@ -130,6 +138,7 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Reduces the ranks' `input_list[r]` into the `output` of rank r.
 
@@ -142,7 +151,7 @@ def reduce_scatter(
         ValueError: `input_list` does not have one entry for each rank, or an entry has another number of elements.
     """
     chosen = resolve(group)
-    return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout)
+    return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
 
 
 @eager
@@ -153,6 +162,7 @@ def reduce_scatter_tensor(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Reduces the ranks' `input`, of which each rank gets its part; the parts are concatenated in rank order.
 
@@ -168,7 +178,7 @@ def reduce_scatter_tensor(
     if chosen is None:
         return None
     parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
-    return chosen.reduce_scatter(output, parts, op, async_op, timeout)
+    return chosen.reduce_scatter(output, parts, op, async_op, timeout, wire)
 
 
 def reduce_scatter_single(
@@ -178,9 +188,10 @@ def reduce_scatter_single(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> Work | None:
     """Does what `reduce_scatter_tensor` does, whose name this is in torch 2.13."""
-    return reduce_scatter_tensor(output, input, op, group, async_op, timeout)
+    return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
 
 
 @eager

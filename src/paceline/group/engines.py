@@ -39,7 +39,7 @@ class Engines:
 
     def __init__(self, context: EngineContext, backend: Backend, between_hosts: str | None = None) -> None:
         self.backend = backend
-        self._between_hosts = between_hosts
+        self.between_hosts = between_hosts
         self._context = context
         self._started: dict[str, Engine] = {}
         self._counted = 0
@@ -95,8 +95,8 @@ class Engines:
 
         def open_on(name: str, device: torch.device) -> OpenGroup:
             engine = self._engine(name)
-            if isinstance(engine, NativeEngine) and self._between_hosts and algorithm in (None, "hierarchical"):
-                outside = self._engine(self._between_hosts)
+            if isinstance(engine, NativeEngine) and self.between_hosts and algorithm in (None, "hierarchical"):
+                outside = self._engine(self.between_hosts)
                 store, rank = self._context.store, self._context.rank
                 return open_two_levels(engine, outside, store, rank, ranks, engine.hosts, timeout_s, identity)
             return engine.open_group(ranks, timeout_s, identity, algorithm, device)

@@ -27,8 +27,16 @@ from paceline.group.default import (
     resolve,
 )
 from paceline.group.engines import Engines
-from paceline.group.init_arguments import make_current, require_between, require_elastic, require_no_options
+from paceline.group.init_arguments import (
+    make_current,
+    require_between,
+    require_elastic,
+    require_no_options,
+    require_wire,
+)
 from paceline.group.process_group import ProcessGroup
+from paceline.group.quantising import QuantisingGroup
+from paceline.group.wire import WireKind
 from paceline.record import recorder
 from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.security.levels import choose_level
@@ -54,6 +62,7 @@ def init_process_group(
     between_hosts: str | None = None,
     elastic: bool = False,
     security: str | None = None,
+    wire: WireKind | None = None,
 ) -> None:
     """Makes the default process group. Every rank calls this once, and it returns when all ranks have called it.
 
@@ -85,6 +94,9 @@ def init_process_group(
             The job is started with `paceline run --elastic`, or is this one process.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
             neither. The default is PACELINE_SECURITY, or else they are encrypted where an address is public.
+        wire: what sums of floats in this group are rounded to between hosts ("bf16", "int8", "int4") where a call does
+            not say so itself, for tensors of at least 1,024 elements; see docs/slow-networks.md. Other groups are
+            exact unless they have a `wire` of their own.
 
     Raises:
         ValueError: the default group exists already, or an argument is wrong; the message says what to do.
@@ -102,6 +114,7 @@ def init_process_group(
     chosen = choose(backend)
     require_no_options(pg_options, "init_process_group")
     require_between(between_hosts, chosen, algorithm)
+    require_wire(wire, chosen, between_hosts, elastic)
     make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
     timeout_s = to_seconds(timeout)
@@ -123,7 +136,7 @@ def init_process_group(
                 algorithm=None if between_hosts else algorithm,
             )
             engines = undo.enter_context(contextlib.closing(Engines(start, chosen, between_hosts)))
-            world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm)
+            world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm, wire=wire)
         undo.pop_all()
     adopt(OwnWorld(joined.store, store is None, engines, world, timeout))
 
@@ -164,6 +177,7 @@ def new_group(
     sort_ranks: bool = False,
     *,
     algorithm: str | None = None,
+    wire: WireKind | None = None,
 ) -> ProcessGroup | NonMember:
     """Makes a group of some of the ranks. Every rank of the default group calls this, in the same order.
 
@@ -179,6 +193,7 @@ def new_group(
         sort_ranks: whether the members' group ranks follow the order of their ranks, whatever the order of `ranks` is
             (torch's default).
         algorithm: as for `init_process_group`; by default the default group's.
+        wire: as for `init_process_group`; by default exact, whatever the default group's is.
 
     Returns:
         The group, or `GroupMember.NON_GROUP_MEMBER` on a rank that is not in it.
@@ -189,7 +204,9 @@ def new_group(
     """
     world = default_world()
     require_no_options(pg_options, "new_group")
-    make_current(device_id, world.engines.backend if backend is None else choose(backend))
+    of_devices = world.engines.backend if backend is None else choose(backend)
+    require_wire(wire, of_devices, world.engines.between_hosts)
+    make_current(device_id, of_devices)
     chosen = list(range(world.group.size())) if ranks is None else [int(rank) for rank in ranks]
     if sort_ranks:
         chosen.sort()
@@ -207,7 +224,7 @@ def new_group(
             world.engines.start(choose(backend))
         return GroupMember.NON_GROUP_MEMBER
     name = f"group of ranks {chosen}" if group_desc is None else group_desc
-    return open_group(chosen, timeout, name, identity, backend, algorithm)
+    return open_group(chosen, timeout, name, identity, backend, algorithm, wire)
 
 
 def open_group(
@@ -217,6 +234,7 @@ def open_group(
     identity: int,
     backend: str | None = None,
     algorithm: str | None = None,
+    wire: WireKind | None = None,
 ) -> ProcessGroup:
     """Opens a group of `ranks` of the default group, which this rank is one of.
 
@@ -225,7 +243,7 @@ def open_group(
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
     timeout = world.timeout if timeout is None else timeout
-    group = _open(world.engines, chosen, ranks, timeout, name, algorithm, identity)
+    group = _open(world.engines, chosen, ranks, timeout, name, algorithm, identity, wire)
     world.subgroups.append(group)
     return group
 
@@ -238,6 +256,7 @@ def _open(
     name: str,
     algorithm: str | None,
     identity: int | None = None,
+    wire: WireKind | None = None,
 ) -> ProcessGroup:
     engines.start(backend)
     if identity is None:
@@ -247,9 +266,11 @@ def _open(
     opened = openers["cpu"](torch.device("cpu"))
     group_rank = list(ranks).index(engines.rank)
     everybody = engines.members
-    group = ProcessGroup(
+    kind = ProcessGroup if wire is None else QuantisingGroup
+    group = kind(
         opened, members, group_rank, timeout, name, backend.text, openers, everybody=everybody, identity=identity
     )
+    group.wire = wire
     try:
         # No rank may end the group, or its store, before all ranks have found each other in it.
         group.barrier()

@@ -7,6 +7,7 @@ import os
 import torch
 
 from paceline.engine.registry import Backend, choose
+from paceline.group.wire import checked_kind
 from paceline.store.base import Store
 
 
@@ -49,6 +50,24 @@ def require_between(between_hosts: str | None, backend: Backend, algorithm: str 
         )
     if algorithm not in (None, "hierarchical"):
         raise ValueError(f"between_hosts makes the algorithm hierarchical; algorithm={algorithm!r} excludes it")
+
+
+def require_wire(wire: object, backend: Backend, between_hosts: str | None, elastic: bool = False) -> None:
+    """Requires that a group's `wire` exists, and fits the other arguments.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if wire is None:
+        return
+    kind = checked_kind(wire)
+    if backend.engines["cpu"] != "paceline" or between_hosts is not None:
+        raise ValueError(
+            f"wire={kind!r} needs the engine 'paceline', also between the hosts; the backend is {backend.text!r} and "
+            f"between_hosts {between_hosts!r}. Leave wire out, or leave them out"
+        )
+    if elastic:
+        raise ValueError(f"wire={kind!r} excludes elastic=True: workers that come and go average gradients exactly")
 
 
 def require_no_options(pg_options: None, call: str) -> None:

@@ -23,24 +23,31 @@ from paceline.group.persistent import PersistentCall, RepeatedCall, all_tensors,
 from paceline.group.planning import plan_all_gather, plan_all_reduce, plan_all_to_all, plan_barrier, plan_reduce_scatter
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp, Reduction
+from paceline.group.wire import Wire, WireLike, with_wire
 from paceline.group.work import Work
 
 
 def all_reduce_init(
-    tensor: Tensors, op: Reduction = ReduceOp.SUM, group: Group = None, timeout: Timeout | None = None
+    tensor: Tensors,
+    op: Reduction = ReduceOp.SUM,
+    group: Group = None,
+    timeout: Timeout | None = None,
+    wire: WireLike = None,
 ) -> PersistentCall:
-    """Returns a persistent `all_reduce`."""
+    """Returns a persistent `all_reduce`; what it loses by a `wire` it makes up for in its next call."""
     chosen = resolve(group)
     if chosen is None:
         return nothing("all_reduce")
     listed = as_list(tensor, "all_reduce")
+    feedback = wire if wire is None or isinstance(wire, Wire) else Wire(wire)
 
     def make(async_op: bool) -> Work | None:
-        return chosen.all_reduce(tensor, op, async_op, timeout)
+        return chosen.all_reduce(tensor, op, async_op, timeout, wire=feedback)
 
     if any(each.layout is not torch.strided for each in listed):
         return RepeatedCall("all_reduce", make, listed)
-    return prepared_call("all_reduce", chosen, plan_all_reduce(listed, op, chosen.timeout_ns), make, listed, timeout)
+    plan = with_wire(plan_all_reduce(listed, op, chosen.timeout_ns), feedback, chosen.size())
+    return prepared_call("all_reduce", chosen, plan, make, listed, timeout)
 
 
 def all_gather_init(

@@ -30,6 +30,7 @@ from paceline.group.reductions import QUICK_CODES
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
 from paceline.group.tree_sums import TreeSummingGroup
+from paceline.group.wire import WireKind, WireLike, with_wire
 from paceline.group.work import Work
 from paceline.schedule.steps import Operation
 
@@ -42,7 +43,12 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods that
     torch.distributed's groups also have accept torch's option objects. Called without `async_op` they return a `Work`,
     as torch's do: sends and receives return it at once, all others when the call is complete.
+
+    Attributes:
+        wire: what sums of floats are rounded to between hosts if a call does not say so itself; None if they are exact.
     """
+
+    wire: WireKind | None = None
 
     def all_reduce(
         self,
@@ -51,9 +57,16 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         async_op: bool = False,
         timeout: Timeout | None = None,
         any_order: bool = False,
+        wire: WireLike = None,
     ) -> Work | None:
         """Reduces `tensors` over all ranks, in place; the argument `any_order` is that of `Buffers`."""
-        if timeout is None and not async_op and isinstance(op, ReduceOp) and isinstance(tensors, torch.Tensor):
+        if (
+            timeout is None
+            and wire is None
+            and not async_op
+            and isinstance(op, ReduceOp)
+            and isinstance(tensors, torch.Tensor)
+        ):
             # The path of most calls, on which each line counts: it neither calls functions of Python nor hashes enums.
             quick = None if profiler._is_profiler_enabled else QUICK_CODES.get(tensors.dtype)
             if quick is not None and tensors.is_cpu and tensors.layout is _STRIDED:
@@ -67,9 +80,10 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
                         raise self._error(outcome, (0, Operation.ALL_REDUCE, code, reduce_code, -1, count))
                     return None
         listed = as_list(tensors, "all_reduce")
-        if len(listed) == 1 and listed[0].layout is torch.sparse_coo:
+        if wire is None and len(listed) == 1 and listed[0].layout is torch.sparse_coo:
             return all_reduce_sparse(self, listed[0], reduction_of(op), async_op, timeout)
-        return self._run(plan_all_reduce(listed, op, self.limit_ns(timeout), any_order), async_op)
+        plan = plan_all_reduce(listed, op, self.limit_ns(timeout), any_order)
+        return self._run(plan if wire is None else with_wire(plan, wire, self.size()), async_op)
 
     def all_reduce_memory(
         self,
@@ -79,6 +93,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         count: int,
         op: ReduceOp,
         async_op: bool = False,
+        wire: WireLike = None,
     ) -> Work | None:
         """Does what `all_reduce` does, for `count` elements at the addresses and numbers of bytes in `pieces`.
 
@@ -88,7 +103,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         buffers.kept += kept
         buffers.written += kept
         call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
-        return self._run((call, buffers), async_op)
+        return self._run(with_wire((call, buffers), wire, self.size()), async_op)
 
     def reduce_scatter_memory(
         self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
@@ -136,10 +151,16 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         return self._run(plan_reduce(self, tensors, root, op, self.limit_ns(timeout)), async_op)
 
     def all_gather(
-        self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
+        self,
+        outputs: Sequence[Tensors],
+        tensors: Tensors,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+        wire: WireLike = None,
     ) -> Work | None:
         """Copies every rank's `tensors` to all ranks; `outputs[r]` receives those of rank r."""
-        return self._run(plan_all_gather(self, outputs, tensors, self.limit_ns(timeout)), async_op)
+        plan = plan_all_gather(self, outputs, tensors, self.limit_ns(timeout))
+        return self._run(with_wire(plan, wire, self.size()), async_op)
 
     def gather(
         self,
@@ -162,6 +183,7 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         op: Reduction | Options = ReduceOp.SUM,
         async_op: bool | None = None,
         timeout: Timeout | None = None,
+        wire: WireLike = None,
     ) -> Work | None:
         """Reduces the ranks' `inputs[r]` into the `output` of rank r."""
         if are_options(op):
@@ -169,7 +191,8 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
         if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
             inputs = one_list(inputs, "reduce_scatter")  # torch's form, without options
-        return self._run(plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout)), async_op)
+        plan = plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout))
+        return self._run(with_wire(plan, wire, self.size()), async_op)
 
     def scatter(
         self,

@@ -11,8 +11,8 @@ from torch.autograd import profiler
 from paceline import _core
 from paceline.durations import Timeout, to_nanoseconds
 from paceline.engine.api import OpenGroup
-from paceline.engine.channel import HeaderFields, Outcome, Pending
-from paceline.engine.codes import ITEM_SIZES
+from paceline.engine.channel import Call, Channel, HeaderFields, Outcome, Pending
+from paceline.engine.codes import ITEM_SIZES, WIRES
 from paceline.engine.failures import GROUP_LOST, Code, Member, describe_call, to_error
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.group.base import BaseGroup
@@ -159,7 +159,7 @@ class RunningGroup(BaseGroup):
             raise self.closed_error()
         call, buffers = plan
         recording = Recording(str(call.operation), _shown(plan)) if profiler._is_profiler_enabled else None
-        channel = self._devices.of(buffers.kept, call.operation).channel
+        channel = self._channel_of(call, buffers)
         if async_op:
             work = self.work_of(channel.submit(call), plan)
             if recording is not None:
@@ -182,7 +182,20 @@ class RunningGroup(BaseGroup):
         if self._closed:
             raise self.closed_error()
         call, buffers = plan
-        return self._devices.of(buffers.kept, call.operation).channel.prepare(call)
+        return self._channel_of(call, buffers).prepare(call)
+
+    def _channel_of(self, call: Call, buffers: Buffers) -> Channel:
+        channel = self._devices.of(buffers.kept, call.operation).channel
+        if call.wire and not channel.quantises:
+            raise ValueError(self._no_wire(WIRES[call.wire - 1]))
+        return channel
+
+    def _no_wire(self, wire: str) -> str:
+        return (
+            f"rank {self.me.rank}: wire={wire!r} needs CPU tensors and the engine 'paceline', also between the hosts; "
+            f"this group's backend is {self.backend!r}. Leave wire out, or make the group with backend='paceline' and "
+            "without between_hosts"
+        )
 
     def work_of(self, pending: Pending, plan: Plan) -> Work:
         """Returns the `Work` of a planned call that has been submitted."""

@@ -16,12 +16,11 @@ from paceline.observe.recording import Call, Clock, Event, Group, Pair, Recordin
 from paceline.observe.runs import JOB_FILE, Run, read_run
 from paceline.record import layout
 from paceline.record.names import DTYPES, OPERATIONS, OUTCOMES, RECEIVE, REDUCTIONS, SEND, EventKind
-from paceline.schedule.registry import ALGORITHMS
+from paceline.schedule.registry import name_of
 
 SUFFIX = ".record"
 
 _MAGIC = layout.MAGIC.to_bytes(8, "little")
-_ALGORITHMS = tuple(ALGORITHMS)
 _STATES = tuple(State)
 _DOUBLE = struct.Struct("<d")
 
@@ -242,7 +241,7 @@ class _Parser:
             count=count,
             root=root if root >= 0 else None,
             reduction=REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else None,
-            algorithm=_ALGORITHMS[algorithm - 1] if 0 < algorithm <= len(_ALGORITHMS) else None,
+            algorithm=name_of(algorithm),
             state=_STATES[state % len(_STATES)],
             outcome=OUTCOMES.get(outcome, f"code {outcome}") if ended else None,
             is_async=bool(is_async),

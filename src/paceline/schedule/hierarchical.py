@@ -35,7 +35,7 @@ from paceline.schedule.steps import (
 Hosts = Sequence[Sequence[int]]
 
 
-class _Home(NamedTuple):
+class Home(NamedTuple):
     """The hosts, and where this rank is: it is local[me], where `local` are the ranks of hosts[host]."""
 
     hosts: Hosts
@@ -54,7 +54,7 @@ class _Home(NamedTuple):
         return [host[self.me] for host in self.hosts]
 
 
-def _home(at: Place) -> _Home:
+def find_home(at: Place) -> Home:
     """Finds this rank's host. If there is a root, its host comes first, and the root comes first on that host."""
     if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
         raise ValueError(
@@ -65,12 +65,12 @@ def _home(at: Place) -> _Home:
         first = next(number for number, host in enumerate(hosts) if at.root in host)
         hosts = [rotated(hosts[first], at.root), *hosts[first + 1 :], *hosts[:first]]
     number = next(number for number, host in enumerate(hosts) if at.rank in host)
-    return _Home(hosts, number, hosts[number], hosts[number].index(at.rank))
+    return Home(hosts, number, hosts[number], hosts[number].index(at.rank))
 
 
 def all_reduce(at: Place) -> Plan:
     """Rails; without them the leaders' ring exchanges the sums that a tree in each host has made."""
-    hosts, host, local, me = home = _home(at)
+    hosts, host, local, me = home = find_home(at)
     n_hosts = len(hosts)
     if home.is_even:
         slices = [[Slice(Buffer.OUTPUT, owner * n_hosts, n_hosts)] for owner in range(len(local))]
@@ -87,7 +87,7 @@ def all_reduce(at: Place) -> Plan:
 
 def reduce_scatter(at: Place) -> Plan:
     """Each rank collects its host's sums for its rail, which reduces them; without rails the leaders do both."""
-    n, (hosts, host, local, me) = at.world_size, (home := _home(at))
+    n, (hosts, host, local, me) = at.world_size, (home := find_home(at))
     if n == 1:
         return 1, [copy(OWN_OUTPUT, OWN_INPUT)]
     if home.is_even:
@@ -102,7 +102,7 @@ def reduce_scatter(at: Place) -> Plan:
     return n, [*steps, copy(OWN_OUTPUT, Slice(Buffer.SCRATCH, at.rank))]
 
 
-def _reduce_scatter_on_rails(home: _Home) -> list[Step]:
+def _reduce_scatter_on_rails(home: Home) -> list[Step]:
     hosts, host, local, me = home
     if len(hosts) == 1:
         return _ring_to_output(local, me, Buffer.INPUT)
@@ -122,7 +122,7 @@ def _ring_to_output(members: Sequence[int], me: int, held: Buffer) -> list[Step]
 
 def all_gather(at: Place) -> Plan:
     """Blocks go along the rails, and around each host as the rails bring them; without rails, through the leaders."""
-    n, (hosts, host, local, me) = at.world_size, (home := _home(at))
+    n, (hosts, host, local, me) = at.world_size, (home := find_home(at))
     steps = [copy(Slice(Buffer.OUTPUT, at.rank), OWN_INPUT)]
     if home.is_even:
         in_order = [hosts[host - turn] for turn in range(len(hosts))]
@@ -137,14 +137,14 @@ def all_gather(at: Place) -> Plan:
 
 def broadcast(at: Place) -> Plan:
     """The tensor goes down a tree of the leaders, then down a tree in each host."""
-    _, host, local, me = home = _home(at)
+    _, host, local, me = home = find_home(at)
     between = tree.broadcast_phase(home.rail, host, OWN_OUTPUT) if me == 0 else []
     return 1, between + tree.broadcast_phase(local, me, OWN_OUTPUT)
 
 
 def reduce(at: Place) -> Plan:
     """Sums go up a tree in each host, then up a tree of the leaders."""
-    hosts, host, local, me = home = _home(at)
+    hosts, host, local, me = home = find_home(at)
     own, into = (OWN_OUTPUT, OWN_OUTPUT) if at.rank == at.root else (OWN_INPUT, Slice(Buffer.SCRATCH, 0))
     steps = tree.reduce_phase(local, me, own, into, final=len(hosts) == 1)
     if me == 0:
@@ -154,7 +154,7 @@ def reduce(at: Place) -> Plan:
 
 def gather(at: Place) -> Plan:
     """The leaders collect their hosts' blocks and send them up a tree of the leaders."""
-    hosts, host, local, me = home = _home(at)
+    hosts, host, local, me = home = find_home(at)
     if me:
         return at.world_size, [send(local[0], OWN_INPUT)]
     store = Buffer.OUTPUT if at.rank == at.root else Buffer.SCRATCH
@@ -165,7 +165,7 @@ def gather(at: Place) -> Plan:
 
 def scatter(at: Place) -> Plan:
     """Blocks go down a tree of the leaders, which hand them out on their hosts."""
-    hosts, host, local, me = home = _home(at)
+    hosts, host, local, me = home = find_home(at)
     if me:
         return at.world_size, [receive(local[0], OWN_OUTPUT)]
     store = Buffer.INPUT if at.rank == at.root else Buffer.SCRATCH
@@ -176,7 +176,7 @@ def scatter(at: Place) -> Plan:
 
 def barrier(at: Place) -> Plan:
     """A tree in each host, and a dissemination barrier between the leaders."""
-    _, host, local, me = home = _home(at)
+    _, host, local, me = home = find_home(at)
     between = halving_doubling.disseminate_phase(home.rail, host) if me == 0 else []
     return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from paceline.schedule import halving_doubling, hierarchical, ring, star, tree
+from paceline.schedule import halving_doubling, hierarchical, quantised, ring, star, tree
 from paceline.schedule.cost_model import Cost
 from paceline.schedule.steps import ROOTED, Builder, Operation, Place, Schedule
 
@@ -25,13 +25,35 @@ _ENTRIES: dict[str, _Entry] = {
 ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
 """For each algorithm the operations that it has, with the function that builds a rank's schedule."""
 
+QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
+"""The same for what loses digits, by what elements are rounded to. No cost model chooses it: a call asks for it."""
+
+_QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
+
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
 """For each algorithm the same operations, with the closed form of the seconds that they take."""
+
+
+_NAMES = {
+    **dict(enumerate(ALGORITHMS, 1)),
+    **dict(enumerate(QUANTISED, _QUANTISED_FROM + 1)),
+}
+_NUMBERS = {name: number for number, name in _NAMES.items()}
 
 
 def offers(operation: Operation) -> list[str]:
     """Returns the names of the algorithms that have the operation."""
     return [name for name, offered in ALGORITHMS.items() if operation in offered]
+
+
+def number_of(algorithm: str) -> int:
+    """Returns the number by which the core knows an algorithm, or one that quantises; 0 is for a call without one."""
+    return _NUMBERS[algorithm]
+
+
+def name_of(number: int) -> str | None:
+    """Returns the algorithm, or what quantises, with the number; None if there is none."""
+    return _NAMES.get(number)
 
 
 def build(
@@ -45,12 +67,12 @@ def build(
     """Returns what `rank` does in the operation under the algorithm.
 
     Args:
-        algorithm: its name.
+        algorithm: its name, or what is on the wire between hosts if the schedule quantises.
         operation: which collective.
         rank: the rank whose schedule is built.
         world_size: the number of ranks.
         root: a rank for broadcast, reduce, gather and scatter, otherwise -1.
-        hosts: the ranks of each host; `hierarchical` needs it, the other algorithms ignore it.
+        hosts: the ranks of each host; `hierarchical` and what quantises need it, the other algorithms ignore it.
 
     Raises:
         ValueError: a name is unknown, or a number does not fit the others.
@@ -67,8 +89,9 @@ def build(
 
 
 def _builder(algorithm: str, operation: Operation) -> Builder:
-    if algorithm not in ALGORITHMS:
+    builders = ALGORITHMS.get(algorithm) or QUANTISED.get(algorithm)
+    if builders is None:
         raise ValueError(f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
-    if operation not in ALGORITHMS[algorithm]:
+    if operation not in builders:
         raise ValueError(f"{algorithm} has no {operation}; these have: {', '.join(offers(operation))}")
-    return ALGORITHMS[algorithm][operation]
+    return builders[operation]

@@ -1,4 +1,4 @@
-"""What a schedule is: a rank's sends, receives, reductions and copies over slices of three buffers.
+"""What a schedule is: a rank's sends, receives, reductions and copies over slices of a few buffers.
 
 How a schedule is executed, and what its author may rely on:
 
@@ -24,6 +24,10 @@ These are the buffers of each operation, where n is the world size. It has no ot
 | reduce_scatter | n equal blocks | block 0 | n equal blocks |
 | all_to_all | n blocks, each of its own size | n blocks, each of its own size | |
 | barrier | | | |
+
+The schedules of `quantised.py` have a fourth buffer, WIRE, of blocks in the form in which they travel between hosts. It
+has as many as they use, and each is as large as the block that is packed into it, or unpacked from it, needs. PACK
+rounds, and the other steps lose nothing.
 """
 
 from __future__ import annotations
@@ -74,6 +78,7 @@ class Buffer(IntEnum):
     INPUT = 0
     OUTPUT = 1
     SCRATCH = 2
+    WIRE = 3
 
 
 class Kind(IntEnum):
@@ -83,6 +88,9 @@ class Kind(IntEnum):
     RECV = 1
     REDUCE = 2
     COPY = 3
+    PACK = 4
+    UNPACK = 5
+    ADD = 6
 
 
 class Slice(NamedTuple):
@@ -96,7 +104,10 @@ class Slice(NamedTuple):
 class Step(NamedTuple):
     """SEND src to peer; RECV dst from peer; REDUCE: receive, dst = src op received; COPY: dst = src.
 
-    `final` is set on the REDUCE after which dst holds the contributions of all ranks: an average is divided there.
+    PACK: dst, in WIRE, = src rounded; UNPACK: dst = src, which is in WIRE; ADD: dst = dst + src, which is in WIRE.
+
+    `final` is set on the REDUCE or ADD after which dst holds the contributions of all ranks: an average is divided
+    there.
     """
 
     kind: Kind
@@ -139,7 +150,7 @@ OWN_OUTPUT = Slice(Buffer.OUTPUT, 0, 1)
 
 # A large world's ring has tens of thousands of steps, and the constructor of a named tuple takes twice as long.
 _new = tuple.__new__
-_SEND, _RECV, _REDUCE, _COPY = Kind
+_SEND, _RECV, _REDUCE, _COPY, _PACK, _UNPACK, _ADD = Kind
 
 
 def send(peer: int, src: Slice) -> Step:
@@ -160,6 +171,21 @@ def combine(peer: int, dst: Slice, src: Slice, final: bool = False) -> Step:
 def copy(dst: Slice, src: Slice) -> Step:
     """Returns a step that sets dst to src."""
     return _new(Step, (_COPY, -1, dst, src, False))
+
+
+def pack(dst: Slice, src: Slice) -> Step:
+    """Returns a step that rounds src, one block, into dst, which is in WIRE."""
+    return _new(Step, (_PACK, -1, dst, src, False))
+
+
+def unpack(dst: Slice, src: Slice) -> Step:
+    """Returns a step that sets dst to what src, in WIRE, stands for."""
+    return _new(Step, (_UNPACK, -1, dst, src, False))
+
+
+def add(dst: Slice, src: Slice, final: bool = False) -> Step:
+    """Returns a step that adds to dst what src, in WIRE, stands for."""
+    return _new(Step, (_ADD, -1, dst, src, final))
 
 
 def runs(buffer: Buffer, blocks: Iterable[int]) -> list[Slice]:

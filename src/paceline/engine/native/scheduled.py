@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Sequence
 
 from paceline import _core
-from paceline.engine.algorithms import ALGORITHM_NAMES, ALL_TO_ALL_NBYTES
+from paceline.engine.algorithms import ALL_TO_ALL_NBYTES
 from paceline.engine.channel import Call, Channel
-from paceline.engine.codes import ITEM_SIZES
+from paceline.engine.codes import ITEM_SIZES, WIRE_CODES, WIRES
 from paceline.schedule.cost import Choice, CostModel, choose
-from paceline.schedule.registry import build, offers
+from paceline.schedule.registry import build, number_of, offers
 from paceline.schedule.steps import Operation, Schedule, Slice
 
 _WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
@@ -51,6 +51,11 @@ class ScheduledChannel(Channel):
         forced = self._forced if self._forced in offers(operation) else None
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
 
+    @property
+    def quantises(self) -> bool:
+        """Returns True: what a call has on the wire decides its schedule."""
+        return True
+
     def run(self, call: Call) -> _core.Outcome | None:
         """Runs a call to its end; returns None if it succeeded."""
         return self._links.run(self._schedule_for(call), call)
@@ -79,6 +84,8 @@ class ScheduledChannel(Channel):
         """Does nothing: the group that owns the links closes them."""
 
     def _schedule_for(self, call: Call) -> _core.Schedule:
+        if call.wire:
+            return self._schedule(WIRES[call.wire - 1], call.operation, call.root)
         return self._schedule(self._algorithm(call.operation, self._nbytes(call)), call.operation, call.root)
 
     def _nbytes(self, call: Call) -> int:
@@ -90,8 +97,10 @@ class ScheduledChannel(Channel):
 
     def _build(self, algorithm: str, operation: Operation, root: int) -> _core.Schedule:
         schedule = build(algorithm, operation, self._rank, self._size, root, self._hosts)
-        code = 1 + ALGORITHM_NAMES.index(algorithm)
-        return _core.Schedule.make(code, schedule.blocks, self._rank, self._size, _flatten(schedule))
+        wire = WIRE_CODES.get(algorithm, 0)
+        return _core.Schedule.make(
+            number_of(algorithm), schedule.blocks, self._rank, self._size, _flatten(schedule), wire
+        )
 
 
 def _flatten(schedule: Schedule) -> bytes:

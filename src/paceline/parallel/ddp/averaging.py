@@ -8,8 +8,10 @@ import torch
 
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
+from paceline.group.wire import WireKind
 from paceline.group.work import Work
 from paceline.parallel.ddp.countdown import Countdown
+from paceline.parallel.ddp.feedback import BucketWires
 from paceline.parallel.ddp.gradient_buckets import GradientBuckets
 from paceline.parallel.ddp.gradients import BucketGradients, Memory, have_aliases
 from paceline.parallel.ddp.hook import CommHook, HookedWork
@@ -27,6 +29,8 @@ class Averager:
         group: the ranks.
         compares_batches: whether digests of the ranks' batches are sent along with the first gradients.
         checks: looks at the gradients, and is told of each averaged backward.
+        wire: what gradients are rounded to between hosts, with error feedback; None if they are not. Digests of batches
+            would not survive it, and are not sent then.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Averager:
         *,
         compares_batches: bool = True,
         checks: ModuleChecks | None = None,
+        wire: WireKind | None = None,
     ) -> None:
         # - How gradients are averaged
         self._gradients = gradients
@@ -44,7 +49,8 @@ class Averager:
         self.comm_hook: CommHook | None = None  # the hook that averages instead of the engine
         self.scale = 1.0  # the factor of averages: within `join`, not all ranks may count
         on_cpu = all(param.is_cpu for param in gradients.params)
-        self.same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu)
+        self.same_batches = SameBatches(group, on_cpu=compares_batches and on_cpu and wire is None)
+        self._wires = BucketWires(wire)
 
         # - The calls of this backward
         self._recorded = RecordedBuckets("ddp")
@@ -143,7 +149,13 @@ class Averager:
         self._recorded.sent(at)
         if self.comm_hook is None:
             work = self._group.all_reduce_memory(
-                memory.pieces, memory.tensors, gradients.dtype_code, memory.count, ReduceOp.AVG, async_op
+                memory.pieces,
+                memory.tensors,
+                gradients.dtype_code,
+                memory.count,
+                ReduceOp.AVG,
+                async_op,
+                self._wires.of(at, gradients.names),
             )
         else:
             work = self.comm_hook.start(at, self._gradients.is_last(at), gradients, memory)

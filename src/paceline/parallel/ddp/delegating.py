@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.group.process_group import ProcessGroup
+from paceline.group.wire import WireKind
 from paceline.parallel.ddp.elsewhere import Averages, DelegatingReducer
 from paceline.parallel.ddp.joining import JoinableModule
 from paceline.parallel.join import JoinHook
@@ -20,6 +21,7 @@ class DelegatingModule(JoinableModule):
     process_group: ProcessGroup
     module: nn.Module
     _averages: Averages | None = None
+    wire: WireKind | None
     _bucket_caps: tuple[int, ...]
 
     def weight(self, weight: float) -> None:
@@ -100,6 +102,7 @@ class DelegatingModule(JoinableModule):
             "a communication hook, or a reduce_dtype": self._reducer.comm_hook is not None,
             "overlap=True; in an elastic job gradients are averaged when backward ends": self.asks_for_overlap,
             "process_group; leave it out, since an elastic job has no other group": self.process_group.size() != 1,
+            "wire; workers that come and go average gradients exactly": self.wire is not None,
             "parameters on other devices than the CPU": any(not each.is_cpu for each in tracked.trained.values()),
             "sparse gradients; use sparse=False": bool(tracked.sparse),
             "SyncBatchNorm, whose forward needs all ranks": any(

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
+from paceline.group.wire import WireKind
 from paceline.parallel.conditions import unsupported_reason
 from paceline.parallel.data_parallel import apply_on_devices
 from paceline.parallel.ddp.arguments import (
@@ -26,6 +27,7 @@ from paceline.parallel.ddp.copying import CopyableModule
 from paceline.parallel.ddp.delayed import DelayedParameters, require_delayed
 from paceline.parallel.ddp.delegating import DelegatingModule
 from paceline.parallel.ddp.error_text import add_context, sending_buffers_context
+from paceline.parallel.ddp.feedback import choose_wire
 from paceline.parallel.ddp.hook import CommHook, Hook
 from paceline.parallel.ddp.join_hook import UnevenSteps
 from paceline.parallel.ddp.reducer import Reducer
@@ -91,6 +93,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             host has a core to spare (see docs/data-parallel.md), and always on GPUs.
         checks: whether a warning is given when gradients are not finite or replicas differ (see docs/data-parallel.md);
             a number says how many steps pass between comparisons of the replicas. If None, PACELINE_CHECKS says so.
+        wire: "bf16", "int8" or "int4" to have gradients rounded on their way between hosts, with error feedback (see
+            docs/slow-networks.md); the group's if None.
 
     Raises:
         CollectiveMismatchError: the models, or these arguments, differ between ranks; raised on every rank.
@@ -136,6 +140,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         seed: int = 0,
         overlap: bool | None = None,
         checks: bool | int | None = None,
+        wire: WireKind | None = None,
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -167,6 +172,9 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         tracked = collect_tracked(module, [name for name, _ in self._delayed_pairs])
         has_delayed = bool(self._delayed_pairs)
         problem = unsupported_reason(tracked, self.process_group, self.device_ids, self.output_device, has_delayed)
+        excluded = {"deterministic=True": deterministic, "mixed_precision": self._reduce_dtype is not None}
+        self.wire, unfit = choose_wire(wire, self.process_group, excluded, tracked.trained)
+        problem = problem or unfit
         if init_sync:
             compared: dict[str, object] = {
                 "forward_sync_buffers": self.forward_sync_buffers,
@@ -180,6 +188,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
                 "seed": seed,
                 "overlap": overlap,
                 "checks": str(self.checks),
+                "wire": self.wire,
             }
             self.overlap = start_alike(tracked, compared, overlap, problem, self.process_group, init_sync_buffers)
         elif problem is not None:
@@ -263,7 +272,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
         Raises:
             TypeError: `hook` is not callable.
             RuntimeError: the module has a hook already.
-            ValueError: the module is `deterministic`.
+            ValueError: the module is `deterministic`, or has a `wire`.
         """
         self._require_not_deterministic("register_comm_hook")
         self._require_not_elastic("register_comm_hook", "gradients are averaged as they are")
@@ -271,6 +280,8 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             raise TypeError(
                 f"the communication hook is a {type(hook).__name__}; it must be callable as hook(state, bucket)"
             )
+        if self.wire is not None:
+            raise ValueError(f"register_comm_hook was called on a module with wire={self.wire!r}; use one of the two")
         if self._reducer.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook was called twice on this module; wrap the module again to give it another hook"
@@ -297,6 +308,7 @@ class DistributedDataParallel(DelegatingModule, CopyableModule):
             static_graph=self.static_graph,
             overlap=self.overlap,
             checks=self._checks,
+            wire=self.wire,
         )
         # The hooks must not outlive the wrapper: the module may be wrapped again.
         weakref.finalize(self, self._reducer.close).atexit = False

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import CollectiveError
 from paceline.group.process_group import ProcessGroup
+from paceline.group.wire import WireKind
 from paceline.parallel.ddp.averaging import Averager
 from paceline.parallel.ddp.backward_state import AFTER_BEGIN, State
 from paceline.parallel.ddp.countdown import Countdown
@@ -47,6 +48,7 @@ class Reducer:
             gets, and which parameters get none.
         overlap: whether full buckets are reduced while backward goes on; the same on every rank.
         checks: looks at the gradients before they are averaged, and is told when they are.
+        wire: what gradients are rounded to between hosts.
     """
 
     def __init__(
@@ -60,12 +62,13 @@ class Reducer:
         static_graph: bool,
         overlap: bool,
         checks: ModuleChecks,
+        wire: WireKind | None = None,
     ) -> None:
         # - What is averaged
         self._group = group
         self._gradients = GradientBuckets(tracked, bucket_caps_bytes)
         self.checks = checks
-        self._averager = Averager(self._gradients, group, checks=checks)
+        self._averager = Averager(self._gradients, group, checks=checks, wire=wire)
         self._stepped = take_over_steps(tracked.trained)  # the parameters whose optimizers step when backward ends
 
         # - What the user has said about the model

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.group.wire import WireKind
 from paceline.parallel.local.course import Rhythm
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer
 
@@ -81,13 +84,22 @@ def wrong_optimizers_text(inner: Optimizer | None, outer: Optimizer, params: Seq
     return None
 
 
-def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]]) -> str | None:
-    """Returns which parameter cannot be exchanged, and why; None if all can."""
+def wrong_parameters_text(named: Sequence[tuple[str, nn.Parameter]], wire: object) -> str | None:
+    """Returns which parameter cannot be exchanged, and why; None if all can.
+
+    Args:
+        named: the parameters that are trained.
+        wire: how outer gradients travel.
+    """
+    if wire is not None and wire not in get_args(WireKind):
+        return f"wire is {wire!r}; it must be one of {', '.join(get_args(WireKind))}, or None to send what there is"
     for name, param in named:
         if not param.is_floating_point():
             return f"the parameter {name!r} has {param.dtype}; only floating-point parameters can be exchanged"
         if param.is_meta:
             return f"the parameter {name!r} is on the meta device; give the model memory before"
+        if wire is not None and param.dtype == torch.float64:
+            return f"the parameter {name!r} has double precision, which wire={wire!r} cannot round; leave wire out"
     return None
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from paceline.group.default import given_or_default
 from paceline.group.init import new_group
 from paceline.group.process_group import ProcessGroup
+from paceline.group.wire import WireKind
 from paceline.parallel.local.arguments import (
     choose_delay,
     hand_over,
@@ -56,7 +57,8 @@ class DiLoCo:
             instead; its groups, and a scheduler that has it, go on to work.
         every: the number of inner steps in which each fragment is exchanged once.
         fragments: the number of parts, of about equal size, which are exchanged one after the other.
-        wire: how outer gradients travel between hosts: "bf16", "int8" or "int4"; as they are if None.
+        wire: how outer gradients travel between hosts: "bf16", "int8" or "int4", with error feedback; as they are if
+            None.
         delay: how many inner steps after the beginning of an exchange its result is used; until then the exchange goes
             on beside the training. By default half the steps between two exchanges.
         mix: the share of its own parameters that a rank keeps when it goes on from the outer ones.
@@ -90,7 +92,7 @@ class DiLoCo:
         outer: Optimizer,
         every: int = 64,
         fragments: int = 1,
-        wire: str | None = None,
+        wire: WireKind | None = None,
         *,
         delay: int | None = None,
         mix: float = 0.0,
@@ -108,7 +110,7 @@ class DiLoCo:
         wrong = (
             wrong_rhythm_text(rhythm, mix, grace_s, len(params))
             or wrong_optimizers_text(inner, outer, params)
-            or wrong_parameters_text(named)
+            or wrong_parameters_text(named, wire)
         )
         compared: dict[str, object] = {
             "every": every,
@@ -128,7 +130,7 @@ class DiLoCo:
         if group.size() > 1:
             own = new_group(group.ranks, group.timeout, use_local_synchronization=True, group_desc="outer gradients")
             assert isinstance(own, ProcessGroup)
-            averaging = Averaging()
+            averaging = Averaging(wire)
             exchanges = BackgroundExchanges(own, grace_s, averaging, rhythm.fragment, self.content.blank)
             weakref.finalize(self, exchanges.close).atexit = False
             self._exchanges = exchanges

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.group.process_group import ProcessGroup
+from paceline.group.wire import WireKind
 from paceline.parallel.local.diloco import DiLoCo
 
 
@@ -39,7 +40,7 @@ class LocalSGD(DiLoCo):
         inner: Optimizer | None = None,
         every: int = 16,
         fragments: int = 1,
-        wire: str | None = None,
+        wire: WireKind | None = None,
         *,
         delay: int = 0,
         mix: float = 0.0,

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from paceline.schedule.steps import Kind, Schedule, Slice, Step
+from paceline.schedule.steps import Buffer, Kind, Schedule, Slice, Step
 
 # As in steps.py, the constructor of a named tuple would take twice as long, and there are many moves.
 _new = tuple.__new__
-_SEND, _, _, _COPY = Kind
+_SEND, _RECV, _REDUCE, *_ = Kind
+_LOCAL = frozenset(Kind) - {_SEND, _RECV, _REDUCE}
 
 
 class ScheduleError(AssertionError):
@@ -19,7 +20,7 @@ class ScheduleError(AssertionError):
 
 
 class Move(NamedTuple):
-    """Blocks that go from a SEND to the step that receives them. A COPY is a move from and to the same step."""
+    """Blocks that go from a SEND to the step that receives them. A local step is a move from and to itself."""
 
     source: int
     source_step: int
@@ -28,7 +29,7 @@ class Move(NamedTuple):
 
 
 def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
-    """Returns the moves of every link in their order, and every COPY as a list of its own.
+    """Returns the moves of every link in their order, and every local step as a list of its own.
 
     Raises:
         ScheduleError: a step names no other rank, or a SEND and its RECV or REDUCE do not match.
@@ -38,7 +39,7 @@ def moves_by_link(schedules: Sequence[Schedule]) -> list[list[Move]]:
     moves: list[list[Move]] = []
     for rank, schedule in enumerate(schedules):
         for number, (kind, peer, _, _, _) in enumerate(schedule.steps):
-            if kind is _COPY:
+            if kind in _LOCAL:
                 moves.append([Move(rank, number, rank, number)])
             elif peer == rank or not 0 <= peer < len(schedules):
                 raise fault(schedule, number, f"there is no peer {peer}")
@@ -62,6 +63,8 @@ def _meet(schedules: Sequence[Schedule], source: int, target: int, sends: list[i
         src, dst = sent_steps[sending][3], received_steps[receiving][2]
         if not (src and dst and src[2] == dst[2]):
             raise fault(schedules[target], receiving, f"rank {source} sends {src and src.length} blocks for it")
+        if (src[0] is Buffer.WIRE) != (dst[0] is Buffer.WIRE):
+            raise fault(schedules[target], receiving, f"rank {source} sends {_place(src)} for it")
         met.append(_new(Move, (source, sending, target, receiving)))
     return met
 
@@ -85,6 +88,11 @@ def spell(step: Step) -> str:
             return f"REDUCE {_place(step.dst)} = {_place(step.src)} + from {step.peer}{final}"
         case Kind.COPY:
             return f"COPY {_place(step.dst)} = {_place(step.src)}"
+        case Kind.PACK | Kind.UNPACK:
+            return f"{step.kind.name} {_place(step.dst)} = {_place(step.src)}"
+        case Kind.ADD:
+            final = ", final" if step.final else ""
+            return f"ADD {_place(step.dst)} = {_place(step.dst)} + {_place(step.src)}{final}"
 
 
 def _place(blocks: Slice | None) -> str:

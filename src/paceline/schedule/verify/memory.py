@@ -10,8 +10,9 @@ from paceline.schedule.steps import Buffer, Kind, Schedule, Slice
 from paceline.schedule.verify.matching import fault
 from paceline.schedule.verify.meaning import Blocks, initial_buffers
 
-_SEND, _RECV, _REDUCE, _ = Kind
-_INPUT = Buffer.INPUT
+_SEND, _RECV, _REDUCE, *_ = Kind
+_INPUT, _WIRE = Buffer.INPUT, Buffer.WIRE
+_CONVERTING = frozenset((Kind.PACK, Kind.UNPACK, Kind.ADD))
 
 Accesses: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 """The places that a step reads, and those that it writes, block by block, with what must have happened there before.
@@ -25,7 +26,9 @@ class Memory:
     """The `values` of all places, and how often each was `written` and `accessed` (read or written) so far."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
-        buffers = [buffer for schedule in schedules for buffer in initial_buffers(schedule)]
+        buffers = [
+            buffer for schedule in schedules for buffer in (*initial_buffers(schedule), [None] * _wire_blocks(schedule))
+        ]
         self._firsts = [0, *accumulate(len(buffer) for buffer in buffers)]
         self.values: Blocks = [value for buffer in buffers for value in buffer]
         self.written = [0] * len(self.values)
@@ -34,12 +37,12 @@ class Memory:
 
     def buffer(self, rank: int, buffer: Buffer) -> range:
         """Returns the places of a rank's buffer."""
-        at = 3 * rank + buffer
+        at = len(Buffer) * rank + buffer
         return range(self._firsts[at], self._firsts[at + 1])
 
     def start(self, rank: int, buffer: Buffer) -> int:
         """Returns the first place of a rank's buffer."""
-        return self._firsts[3 * rank + buffer]
+        return self._firsts[len(Buffer) * rank + buffer]
 
     def name(self, place: int, rank: int) -> str:
         """Formats a place for a reader: `OUTPUT[3]`."""
@@ -89,18 +92,36 @@ def _places(memory: Memory, schedule: Schedule, number: int, blocks: Slice) -> r
 def _is_simple(kind: Kind, dst: Slice | None, src: Slice | None) -> bool:
     """Returns whether a step is sound at first sight, as most are: there are many, and `_check` takes longer."""
     if kind is _SEND:
-        return dst is None and src is not None
-    if dst is None or dst.buffer is _INPUT:
+        return dst is None and src is not None and src.buffer is not _WIRE
+    if dst is None or dst.buffer is _INPUT or dst.buffer is _WIRE:
         return False
     return src is None if kind is _RECV else src is dst and kind is _REDUCE
 
 
+def _wire_blocks(schedule: Schedule) -> int:
+    slices = (blocks for step in schedule.steps for blocks in (step[2], step[3]) if blocks is not None)
+    return max((blocks[1] + blocks[2] for blocks in slices if blocks[0] is _WIRE), default=0)
+
+
+def _check_wire(schedule: Schedule, number: int) -> None:
+    """Requires that a step uses WIRE as its kind may: only PACK, UNPACK and ADD convert, one block at a time."""
+    kind, _, dst, src, _ = schedule.steps[number]
+    to, source = dst is not None and dst.buffer is _WIRE, src is not None and src.buffer is _WIRE
+    if any(blocks.length != 1 for blocks in (dst, src) if blocks is not None and (to or source)):
+        raise fault(schedule, number, "blocks of WIRE are used one by one")
+    if kind in _CONVERTING and (to, source) != ((True, False) if kind is Kind.PACK else (False, True)):
+        raise fault(schedule, number, "PACK writes into WIRE; UNPACK and ADD read from there, and write elsewhere")
+    if kind in (Kind.REDUCE, Kind.COPY) and (to or source):
+        raise fault(schedule, number, f"{kind.name} takes no blocks of WIRE")
+
+
 def _check(schedule: Schedule, number: int) -> None:
     kind, _, dst, src, final = schedule.steps[number]
-    if final and kind is not Kind.REDUCE:
-        raise fault(schedule, number, "only a REDUCE is final")
+    if final and kind not in (Kind.REDUCE, Kind.ADD):
+        raise fault(schedule, number, "only a REDUCE or an ADD is final")
     if (src is None) != (kind is Kind.RECV) or (dst is None) != (kind is Kind.SEND):
-        raise fault(schedule, number, "SEND has a src, RECV a dst, REDUCE and COPY have both")
+        raise fault(schedule, number, "SEND has a src, RECV a dst, and all others have both")
+    _check_wire(schedule, number)
     if dst is None:
         return
     if dst.buffer is Buffer.INPUT:

@@ -84,8 +84,9 @@ class _World:
             reads = accesses[source][source_step][0]
             own_reads, writes = accesses[target][target_step]
             kind, _, dst_slice, src_slice, final = self.schedules[target].steps[target_step]
-            adding = kind is Kind.REDUCE
-            apart = adding and src_slice != dst_slice
+            adding = kind is Kind.REDUCE or kind is Kind.ADD
+            apart = kind is Kind.REDUCE and src_slice != dst_slice
+            into_wire = dst_slice is not None and dst_slice.buffer is Buffer.WIRE
             start = memory.start(target, dst_slice.buffer) if dst_slice else 0
             for (src, writes_before), (own, own_before), (dst, accesses_before) in zip(
                 reads, own_reads if apart else writes, writes, strict=True
@@ -107,7 +108,11 @@ class _World:
                     if (contributors == everyone) != final:
                         raise self.is_not_final(contributors, target, target_step)
                     value = (value[0], contributors)
-                if value[0] != dst - start if fits_by_index else not fits(operation, target, dst - start, value):
+                if into_wire:
+                    if (values[dst] or value)[0] != value[0]:
+                        what = f"block {value[0]} is kept where another block was, which may have another size"
+                        raise fault(self.schedules[target], target_step, what)
+                elif value[0] != dst - start if fits_by_index else not fits(operation, target, dst - start, value):
                     what = f"block {value[0]} is kept in {memory.name(dst, target)}, which may have another size"
                     raise fault(self.schedules[target], target_step, what)
                 values[dst] = value

@@ -1,0 +1,146 @@
+"""How much do bf16, int8 and int4 on the wire change numbers, and how fast are they packed?
+
+    python bench/wire_errors.py [--steps 200] [--json FILE]
+
+"one rounding" is the root mean square of the error of packing and unpacking, over that of the numbers; "2 hosts" and
+"8 hosts" are the same for a whole all_reduce of as many hosts, each with numbers of its own: the hosts' sums are
+rounded on their way to the owner of a slice, all but its own, and then the whole sum is. The numbers are normally
+distributed, or the gradients of examples/char_lm.py (its model and text) after some steps of training, each host's from
+a batch of its own. "feedback" is the error of the mean of 100 all_reduces of 2 hosts on the same numbers, with error
+feedback. Throughputs are those of one thread, in bytes of float32 a second, with residuals.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from report import parser, show
+from torch import nn
+
+from paceline import _core
+from paceline.engine.codes import DTYPE_CODES, WIRE_CODES
+
+FLOAT32 = DTYPE_CODES[torch.float32]
+CONTEXT, WIDTH, LAYERS, BATCH = 96, 128, 3, 16  # of examples/char_lm.py
+CALLS = 100
+SPEED_ELEMENTS, ROUNDS = 1 << 20, 15
+
+
+def rounded(wire: str, values: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    code, level = WIRE_CODES[wire], _core.simd_level()
+    packed = torch.empty(_core.packed_size(code, values.numel()), dtype=torch.uint8)
+    at = 0 if residual is None else residual.data_ptr()
+    _core.pack(code, level, FLOAT32, values.data_ptr(), at, packed.data_ptr(), values.numel())
+    out = torch.empty_like(values)
+    _core.unpack(code, level, FLOAT32, packed.data_ptr(), out.data_ptr(), values.numel())
+    return out
+
+
+def reduced(wire: str, parts: list[torch.Tensor], residuals: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """The sum of hosts as the owner of a slice makes it: its own part is exact, and the sum is rounded at the end."""
+    kept = residuals or [None] * len(parts)
+    total = parts[0].clone()
+    for part, residual in zip(parts[1:], kept[1:], strict=True):
+        total += rounded(wire, part, residual)
+    return rounded(wire, total, kept[0])
+
+
+def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got.double() - exact.double()).pow(2).mean().sqrt() / exact.double().pow(2).mean().sqrt())
+
+
+class Model(nn.Module):
+    """That of examples/char_lm.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.character = nn.Embedding(128, WIDTH)
+        self.place = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.character(x) + self.place, mask=self.mask, is_causal=True)
+        return self.norm(hidden) @ self.character.weight.t()
+
+
+def gradients(steps: int, hosts: int) -> list[torch.Tensor]:
+    """Gradients of as many batches after `steps` steps, each of all parameters in the order of their buckets."""
+    torch.manual_seed(0)
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = torch.tensor(list("\n".join(path.read_text(errors="ignore") for path in sources).encode("ascii", "ignore")))
+    model = Model()
+    nn.init.normal_(model.character.weight, std=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    found = []
+    for step in range(steps + hosts):
+        at = torch.randint(len(text) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(text[at]).flatten(0, 1), text[at + 1].flatten()).backward()
+        if step < steps:
+            optimizer.step()
+        else:
+            found.append(torch.cat([param.grad.flatten() for param in reversed(list(model.parameters()))]))
+    return found
+
+
+def errors(wire: str, name: str, parts: list[torch.Tensor]) -> dict[str, object]:
+    row: dict[str, object] = {"wire": wire, "numbers": name}
+    row["one rounding"] = relative_rms(rounded(wire, parts[0]), parts[0])
+    for hosts in (2, len(parts)):
+        row[f"{hosts} hosts"] = relative_rms(reduced(wire, parts[:hosts]), sum(parts[1:hosts], parts[0]))
+    residuals = [torch.zeros_like(parts[0]) for _ in range(2)]
+    mean = torch.zeros_like(parts[0], dtype=torch.float64)
+    for _ in range(CALLS):
+        mean += reduced(wire, parts[:2], residuals).double() / CALLS
+    row["feedback"] = relative_rms(mean, parts[0].double() + parts[1].double())
+    return row
+
+
+def speeds(wire: str) -> dict[str, object]:
+    code, count = WIRE_CODES[wire], SPEED_ELEMENTS
+    values, residual = torch.randn(count), torch.zeros(count)
+    packed = torch.empty(_core.packed_size(code, count), dtype=torch.uint8)
+    row: dict[str, object] = {"wire": wire}
+    for level in _core.wire_levels():
+        where = code, level, FLOAT32
+        kernels = {
+            "pack": lambda at=where: _core.pack(*at, values.data_ptr(), residual.data_ptr(), packed.data_ptr(), count),
+            "unpack": lambda at=where: _core.unpack(*at, packed.data_ptr(), values.data_ptr(), count),
+            "add": lambda at=where: _core.add_packed(*at, packed.data_ptr(), values.data_ptr(), count, 2),
+        }
+        for name, kernel in kernels.items():
+            took_s = []
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                kernel()
+                took_s.append(time.perf_counter() - started)
+            row[f"{level} {name} GB/s"] = 4e-9 * count / statistics.median(took_s)
+    return row
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--steps", type=int, default=200, help="of training before gradients are taken")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    normal = [torch.randn(1 << 20) for _ in range(8)]
+    of_training = gradients(options.steps, 8)
+    rows = [
+        errors(wire, name, parts)
+        for wire in WIRE_CODES
+        for name, parts in (("normal", normal), ("gradients", of_training))
+    ]
+    show("Relative errors (root mean square)", rows, options.json)
+    show("Throughput of packing and unpacking", [speeds(wire) for wire in WIRE_CODES], None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+// The SIMD levels for which kernels are compiled, each from the same source.
+#pragma once
+
+#include <cstdint>
+
+namespace paceline {
+
+enum class SimdLevel : std::uint8_t { baseline, avx2, avx512 };
+
+// Whether this machine can run the kernels of the level, and this build has them.
+bool has_simd(SimdLevel level);
+
+// The fastest level that this machine can run.
+SimdLevel best_simd();
+
+// "avx512", "avx2" or "baseline".
+const char* name_of(SimdLevel level);
+
+}  // namespace paceline

@@ -1,0 +1,8 @@
+// The kernels that pack and unpack for the SIMD level "avx2".
+#include <cstddef>
+#include <cstdint>
+
+#include "wire/wire.hpp"
+
+#define PACELINE_SIMD avx2
+#include "wire/kernels.inl"

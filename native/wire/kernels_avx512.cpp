@@ -1,0 +1,8 @@
+// The kernels that pack and unpack for the SIMD level "avx512".
+#include <cstddef>
+#include <cstdint>
+
+#include "wire/wire.hpp"
+
+#define PACELINE_SIMD avx512
+#include "wire/kernels.inl"

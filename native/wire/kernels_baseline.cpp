@@ -1,0 +1,8 @@
+// The kernels that pack and unpack for the SIMD level "baseline".
+#include <cstddef>
+#include <cstdint>
+
+#include "wire/wire.hpp"
+
+#define PACELINE_SIMD baseline
+#include "wire/kernels.inl"

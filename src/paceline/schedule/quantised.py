@@ -1,0 +1,163 @@
+"""Quantised: what goes between hosts is rounded to few bits; within a host, everything is exact.
+
+Ranks sum within each host first, as in `hierarchical.py`, and the l-th ranks of all hosts form the l-th rail. On a rail
+each rank sends every other one its part of the host's sum, packed, and adds up what it receives: a direct exchange,
+since in a ring each hop would round again. The owner of a sum packs it once and sends that to all, and uses what the
+packed sum stands for itself, so that all ranks end with the same bits. `verify/equal_bits.py` proves that.
+
+A byte crosses the network as often as in a ring. Each element is rounded twice on its way, once in a host's sum and
+once in the whole sum; a rank packs each element of its slice once in a call, which is why one array of residuals
+suffices for error feedback (Seide et al. 2014, "1-bit stochastic gradient descent"; for both roundings as in Tang et
+al. 2021, "1-bit Adam").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+from paceline.schedule import hierarchical, ring, tree
+from paceline.schedule.hierarchical import Home, find_home
+from paceline.schedule.steps import (
+    OWN_INPUT,
+    OWN_OUTPUT,
+    Buffer,
+    Builder,
+    Operation,
+    Place,
+    Plan,
+    Slice,
+    Step,
+    add,
+    copy,
+    pack,
+    receive,
+    send,
+    unpack,
+)
+
+WIRES = ("bf16", "int8", "int4")
+"""What elements are rounded to; the number of each in native/wire/wire.hpp is one more than its place here."""
+
+_Where = Callable[[int], Slice]  # where a rank keeps a block of the tensor
+
+
+def all_reduce(at: Place) -> Plan:
+    """Rails; without them, trees within the hosts and an exchange between the leaders."""
+    if len(at.hosts) == 1:
+        return hierarchical.all_reduce(at)
+    hosts, _, local, me = home = find_home(at)
+    n_hosts = len(hosts)
+    if home.is_even:
+        slices = [[Slice(Buffer.OUTPUT, owner * n_hosts, n_hosts)] for owner in range(len(local))]
+        steps = ring.reduce_phase(local, me, slices, slices, final=False)
+        steps += _all_reduce_phase(home, [[me * n_hosts + number] for number in range(n_hosts)])
+        return at.world_size, steps + ring.gather_phase(local, me, slices)
+    tensor = Slice(Buffer.OUTPUT, 0, n_hosts)
+    steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
+    if me == 0:
+        steps += _all_reduce_phase(home, [[number] for number in range(n_hosts)])
+    return n_hosts, steps + tree.broadcast_phase(local, me, tensor)
+
+
+def reduce_scatter(at: Place) -> Plan:
+    """Ranks collect their host's sums for their rail, or leaders for their host, and exchange them."""
+    if len(at.hosts) == 1:
+        return hierarchical.reduce_scatter(at)
+    n, (hosts, _, local, me) = at.world_size, (home := find_home(at))
+    if home.is_even:
+        own, into = (
+            [[Slice(buffer, ranks[owner]) for ranks in hosts] for owner in range(len(local))]
+            for buffer in (Buffer.INPUT, Buffer.SCRATCH)
+        )
+        steps = ring.reduce_phase(local, me, own, into, final=False)
+        held = Buffer.SCRATCH if steps else Buffer.INPUT
+        steps.append(copy(OWN_OUTPUT, Slice(held, at.rank)))
+        blocks = [[rank] for rank in home.rail]
+        return n, steps + _reduce_phase(home, blocks, lambda b: Slice(held, b), lambda _: OWN_OUTPUT, count())
+    tensor, partial = Slice(Buffer.INPUT, 0, n), Slice(Buffer.SCRATCH, 0, n)
+    steps = tree.reduce_phase(local, me, tensor, partial, final=False)
+    if me == 0:
+        held = Buffer.SCRATCH if steps else Buffer.INPUT
+        if held is Buffer.INPUT:
+            steps.append(copy(Slice(Buffer.SCRATCH, at.rank), Slice(Buffer.INPUT, at.rank)))
+        steps += _reduce_phase(home, hosts, lambda b: Slice(held, b), lambda b: Slice(Buffer.SCRATCH, b), count())
+    steps += tree.scatter_phase(local, me, [[rank] for rank in local], Buffer.SCRATCH)
+    return n, [*steps, copy(OWN_OUTPUT, Slice(Buffer.SCRATCH, at.rank))]
+
+
+def all_gather(at: Place) -> Plan:
+    """Blocks go along the rails, or through the leaders; all ranks get what the rounded blocks stand for."""
+    if len(at.hosts) == 1:
+        return hierarchical.all_gather(at)
+    n, (hosts, host, local, me) = at.world_size, (home := find_home(at))
+    mine = Slice(Buffer.OUTPUT, at.rank)
+    steps = [copy(mine, OWN_INPUT)]
+    if home.is_even:
+        steps += _gather_phase(home, [[rank] for rank in home.rail], count())
+        in_order = [hosts[host - turn] for turn in range(len(hosts))]
+        brought = [[Slice(Buffer.OUTPUT, ranks[owner]) for ranks in in_order] for owner in range(len(local))]
+        return n, steps + ring.gather_phase(local, me, brought)
+    steps += tree.gather_phase(local, me, [[rank] for rank in local], Buffer.OUTPUT)
+    if me == 0:
+        steps += _gather_phase(home, hosts, count())
+    return n, steps + tree.broadcast_phase(local, me, Slice(Buffer.OUTPUT, 0, n))
+
+
+def _all_reduce_phase(home: Home, blocks: Sequence[Sequence[int]]) -> list[Step]:
+    """Returns the exchange between the hosts, in place; `blocks[i]` are those that the rail's rank on host i owns."""
+    slots = count()
+
+    def output(block: int) -> Slice:
+        return Slice(Buffer.OUTPUT, block)
+
+    return _reduce_phase(home, blocks, output, output, slots) + _gather_phase(home, blocks, slots)
+
+
+def _reduce_phase(
+    home: Home, blocks: Sequence[Sequence[int]], held: _Where, total: _Where, slots: Iterator[int]
+) -> list[Step]:
+    """Returns the direct exchange of `held` blocks, after which `total` has the sums of this rank's blocks.
+
+    At the start `total` has this host's contributions. Others' are added in the order of the hosts after this one.
+    """
+    rail, me, n = home.rail, home.host, len(home.hosts)
+    steps: list[Step] = []
+    for turn in range(1, n):
+        target = (me + turn) % n
+        for block in blocks[target]:
+            packed = _slot(slots)
+            steps += (pack(packed, held(block)), send(rail[target], packed))
+    for turn in range(1, n):
+        source = (me - turn) % n
+        for block in blocks[me]:
+            packed = _slot(slots)
+            steps += (receive(rail[source], packed), add(total(block), packed, final=turn == n - 1))
+    return steps
+
+
+def _gather_phase(home: Home, blocks: Sequence[Sequence[int]], slots: Iterator[int]) -> list[Step]:
+    """Returns the steps by which all ranks of the rail get each block of OUTPUT, rounded, from its owner."""
+    rail, me, n = home.rail, home.host, len(home.hosts)
+    steps: list[Step] = []
+    for block in blocks[me]:
+        packed, floats = _slot(slots), Slice(Buffer.OUTPUT, block)
+        steps += (pack(packed, floats), unpack(floats, packed))
+        steps += (send(rail[(me + turn) % n], packed) for turn in range(1, n))
+    for turn in range(1, n):
+        source = (me - turn) % n
+        for block in blocks[source]:
+            packed = _slot(slots)
+            steps += (receive(rail[source], packed), unpack(Slice(Buffer.OUTPUT, block), packed))
+    return steps
+
+
+def _slot(slots: Iterator[int]) -> Slice:
+    return Slice(Buffer.WIRE, next(slots))
+
+
+OFFERS: dict[Operation, Builder] = {
+    Operation.ALL_REDUCE: all_reduce,
+    Operation.REDUCE_SCATTER: reduce_scatter,
+    Operation.ALL_GATHER: all_gather,
+}
