@@ -11,7 +11,7 @@ import paceline as dist
 STEPS = 8
 
 
-def train(wire: str | None, grace_s: float | None, width: int) -> tuple[float, float]:
+def train_apart(wire: str | None, grace_s: float | None, width: int) -> tuple[float, float]:
     """Returns the loss before and after training."""
     dist.init_process_group()
     rank = dist.get_rank()
@@ -44,7 +44,7 @@ def train(wire: str | None, grace_s: float | None, width: int) -> tuple[float, f
 
 @pytest.mark.parametrize("grace_s", [None, 60.0])
 def test_a_line_of_ten_megabit_trains(hosts, grace_s):
-    losses = hosts(2, 1, rate="10mbit", delay_ms=20)(train, None, grace_s, 256)  # an exchange takes 0.2 s
+    losses = hosts(2, 1, rate="10mbit", delay_ms=20)(train_apart, None, grace_s, 256)  # an exchange takes 0.2 s
     assert all(after < before for before, after in losses)
 
 
@@ -71,7 +71,7 @@ def train_in_step_within_a_host() -> None:
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
 def test_rounded_outer_gradients_have_equal_bits(hosts, wire):
-    losses = hosts(2, 2)(train, wire, None, 64)
+    losses = hosts(2, 2)(train_apart, wire, None, 64)
     assert all(after < before for before, after in losses)
 
 

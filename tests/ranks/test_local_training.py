@@ -350,7 +350,7 @@ def test_local_training_on_three_ranks(name):
     WORLD.require(3, name)
 
 
-def alone() -> None:
+def train_alone() -> None:
     dist.init_process_group()
     reference, model = Reference(1, 3, 2, 1, 0.25, 0.7, 0.9), build()
     inner = SGD(model.parameters(), lr=RATE)
@@ -362,7 +362,7 @@ def alone() -> None:
 
 
 def test_a_single_rank_needs_no_other(ranks):
-    ranks(1)(alone)
+    ranks(1)(train_alone)
 
 
 def die_in_an_exchange(grace_s: float | None) -> None:
