@@ -146,6 +146,8 @@ _PUBLIC = {
     "paceline.parallel.ddp.fused_step": ("apply_optimizer_in_backward",),
     "paceline.parallel.health.replicas": ("check_replicas",),
     "paceline.parallel.lion": ("Lion",),
+    "paceline.parallel.local.diloco": ("DiLoCo",),
+    "paceline.parallel.local.local_sgd": ("LocalSGD",),
     "paceline.parallel.one_copy.optimizer": ("SharedModelOptimizer",),
     "paceline.parallel.pipeline.module": ("Pipeline",),
     "paceline.parallel.tensor.clipping": ("clip_grad_norm_",),

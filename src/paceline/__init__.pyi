@@ -157,6 +157,8 @@ from paceline.parallel.join import Join as Join
 from paceline.parallel.join import Joinable as Joinable
 from paceline.parallel.join import JoinHook as JoinHook
 from paceline.parallel.lion import Lion as Lion
+from paceline.parallel.local.diloco import DiLoCo as DiLoCo
+from paceline.parallel.local.local_sgd import LocalSGD as LocalSGD
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer as SharedModelOptimizer
 from paceline.parallel.pipeline.module import Pipeline as Pipeline
 from paceline.parallel.sharded.loader import ShardLoader as ShardLoader

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
     [
         (["examples/digits.py", "--epochs", "1"], "all ranks hold the same bits   yes"),
         (["examples/char_lm.py", "--steps", "2", "--batch-size", "2"], "text it has not seen:"),
+        (["examples/slow_network.py", "--steps", "5", "--batch-size", "2", "--every", "4"], "text it has not seen:"),
     ],
 )
 def test_an_example_runs_on_two_ranks(arguments, shown):

@@ -96,6 +96,11 @@ class Rounds:
         """Whether this worker catches up with the others."""
         return self._catching_up is not None
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group of the current view; None while there is none."""
+        return self._group
+
     def join(self, fingerprint: str, *, replays: bool) -> None:
         """Asks to take part, and returns when this worker has the state, and is in a view or about to catch up.
 

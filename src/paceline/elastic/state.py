@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -13,9 +13,11 @@ from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import ViewChange
 from paceline.elastic.loops import Loop, ShardsLoop, UsualLoop
 from paceline.elastic.messages import Leaving
+from paceline.elastic.outer import OuterLoop
 from paceline.elastic.registry import Stateful
 from paceline.elastic.rounds import Rounds
 from paceline.parallel.ddp.module import DistributedDataParallel
+from paceline.parallel.local.diloco import DiLoCo
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer
 from paceline.parallel.sharded.logical import LogicalShards
 
@@ -41,7 +43,7 @@ class ElasticState:
     died when. Each batch has a backward, or `skip_batch`, on every worker.
 
     Args:
-        model: the logical shards, which hold the model, or the model in a DistributedDataParallel.
+        model: the logical shards, which hold the model, or the model in a DistributedDataParallel, or a DiLoCo.
         on_view: is called with a `ViewChange` at the beginning of the first batch that other workers train on than the
             one before, with the same arguments on every worker, so that it may change learning rates.
         replays: a worker that comes late catches up while the others train. It runs the loop of `LogicalShards` on
@@ -81,7 +83,7 @@ class ElasticState:
 
     def __init__(
         self,
-        model: LogicalShards | DistributedDataParallel,
+        model: LogicalShards | DistributedDataParallel | DiLoCo,
         *,
         on_view: Callable[[ViewChange], None] | None = None,
         replays: bool = True,
@@ -89,7 +91,7 @@ class ElasticState:
     ) -> None:
         _require_own_parameters(others)
         self._model = model
-        self._loop: Loop = ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others.values())
+        self._loop = _loop_of(model, others.values())
         self._on_view = on_view
         self._replays = replays
         self._epoch = 0
@@ -140,10 +142,12 @@ class ElasticState:
         `optimizer.zero_grad()`, so that the optimizer does nothing. The samples do not come again in this epoch.
 
         Raises:
-            TypeError: the loop is that of `LogicalShards`, in which every shard counts.
+            TypeError: the loop is that of `LogicalShards`, in which every shard counts, or of `DiLoCo`.
         """
         if isinstance(self._model, LogicalShards):
             raise TypeError("skip_batch() was called in a loop of LogicalShards, whose steps need every shard")
+        if isinstance(self._model, DiLoCo):
+            raise TypeError("skip_batch() was called in a loop of DiLoCo, whose steps are each worker's own")
         self._model.skip_batch()
 
     def digest(self) -> str:
@@ -177,6 +181,12 @@ class ElasticState:
     def _tell(self, change: ViewChange | None) -> None:
         if change is not None and self._on_view is not None:
             self._on_view(change)
+
+
+def _loop_of(model: LogicalShards | DistributedDataParallel | DiLoCo, others: Collection[Stateful]) -> Loop:
+    if isinstance(model, DiLoCo):
+        return OuterLoop(model, others)
+    return ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others)
 
 
 def _require_own_parameters(others: Mapping[str, Stateful]) -> None:

@@ -1,0 +1,88 @@
+"""Trains the model of char_lm.py over a slow network: each rank trains by itself, and they average now and then.
+
+paceline run --nproc-per-node 2 examples/slow_network.py
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline as dist
+
+arguments = argparse.ArgumentParser(description="A character language model with DiLoCo")
+arguments.add_argument("--steps", type=int, default=700)
+arguments.add_argument("--batch-size", type=int, default=16, help="windows of text of each rank in a step")
+arguments.add_argument("--every", type=int, default=32, help="steps in which each part of the model is exchanged once")
+arguments.add_argument("--wire", default="int4", choices=["bf16", "int8", "int4"], help="how parts travel")
+options = arguments.parse_args()
+CONTEXT, WIDTH, LAYERS = 96, 128, 3
+
+dist.init_process_group()
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)  # the same model on every rank; the batches below differ by rank
+
+sources = sorted(Path(os.__file__).parent.glob("*.py"))
+text = torch.tensor(list("\n".join(path.read_text(errors="ignore") for path in sources).encode("ascii", "ignore")))
+train, test = text[: int(0.95 * len(text))], text[int(0.95 * len(text)) :]
+
+
+class Model(nn.Module):
+    """Predicts each next character from those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.character = nn.Embedding(128, WIDTH)
+        self.place = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.character(x) + self.place, mask=self.mask, is_causal=True)
+        return self.norm(hidden) @ self.character.weight.t()
+
+
+model = Model()
+nn.init.normal_(model.character.weight, std=0.05)
+inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 4e-3, total_steps=options.steps, pct_start=0.1)
+outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+diloco = dist.DiLoCo(model, inner, outer, every=options.every, fragments=4, wire=options.wire)
+generator = torch.Generator().manual_seed(rank)
+
+
+def batch(source: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`size` windows from random places, and the same one character on."""
+    at = torch.randint(len(source) - CONTEXT, (size, 1), generator=generator) + torch.arange(CONTEXT)
+    return source[at], source[at + 1]
+
+
+def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+started = time.perf_counter()
+for step in range(1, options.steps + 1):
+    inner.zero_grad()
+    loss = loss_of(*batch(train, options.batch_size))
+    loss.backward()
+    inner.step()
+    schedule.step()
+    diloco.step()
+    if rank == 0 and (step % 100 == 0 or step == options.steps):
+        print(f"step {step:5}/{options.steps}  loss {loss:.3f} nats/char  {time.perf_counter() - started:4.0f} s")
+diloco.finish()
+waited = diloco.communication_wait_s() / (time.perf_counter() - started)
+
+model.eval()
+with torch.no_grad():
+    held_out = loss_of(*batch(test, 256))
+dist.all_reduce(held_out, dist.ReduceOp.AVG)
+if rank == 0:
+    print(f"text it has not seen: {held_out:.3f} nats/char; waiting for exchanges {waited:.1%} of the time")
+dist.destroy_process_group()

@@ -1,0 +1,113 @@
+"""The outer parameters, fragment by fragment: what is exchanged of them, and what the result does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[range]:
+    """Returns the indices of each fragment: runs of about the same total size, none of them empty.
+
+    >>> cut([6, 1, 1, 4, 4], 3)
+    [range(0, 1), range(1, 4), range(4, 5)]
+    """
+    ends = list(accumulate(sizes))
+    cuts = [0]
+    for fragment in range(1, fragments):
+        least, most = cuts[-1] + 1, len(sizes) - (fragments - fragment)
+        wanted = ends[-1] * fragment / fragments
+        cuts.append(min(range(least, most + 1), key=lambda at: abs(ends[at - 1] - wanted)))
+    return [range(first, stop) for first, stop in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
+
+
+class OuterParameters(nn.Module):
+    """Copies of parameters as they were when each was last exchanged; they have equal bits on all ranks.
+
+    They are on the CPU, from where they are sent, and in single precision at least.
+
+    Args:
+        params: the parameters, which the ranks train.
+        fragments: how many parts they are exchanged in.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], fragments: int) -> None:
+        super().__init__()
+        self._params = tuple(params)  # a tuple, or they would be parameters of this module
+        self.copies = nn.ParameterList([_copy_of(param) for param in params])
+        self._fragments = cut([param.numel() for param in params], fragments)
+        self._lengths = [sum(copy.numel() for _, copy in self._pairs_of(each)) for each in range(fragments)]
+        self._dtypes = [_widest(copy.dtype for _, copy in self._pairs_of(each)) for each in range(fragments)]
+
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Returns the parameters, each with its copy."""
+        return list(zip(self._params, self.copies, strict=True))
+
+    def is_covered_by(self, optimizer: Optimizer) -> bool:
+        """Returns whether the optimizer has all the copies."""
+        has = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return all(id(copy) in has for copy in self.copies)
+
+    @torch.no_grad()
+    def difference(self, fragment: int) -> torch.Tensor:
+        """Returns the outer gradient, a flat tensor: the outer parameters less those that this rank has trained."""
+        parts = [(copy - param.to(copy)).reshape(-1) for param, copy in self._pairs_of(fragment)]
+        return torch.cat([part.to(self._dtypes[fragment]) for part in parts])
+
+    def zeros(self, fragment: int) -> torch.Tensor:
+        """Returns zeros of the form of `difference`."""
+        return torch.zeros(self._lengths[fragment], dtype=self._dtypes[fragment])
+
+    @torch.no_grad()
+    def step(self, fragment: int, gradient: torch.Tensor, optimizer: Optimizer | None) -> None:
+        """Updates the outer parameters of a fragment with a mean of outer gradients; without an optimizer to the mean.
+
+        Those of other fragments have no gradient, so that the optimizer leaves them as they are.
+        """
+        at = 0
+        for _, copy in self._pairs_of(fragment):
+            part = gradient[at : at + copy.numel()].view(copy.shape).to(copy.dtype)
+            at += copy.numel()
+            if optimizer is None:
+                copy.sub_(part)
+            else:
+                copy.grad = part
+        if optimizer is not None:
+            optimizer.step()
+            for copy in self.copies:
+                copy.grad = None
+
+    @torch.no_grad()
+    def reset(self, fragment: int, mix: float) -> None:
+        """Sets the rank's parameters to the outer ones, with the share `mix` of what they were."""
+        for param, copy in self._pairs_of(fragment):
+            param.copy_(torch.lerp(copy, param.to(copy), mix) if mix else copy)
+
+    @torch.no_grad()
+    def progress(self, fragment: int) -> list[torch.Tensor]:
+        """Returns what this rank has added to the outer parameters of a fragment."""
+        return [param.to(copy) - copy for param, copy in self._pairs_of(fragment)]
+
+    @torch.no_grad()
+    def reset_keeping(self, fragment: int, progress: Sequence[torch.Tensor]) -> None:
+        """Sets the rank's parameters to the outer ones, and what it had added to them before."""
+        for (param, copy), added in zip(self._pairs_of(fragment), progress, strict=True):
+            param.copy_(copy + added)
+
+    def _pairs_of(self, fragment: int) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        indices = self._fragments[fragment]
+        return self.pairs()[indices.start : indices.stop]
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
+
+
+def _copy_of(param: nn.Parameter) -> nn.Parameter:
+    widest = torch.promote_types(param.dtype, torch.float32)
+    return nn.Parameter(param.detach().to("cpu", widest, copy=True, memory_format=torch.contiguous_format))

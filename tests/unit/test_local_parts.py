@@ -1,0 +1,182 @@
+"""DiLoCo's state machines in virtual time, and how parameters are cut into fragments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from local_simulation import Simulation, drawn
+from sampling import examples
+
+from paceline.parallel.local.course import Begin, Course, Rhythm, Use
+from paceline.parallel.local.fragments import cut
+from paceline.parallel.local.roll import FINISHED, Roll, Verdict, who_is_there
+
+
+def actions(rhythm: Rhythm, steps: int) -> dict[int, list[object]]:
+    course, done = Course(rhythm), dict[int, list[object]]()
+    for step in range(1, steps + 1):
+        course.step()
+        for action in all_due(course):
+            done.setdefault(step, []).append(action)
+    return done
+
+
+def all_due(course: Course) -> list[Begin | Use]:
+    done: list[Begin | Use] = []
+    while (action := course.due()) is not None:
+        course.did(action)
+        done.append(action)
+    return done
+
+
+def test_fragments_take_turns_within_a_round():
+    assert actions(Rhythm(every=4, fragments=2), 8) == {
+        2: [Begin(0), Use(0)],
+        4: [Begin(1), Use(1)],
+        6: [Begin(2), Use(2)],
+        8: [Begin(3), Use(3)],
+    }
+
+
+def test_a_result_is_used_some_steps_later():
+    assert actions(Rhythm(every=4, fragments=2, delay=3), 9) == {
+        2: [Begin(0)],
+        4: [Begin(1)],
+        5: [Use(0)],
+        6: [Begin(2)],
+        7: [Use(1)],
+        8: [Begin(3)],
+        9: [Use(2)],
+    }
+
+
+@given(st.integers(1, 40), st.data())
+def test_every_fragment_is_exchanged_once_a_round(every, data):
+    rhythm = Rhythm(every, data.draw(st.integers(1, every)), data.draw(st.integers(0, every - 1)))
+    begun = [
+        (step, each.exchange)
+        for step, done in actions(rhythm, 3 * every).items()
+        for each in done
+        if isinstance(each, Begin)
+    ]
+    for first in range(0, 3 * every, every):
+        of_round = [exchange for step, exchange in begun if first < step <= first + every]
+        assert sorted(rhythm.fragment(each) for each in of_round) == list(range(rhythm.fragments))
+    assert [exchange for _, exchange in begun] == list(range(3 * rhythm.fragments))
+    assert rhythm.begun_after(3 * every) == 3 * rhythm.fragments
+
+
+def test_a_late_rank_takes_the_steps_of_the_others():
+    course = Course(Rhythm(every=10, fragments=2, delay=1))
+    course.step()
+    course.catch_up(3)  # exchange 2, after 15 steps, was held without this rank
+    assert course.steps == 15
+    assert all_due(course) == [Begin(0), Use(0), Begin(1), Use(1), Begin(2)]
+    course.step()
+    assert course.due() == Use(2)
+
+
+def test_a_rank_that_is_not_late_keeps_its_steps():
+    course = Course(Rhythm(every=2, delay=1))
+    for _ in range(2):
+        course.step()
+    assert all_due(course) == [Begin(0)]
+    course.catch_up(1)
+    assert course.steps == 2
+
+
+def test_late_ranks_are_waited_for_only_so_long():
+    roll = Roll(3, grace_s=5.0)
+    assert roll.call(100.0) is None
+    roll.came(1, 0, 100.0)
+    roll.came(0, 0, 104.0)
+    assert roll.call(104.9) is None
+    assert roll.due_s() == 105.0
+    assert roll.call(105.0) == Verdict((True, True, False))
+    roll.came(2, 0, 106.0)  # too late: this opens no window for the exchange that comes next
+    assert roll.due_s() is None
+    assert roll.call(1e9) is None
+
+
+def test_nobody_waits_once_all_are_there():
+    roll = Roll(2, grace_s=5.0)
+    for rank in range(2):
+        roll.came(rank, 0, 1.0)
+    assert roll.call(1.0) == Verdict((True, True))
+
+
+def test_a_rank_may_be_an_exchange_ahead():
+    roll = Roll(2, grace_s=5.0)
+    roll.came(0, 0, 1.0)
+    roll.came(0, 1, 2.0)
+    assert roll.call(6.0) == Verdict((True, False))
+    assert roll.due_s() == 7.0
+    roll.came(1, 1, 6.5)
+    assert roll.call(6.5) == Verdict((True, True))
+
+
+def test_finished_ranks_are_not_waited_for():
+    roll = Roll(3, grace_s=5.0)
+    roll.came(0, FINISHED, 1.0)
+    roll.came(1, 0, 1.0)
+    roll.came(2, 0, 1.0)
+    assert roll.call(1.0) == Verdict((False, True, True))
+    roll.came(1, FINISHED, 2.0)
+    assert roll.call(2.0) is None
+    roll.came(2, FINISHED, 3.0)
+    assert roll.call(3.0) == Verdict((False, False, False), is_final=True)
+
+
+def test_ranks_at_different_exchanges_are_refused():
+    assert who_is_there([2, 2]) == Verdict((True, True))
+    assert who_is_there([FINISHED, FINISHED]).is_final
+    with pytest.raises(ValueError, match="by rank, the exchanges are 2, 3"):
+        who_is_there([2, 3])
+
+
+def require_sound(simulation: Simulation) -> None:
+    held = simulation.held
+    for rank in simulation.ranks:
+        assert rank.has_left
+        assert rank.used == list(range(len(held)))
+    for exchange, verdict in enumerate(held):
+        assert any(verdict.takes_part), "an exchange was held by nobody"
+        for rank, takes_part in zip(simulation.ranks, verdict.takes_part, strict=True):
+            assert not takes_part or exchange in rank.offered
+    for exchange, decided_s in enumerate(simulation.decided_s):
+        before_s = simulation.decided_s[exchange - 1] if exchange else 0.0
+        latest_s = max(simulation.first_s[exchange] + simulation.roll._grace_s, before_s + 30.0)
+        assert decided_s <= latest_s + 1e-6, "a late rank was waited for longer than the grace window"
+
+
+def test_any_training_ends_with_the_same_exchanges():
+    for seed in range(examples(400)):
+        simulation = drawn(seed)
+        simulation.run()
+        try:
+            require_sound(simulation)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_a_slow_rank_does_not_slow_the_others():
+    rhythm = Rhythm(every=8, fragments=2, delay=3)
+    simulation = Simulation(rhythm, [[1.0] * 64, [1.0] * 64, [5.0] * 20], 0.5, lambda: 0.01, 0.1)
+    simulation.run()
+    require_sound(simulation)
+    assert max(max(each.waited_s.values(), default=0) for each in simulation.ranks[:2]) < 1
+    slow = simulation.ranks[2]
+    assert sum(verdict.takes_part[2] for verdict in simulation.held) >= 2, "its progress counts now and then"
+    assert slow.course.steps >= 60, "it goes on with the others' number of steps"
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.data())
+def test_fragments_are_runs_of_similar_size(sizes, data):
+    fragments = data.draw(st.integers(1, len(sizes)))
+    runs = cut(sizes, fragments)
+    assert len(runs) == fragments
+    assert all(len(run) > 0 for run in runs)
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+    largest = max(sum(sizes[index] for index in run) for run in runs)
+    assert largest <= sum(sizes) / fragments + 2 * max(sizes)
