@@ -25,7 +25,7 @@ Stream to_stream(const FlatPieces& flat) {
 }
 
 Call to_call(const nb::tuple& fields) {
-    constexpr std::size_t kFields = 8;
+    constexpr std::size_t kFields = 9;
     if (fields.size() != kFields) throw nb::type_error("a call is a paceline.engine.channel.Call");
     Call call;
     call.operation = static_cast<Operation>(nb::cast<int>(fields[0]));
@@ -36,6 +36,7 @@ Call to_call(const nb::tuple& fields) {
     call.timeout_ns = nb::cast<std::int64_t>(fields[5]);
     call.inputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[6]));
     call.outputs = to_streams(nb::cast<std::vector<FlatPieces>>(fields[7]));
+    if (!fields[8].is_none()) call.update = nb::cast<std::shared_ptr<update::Update>>(fields[8]);
     return call;
 }
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
+from torch import nn
+
 from paceline.elastic import failpoints
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import ViewChange
@@ -16,6 +18,7 @@ from paceline.elastic.registry import Stateful
 from paceline.elastic.rounds import Rounds
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer
+from paceline.parallel.one_copy.parameters import is_shared
 from paceline.parallel.sharded.logical import LogicalShards
 
 
@@ -86,7 +89,7 @@ class ElasticState:
         replays: bool = True,
         **others: Stateful,
     ) -> None:
-        _require_own_parameters(others)
+        _require_own_parameters(model.module, others)
         self._model = model
         self._loop: Loop = ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others.values())
         self._on_view = on_view
@@ -168,14 +171,16 @@ class ElasticState:
             self._on_view(change)
 
 
-def _require_own_parameters(others: Mapping[str, Stateful]) -> None:
-    for name, each in others.items():
-        if isinstance(each, SharedModelOptimizer):
-            raise ValueError(
-                f"ElasticState got {name}=SharedModelOptimizer, with which all workers of a host share the parameters: "
-                "a worker that dies in the middle of a step would leave them half updated for those that live. Use the "
-                "optimizer itself, so that every worker has parameters of its own"
-            )
+def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -> None:
+    found = [f"{name}=SharedModelOptimizer" for name, each in others.items() if isinstance(each, SharedModelOptimizer)]
+    if is_shared(module):
+        found.append("the model of a SharedModelOptimizer")
+    if found:
+        raise ValueError(
+            f"ElasticState got {found[0]}, with which all workers of a host share the parameters: a worker that dies in "
+            "the middle of a step would leave them half updated for those that live. Use the optimizer itself, so that "
+            "every worker has parameters of its own"
+        )
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:

@@ -127,7 +127,8 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     | all_to_all | n, each of its own size | n, each of its own size |
     | barrier | | |
 
-    Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
+    A reduce_scatter by the core's groups of one host may have an `update`, which is applied to the results; it then needs
+    no output. Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
     factors already, so that an engine only sums them.
     """
@@ -140,6 +141,7 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     timeout_ns: int
     inputs: Sequence[Pieces]
     outputs: Sequence[Pieces]
+    update: _core.Update | None = None
 
 
 class Channel(Protocol):
