@@ -1,4 +1,6 @@
 // Bindings of the optimizers that the core applies to averaged gradients.
+#include "update/update.hpp"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -8,7 +10,6 @@
 #include <tuple>
 
 #include "bindings/bindings.hpp"
-#include "update/update.hpp"
 
 namespace nb = nanobind;
 
@@ -32,8 +33,8 @@ std::shared_ptr<Update> make_update(int dtype, const std::vector<RunFields>& fie
         throw nb::value_error("the core updates only float32 and float64");
     std::vector<update::Run> runs;
     for (const auto& [param, first, second, steps, nbytes, group] : fields)
-        runs.push_back(
-            {at<std::uint8_t>(param), at<std::uint8_t>(first), at<std::uint8_t>(second), at<float>(steps), nbytes, group});
+        runs.push_back({at<std::uint8_t>(param), at<std::uint8_t>(first), at<std::uint8_t>(second), at<float>(steps),
+                        nbytes, group});
     return std::make_shared<Update>(type, std::move(runs));
 }
 
@@ -71,8 +72,8 @@ void apply(Update& update, std::uintptr_t averages, std::size_t nbytes) {
 
 void register_updates(nb::module_& module) {
     nb::class_<Options>(module, "UpdateOptions");
-    module.def("adam_options", &adam_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"), nb::arg("maximize"),
-               nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("is_decoupled"));
+    module.def("adam_options", &adam_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"),
+               nb::arg("maximize"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("is_decoupled"));
     module.def("sgd_options", &sgd_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"), nb::arg("maximize"),
                nb::arg("momentum"), nb::arg("dampening"), nb::arg("nesterov"));
     nb::class_<Update>(module, "Update")

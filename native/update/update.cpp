@@ -58,8 +58,8 @@ void Update::begin(const std::vector<Options>& groups) {
         if (run.steps != nullptr) *run.steps += 1;
         const float step = run.steps != nullptr ? *run.steps : 0;
         // Powers are expensive, and most runs have been updated equally often.
-        const bool is_alike = before != nullptr && before->group == run.group &&
-                              (before->steps != nullptr ? *before->steps : 0) == step;
+        const bool is_alike =
+            before != nullptr && before->group == run.group && (before->steps != nullptr ? *before->steps : 0) == step;
         if (is_alike) {
             applied_[i] = applied_[i - 1];
         } else {

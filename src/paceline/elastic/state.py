@@ -177,9 +177,9 @@ def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -
         found.append("the model of a SharedModelOptimizer")
     if found:
         raise ValueError(
-            f"ElasticState got {found[0]}, with which all workers of a host share the parameters: a worker that dies in "
-            "the middle of a step would leave them half updated for those that live. Use the optimizer itself, so that "
-            "every worker has parameters of its own"
+            f"ElasticState got {found[0]}, with which all workers of a host share the parameters: a worker that dies "
+            "in the middle of a step would leave them half updated for those that live. Use the optimizer itself, so "
+            "that every worker has parameters of its own"
         )
 
 

@@ -127,10 +127,10 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     | all_to_all | n, each of its own size | n, each of its own size |
     | barrier | | |
 
-    A reduce_scatter by the core's groups of one host may have an `update`, which is applied to the results; it then needs
-    no output. Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
+    Each entry is a list of pieces that together are one tensor. `count` is the number of elements of one tensor (0 for
     all_to_all), and `root` is -1 if the operation has none. With PREMUL_SUM the tensors have been multiplied by their
-    factors already, so that an engine only sums them.
+    factors already, so that an engine only sums them. A reduce_scatter by the core's groups of one host may have an
+    `update`, which is applied to the results; it then needs no output.
     """
 
     operation: Operation
