@@ -113,22 +113,28 @@ def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> _Group | None
     """Returns the options of a parameter group for the core, None if torch has to update it."""
     if not group.get("fused") or group.get("amsgrad"):
         return None
-    usual = {
-        "lr": float(group["lr"]),
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": bool(group["maximize"]),
-    }
+    lr, weight_decay, maximize = float(group["lr"]), float(group["weight_decay"]), bool(group["maximize"])
     if type(optimizer) in (Adam, AdamW):
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        is_decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
         options = _core.adam_options(
-            **usual, beta1=beta1, beta2=beta2, eps=float(group["eps"]), is_decoupled=is_decoupled
+            lr=lr,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            is_decoupled=bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW)),
         )
         return _Group(options, ("exp_avg", "exp_avg_sq", "step"))
     if type(optimizer) is SGD:
         momentum = float(group["momentum"])
         options = _core.sgd_options(
-            **usual, momentum=momentum, dampening=float(group["dampening"]), nesterov=bool(group["nesterov"])
+            lr=lr,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            momentum=momentum,
+            dampening=float(group["dampening"]),
+            nesterov=bool(group["nesterov"]),
         )
         return _Group(options, ("momentum_buffer",) if momentum else ())
     return None
