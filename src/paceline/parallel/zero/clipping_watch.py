@@ -43,10 +43,6 @@ class ClippingWatch:
         for name, param in self._named.items():
             self._note(name, param)
 
-    def forget(self) -> None:
-        """Forgets what was noted, because the gradients are about to be changed rightly."""
-        self._versions.clear()
-
     def close(self) -> None:
         """Ends `follow_backwards`; idempotent."""
         for handle in self._handles:
@@ -54,7 +50,7 @@ class ClippingWatch:
         self._handles = []
 
     def check(self) -> None:
-        """Warns, the first time, if a gradient was written to since it was noted."""
+        """Warns, the first time, if a gradient was written to since it was noted; what follows may be rightly done."""
         for name, version in self._versions.items():
             gradient = self._named[name].grad
             if gradient is not None and gradient._version > version and not self._has_warned:

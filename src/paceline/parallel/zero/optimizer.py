@@ -137,8 +137,6 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         if self._averages:
             STEPS.begin(self, "zero")
         self._consolidated = None
-        if self._watch is not None:
-            self._watch.check()
         self.own_part()
         copy_options(self.param_groups, self._inner.param_groups)
         if self._sharded is None:
@@ -161,7 +159,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         """Returns the inner optimizer, with this rank's part of the parameters and of the gradients."""
         assert self._inner is not None
         if self._watch is not None:
-            self._watch.forget()
+            self._watch.check()
         self._shards.take_gradients(free=self.stage > 1)
         return self._inner
 
@@ -189,7 +187,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
         `torch.nn.utils.clip_grad_norm_` would see only this rank's gradients in stages 2 and 3.
         """
-        self._shards.take_gradients(free=self.stage > 1)
+        self.own_part()
         gradients = self._shards.gradients()
         total = total_norm(gradients, norm_type, self.process_group)
         scale = clip_scale(total, max_norm)
