@@ -80,3 +80,9 @@ def require_same(model: nn.Module, reference: nn.Module) -> None:
     for name, mine in model.named_parameters():
         other = reference.get_parameter(name)
         assert torch.equal(mine, other), f"{name}: {(mine - other).detach().abs().max()}"
+
+
+def require_close(model: nn.Module, reference: nn.Module) -> None:
+    """Requires the same parameters, to rounding."""
+    for name, mine in model.named_parameters():
+        torch.testing.assert_close(mine, reference.get_parameter(name), rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ namespace paceline::bindings {
 void register_process(nanobind::module_& module);
 void register_engine(nanobind::module_& module);
 void register_memory(nanobind::module_& module);
+void register_updates(nanobind::module_& module);
 void register_links(nanobind::module_& module);
 void register_prepared_calls(nanobind::module_& module);
 void register_quick_calls(nanobind::module_& module);

@@ -25,7 +25,7 @@ Stream to_stream(const FlatPieces& flat) {
 }
 
 Call to_call(const nb::tuple& fields) {
-    constexpr std::size_t kFields = 10;
+    constexpr std::size_t kFields = 11;
     if (fields.size() != kFields) throw nb::type_error("a call is a paceline.engine.channel.Call");
     Call call;
     call.operation = static_cast<Operation>(nb::cast<int>(fields[0]));
@@ -44,6 +44,7 @@ Call to_call(const nb::tuple& fields) {
             call.residual_count = residual.at(1) / sizeof(float);
         }
     }
+    if (!fields[10].is_none()) call.update = nb::cast<std::shared_ptr<update::Update>>(fields[10]);
     return call;
 }
 

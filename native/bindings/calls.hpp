@@ -19,7 +19,7 @@ using FlatPieces = std::vector<std::uint64_t>;
 Stream to_stream(const FlatPieces& flat);
 
 // Converts a paceline.engine.channel.Call, a tuple: operation, dtype, reduce op, root, count, time-out,
-// inputs, outputs, wire, residual.
+// inputs, outputs, wire, residual, update.
 Call to_call(const nanobind::tuple& fields);
 
 // Lets Ctrl-C interrupt a waiting call; leaves the exception set on the calling thread.

@@ -24,6 +24,7 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_process(module);
     paceline::bindings::register_engine(module);
     paceline::bindings::register_memory(module);
+    paceline::bindings::register_updates(module);
     paceline::bindings::register_links(module);
     paceline::bindings::register_prepared_calls(module);
     paceline::bindings::register_quick_calls(module);

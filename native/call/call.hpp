@@ -8,6 +8,7 @@
 
 #include "call/stream.hpp"
 #include "reduce/reduce.hpp"
+#include "update/update.hpp"
 
 namespace paceline {
 
@@ -135,6 +136,8 @@ struct Call {
     // is as long as the output and does not change.
     std::vector<Stream> inputs;
     std::vector<Stream> outputs;  // one, or one for each rank (gather, all_gather, all_to_all)
+    // Only on one host may a reduce_scatter have one: it is applied to the results, which then need no output.
+    std::shared_ptr<update::Update> update;
     std::int64_t timeout_ns = 0;
     std::uint64_t region = 0;  // 0: the tensor does not lie in a shared region
     std::uint64_t offset = 0;

@@ -3,6 +3,8 @@
 // Small tensors travel in the cells. Otherwise every rank stages as much as fits in a slot at a time. With two ranks,
 // both reduce all of it ("flat"); with more, each rank reduces one slice and collects the other slices one round later
 // ("in slices"). An all_reduce with an input leaves it unchanged: what a rank contributes is then its staged copy.
+#include <algorithm>
+
 #include "call/turns.hpp"
 #include "host/pipeline.hpp"
 
@@ -12,6 +14,7 @@ namespace {
 constexpr std::size_t kSliceAlignment = 64;
 constexpr std::size_t kSlicesFrom = 32 << 10;  // bytes; below, one round over everything is cheaper than two
 constexpr std::size_t kTile = 32 << 10;        // bytes of each rank's tensor that are kept in the cache at a time
+constexpr std::size_t kUpdateTile = 8 << 10;   // bytes of results that are kept in the first-level cache for an update
 
 constexpr std::size_t align(std::size_t nbytes, std::size_t to) {
     return (nbytes + to - 1) / to * to;
@@ -201,7 +204,6 @@ bool Group::all_reduce_shared(Call& call, std::uint32_t first) {
 // what it contributes itself, where that is.
 bool Group::reduce_scatter(Call& call) {
     if (!begin(call, nullptr, 0)) return false;
-    Stream& output = call.outputs[0];
     const std::size_t item = item_size(call.dtype);
     const auto rank = static_cast<std::size_t>(rank_);
     const std::size_t others = size_ == 1 ? 1 : static_cast<std::size_t>(size_) - 1;
@@ -209,8 +211,9 @@ bool Group::reduce_scatter(Call& call) {
     const auto offset = [part_bytes](std::size_t to, std::size_t from) {
         return (to < from ? to : to - 1) * part_bytes;
     };
-    const Parts parts{output.nbytes(), part_bytes};
+    const Parts parts{call.inputs[rank].nbytes(), part_bytes};
     const ReduceFn kernel = find_reduction(call.dtype, call.reduce_op);
+    alignas(64) std::uint8_t tile[kUpdateTile];
     return pipeline(
         parts.count(),
         [&](std::size_t part, std::uint8_t* slot) {
@@ -219,12 +222,18 @@ bool Group::reduce_scatter(Call& call) {
         },
         [&](std::size_t part, std::uint32_t round) {
             call.inputs[rank].next(parts.size(part), [&](const std::uint8_t* own, std::size_t n, std::size_t done) {
-                output.next(n, [&](std::uint8_t* data, std::size_t within, std::size_t at) {
+                const auto reduce = [&](std::uint8_t* data, std::size_t within, std::size_t at) {
                     for (std::size_t r = 0; r < sources_.size(); ++r)
                         sources_[r] =
                             r == rank ? own + at : slot(static_cast<int>(r), round) + offset(rank, r) + done + at;
                     kernel(data, sources_.data(), size_, within / item, size_);
-                });
+                    if (call.update) call.update->apply(data, within);
+                };
+                if (!call.outputs.empty()) {
+                    call.outputs[0].next(n, reduce);
+                    return;
+                }
+                for (std::size_t at = 0; at < n; at += kUpdateTile) reduce(tile, std::min(kUpdateTile, n - at), at);
             });
         });
 }

@@ -111,6 +111,27 @@ class HostGroup:
     def failure(self) -> int: ...
     def close(self) -> None: ...
 
+class UpdateOptions:
+    """The options of a parameter group in one step."""
+
+def adam_options(
+    *, lr: float, weight_decay: float, maximize: bool, beta1: float, beta2: float, eps: float, is_decoupled: bool
+) -> UpdateOptions: ...
+def sgd_options(
+    *, lr: float, weight_decay: float, maximize: bool, momentum: float, dampening: float, nesterov: bool
+) -> UpdateOptions: ...
+
+class Update:
+    """What an optimizer does to runs of elements, from front to back; see native/update/update.hpp.
+
+    A run has the addresses of its elements, of its two states and of its number of steps (0 for none), its number of
+    bytes, and the number of its group.
+    """
+
+    def __init__(self, dtype: int, runs: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
+    def begin(self, groups: Sequence[UpdateOptions]) -> None: ...
+    def apply(self, averages: int, nbytes: int) -> None: ...
+
 class SharedMemory:
     """Memory that ranks of a host map; it lives until no rank has the object or one of its tensors."""
 

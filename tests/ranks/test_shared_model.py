@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from one_world import OneWorld, name_of
-from shared_training import ROUND_BYTES, backward, batch, build, pair, require_same, train
+from shared_training import ROUND_BYTES, backward, batch, build, pair, require_close, require_same, train
 from torch import nn
 
 import paceline as dist
@@ -34,7 +34,10 @@ def every_optimizer() -> None:
         train(model, shared, "mlp", steps=3)
         train(reference, optimizer, "mlp", steps=3)
         try:
-            require_same(model, reference.module)
+            if options.get("fused") and optimizer_class in (torch.optim.Adam, AdamW, SGD):
+                require_close(model, reference.module)  # the core updates these, and rounds otherwise than torch
+            else:
+                require_same(model, reference.module)
         except AssertionError as error:
             raise AssertionError(f"{optimizer_class.__name__} {options}: {error}") from None
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,32 @@ def clipping_with_torch_after_scaling_is_refused() -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match="changed after clip_grad_norm_"):
         shared.step()
+
+
+def clipping_with_torch_is_noticed() -> None:
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    for _ in range(2):
+        backward(model, "mlp", 0)
+        backward(model, "mlp", 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            shared.step()
+    backward(model, "mlp", 0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.warns(RuntimeWarning, match=r"this rank's own, .* call optimizer\.clip_grad_norm_"):
+        shared.step()
+
+
+def torchs_scaler_is_refused_after_ours() -> None:
+    model, shared, _, _ = pair("mlp", SGD, lr=0.1)
+    for scaler in (dist.GradScaler(init_scale=2.0), torch.amp.GradScaler("cpu", init_scale=2.0)):
+        shared.zero_grad()
+        scaler.scale(model(torch.ones(6, 8)).sum()).backward()
+        if type(scaler) is dist.GradScaler:
+            scaler.step(shared)
+        else:
+            with pytest.raises(TypeError, match=r"use paceline\.GradScaler"):
+                scaler.step(shared)
 
 
 def copies_and_files_have_memory_of_their_own() -> None:
@@ -184,6 +211,8 @@ PROGRAMS = [
     writing_is_refused,
     steps_within_full_parameters_are_refused,
     clipping_with_torch_after_scaling_is_refused,
+    clipping_with_torch_is_noticed,
+    torchs_scaler_is_refused_after_ours,
     copies_and_files_have_memory_of_their_own,
     a_torn_update_is_not_the_truth,
     refusals,

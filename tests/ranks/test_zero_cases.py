@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -185,6 +186,28 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks):
     ranks(2)(in_turn, clip, [(1,), (2,), (3,)])
 
 
+def clip_with_torch(stage: int) -> None:
+    model = mlp()
+    sharded = dist.ZeroRedundancyOptimizer(model, SGD, stage=stage, lr=0.1)
+    x = inputs(4, 8)[dist.get_rank()]
+    for clip in (lambda: None, lambda: sharded.clip_grad_norm_(0.5)):
+        sharded.zero_grad()
+        for _ in range(2):
+            model(x).square().sum().backward()
+        clip()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sharded.step()
+    model(x).square().sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with pytest.warns(RuntimeWarning, match=r"each rank has clipped by another norm: call optimizer\.clip_grad_norm_"):
+        sharded.step()
+
+
+def test_clipping_with_torch_is_noticed_if_gradients_are_sharded(ranks):
+    ranks(2)(in_turn, clip_with_torch, [(2,), (3,)])
+
+
 def scaled(stage: int) -> None:
     """Half of the losses' gradients overflow in the second step, in a parameter that one rank owns."""
     torch.manual_seed(0)
@@ -216,7 +239,7 @@ def scaled(stage: int) -> None:
         plain = torch.amp.GradScaler("cpu")
         plain.scale(torch.ones(()))
         with pytest.raises(TypeError, match=rf"rank \d: .* in stage {stage}, .*use paceline.GradScaler"):
-            plain.step(dist.ZeroRedundancyOptimizer(mlp(), SGD, stage=stage, lr=0.1))
+            plain.step(sharded)  # which a paceline.GradScaler has stepped before
 
 
 def test_losses_are_scaled_and_steps_skipped_on_all_ranks_alike(ranks):

@@ -95,5 +95,7 @@ def test_elastic_jobs_refuse_shared_parameters(no_secret):
         optimizer = dist.SharedModelOptimizer(model, torch.optim.SGD, lr=0.1)
         with pytest.raises(ValueError, match="half updated for those that live"):
             dist.ElasticState(dist.LogicalShards(model, 2), optimizer=optimizer)
+        with pytest.raises(ValueError, match="the model of a SharedModelOptimizer, with which all workers"):
+            dist.ElasticState(dist.LogicalShards(model, 2))
     finally:
         dist.destroy_process_group()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from torch import nn
+
 from paceline.elastic import failpoints
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.dealings import ViewChange
@@ -19,6 +21,7 @@ from paceline.elastic.rounds import Rounds
 from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.local.diloco import DiLoCo
 from paceline.parallel.one_copy.optimizer import SharedModelOptimizer
+from paceline.parallel.one_copy.parameters import is_shared
 from paceline.parallel.sharded.logical import LogicalShards
 
 
@@ -89,7 +92,7 @@ class ElasticState:
         replays: bool = True,
         **others: Stateful,
     ) -> None:
-        _require_own_parameters(others)
+        _require_own_parameters(model.module, others)
         self._model = model
         self._loop = _loop_of(model, others.values())
         self._on_view = on_view
@@ -189,14 +192,16 @@ def _loop_of(model: LogicalShards | DistributedDataParallel | DiLoCo, others: Co
     return ShardsLoop(model) if isinstance(model, LogicalShards) else UsualLoop(model, others)
 
 
-def _require_own_parameters(others: Mapping[str, Stateful]) -> None:
-    for name, each in others.items():
-        if isinstance(each, SharedModelOptimizer):
-            raise ValueError(
-                f"ElasticState got {name}=SharedModelOptimizer, with which all workers of a host share the parameters: "
-                "a worker that dies in the middle of a step would leave them half updated for those that live. Use the "
-                "optimizer itself, so that every worker has parameters of its own"
-            )
+def _require_own_parameters(module: nn.Module, others: Mapping[str, Stateful]) -> None:
+    found = [f"{name}=SharedModelOptimizer" for name, each in others.items() if isinstance(each, SharedModelOptimizer)]
+    if is_shared(module):
+        found.append("the model of a SharedModelOptimizer")
+    if found:
+        raise ValueError(
+            f"ElasticState got {found[0]}, with which all workers of a host share the parameters: a worker that dies "
+            "in the middle of a step would leave them half updated for those that live. Use the optimizer itself, so "
+            "that every worker has parameters of its own"
+        )
 
 
 def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:

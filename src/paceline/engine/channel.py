@@ -134,6 +134,9 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     A `wire` other than 0 has what goes between hosts rounded to that type (`codes.WIRES`). It is only for channels that
     `quantises`, for sums and all_gathers, and for the types in `codes.QUANTISED_TYPES`. `residual` is then the memory
     for error feedback, one float32 for each element of the longest buffer, or nothing.
+
+    A reduce_scatter by the core's groups of one host may have an `update`, which is applied to the results; it then
+    needs no output.
     """
 
     operation: Operation
@@ -146,6 +149,7 @@ class Call(NamedTuple):  # the core takes it apart by position (native/bindings/
     outputs: Sequence[Pieces]
     wire: int = 0
     residual: Pieces = ()
+    update: _core.Update | None = None
 
 
 class Channel(Protocol):

@@ -18,6 +18,12 @@ def host_ranks(group: ProcessGroup) -> HostRanks | None:
     return opened.host_ranks if isinstance(opened, NativeGroup) else None
 
 
+def applies_updates(group: ProcessGroup) -> bool:
+    """Returns whether `group.reduce_scatter_memory` can apply an update to its results."""
+    opened = group.on_cpu
+    return isinstance(opened, NativeGroup) and isinstance(opened.channel, _core.HostGroup)
+
+
 def share_on_host(group: ProcessGroup, nbytes: int) -> _core.SharedMemory:
     """Returns memory of `nbytes` zeros that this rank shares with those of its host; every rank of `group` calls this.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import profiler
 
+from paceline import _core
 from paceline.durations import Timeout
 from paceline.engine.channel import Call
 from paceline.engine.codes import DTYPE_CODES, NO_REDUCTION
@@ -106,12 +107,22 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         return self._run(with_wire((call, buffers), wire, self.size()), async_op)
 
     def reduce_scatter_memory(
-        self, inputs: list[list[int]], output: list[int], kept: list[torch.Tensor], dtype: int, count: int, op: ReduceOp
+        self,
+        inputs: list[list[int]],
+        outputs: list[list[int]],
+        kept: list[torch.Tensor],
+        dtype: int,
+        count: int,
+        op: ReduceOp,
+        update: _core.Update | None = None,
     ) -> None:
-        """Is to `reduce_scatter` what `all_reduce_memory` is to `all_reduce`; each rank receives `count` elements."""
+        """Is to `reduce_scatter` what `all_reduce_memory` is to `all_reduce`; each rank receives `count` elements.
+
+        A group that `applies_updates` may be given an `update`, and then needs no output.
+        """
         buffers = Buffers()
         buffers.kept += kept
-        call = Call(Operation.REDUCE_SCATTER, dtype, op, -1, count, self.timeout_ns, inputs, [output])
+        call = Call(Operation.REDUCE_SCATTER, dtype, op, -1, count, self.timeout_ns, inputs, outputs, update=update)
         self._run((call, buffers), False)
 
     def broadcast(

@@ -78,6 +78,16 @@ class GradientCheck:
         OPTIMIZER_STEPS.follow()
         _checks.add(self)
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether it looks at the gradients of this backward, and then at their averages."""
+        return bool(self._bytes)
+
+    @property
+    def has_found(self) -> bool:
+        """Whether it has seen gradients of this backward that are not finite; then it needs no averages."""
+        return self._is_odd
+
     def look(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pieces: Sequence[int], dtype: int) -> None:
         """Looks at gradients of this rank that are about to be averaged where they are.
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from paceline import _core
+from paceline.group.host_memory import applies_updates
 from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.ddp.gradients import BucketGradients
 from paceline.parallel.health.gradients import GradientCheck
@@ -44,6 +46,7 @@ class Exchange:
         self._check = check
         self._by_round = by_round
         self._averages = groups.across is None  # whether the sum within the host is divided at once
+        self._applies_updates = shards.cuts and self._averages and applies_updates(groups.host)
         # - What the ranks have agreed on
         self._anywhere: list[bool] = []  # which parameters have a gradient on any rank
         self.idle = 0  # how many ranks take part without inputs
@@ -150,11 +153,19 @@ class Exchange:
             self._zeros = torch.zeros(needed, dtype=torch.uint8)
         return layout.rounds
 
+    @property
+    def may_update(self) -> bool:
+        """Whether the core can apply an update to the averages of this step: they are then final in its cache."""
+        return self._applies_updates and not (self.idle and self.divides_by_active)
+
     @torch.no_grad()
-    def average(self, ready: ReadyRound) -> None:
-        """Averages the gradients of a round; every rank calls this."""
+    def average(self, ready: ReadyRound, update: _core.Update | None) -> None:
+        """Averages the gradients of a round; every rank calls this.
+
+        Without an `update`, which the core applies to the averages of this rank, they are stored.
+        """
         if self._shards.cuts:
-            self._reduce_scatter(ready)
+            self._reduce_scatter(ready, update)
         else:
             self._reduce_to_owners(ready)
         if not self._averages:
@@ -170,12 +181,12 @@ class Exchange:
         everyone = self._groups.whole.all_gather_bytes(bytes([takes_part]))
         return everyone.index(bytes([True]))
 
-    def _reduce_scatter(self, ready: ReadyRound) -> None:
+    def _reduce_scatter(self, ready: ReadyRound, update: _core.Update | None) -> None:
         zeros = self._zeros.data_ptr()
         inputs = [reads.pieces(self._addresses, zeros) for reads in ready.reads]
-        output = [ready.sums.data_ptr(), ready.sums.nbytes]
+        outputs = [[ready.sums.data_ptr(), ready.sums.nbytes]] if update is None else []
         self._groups.host.reduce_scatter_memory(
-            inputs, output, self._kept, ready.dtype_code, ready.sums.numel(), self._op
+            inputs, outputs, self._kept, ready.dtype_code, ready.sums.numel(), self._op, update
         )
 
     def _reduce_to_owners(self, ready: ReadyRound) -> None:

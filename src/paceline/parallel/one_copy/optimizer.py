@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline import _core
 from paceline.group.default import given_or_default
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
@@ -17,13 +18,15 @@ from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.health.gradients import GradientCheck
 from paceline.parallel.health.settings import choose_checks
 from paceline.parallel.join import Join, Joinable, JoinHook
+from paceline.parallel.one_copy.core_updates import CoreUpdates
 from paceline.parallel.one_copy.exchange import Exchange
 from paceline.parallel.one_copy.hosts import groups_by_host
 from paceline.parallel.one_copy.join_hook import SharedJoinHook
 from paceline.parallel.one_copy.layout import ReadyRound
-from paceline.parallel.one_copy.parameters import SharedParameters, unshareable_reason
+from paceline.parallel.one_copy.parameters import SharedParameters, named_with, unshareable_reason
 from paceline.parallel.one_copy.shards import SharedShards
 from paceline.parallel.zero.arguments import require_one_evaluation, start_alike
+from paceline.parallel.zero.clipping_watch import ClippingWatch
 from paceline.parallel.zero.gradients import clip_scale, total_norm
 from paceline.parallel.zero.groups import copy_options
 from paceline.parallel.zero.partition import is_elementwise
@@ -94,6 +97,7 @@ class SharedModelOptimizer(PartitionedOptimizer):
         self._shards: SharedShards = SharedShards(host.rank(), host.size(), cuts, LEAST_ROUND_BYTES)
         self._has_averages = False  # whether `own_part` has averaged the gradients already
         self._steps = 0
+        self._watch = ClippingWatch({}, "", "")
         Joinable.__init__(self)
         Optimizer.__init__(self, module.parameters() if params is None else params, {})
         named = self._named()
@@ -151,6 +155,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
         """Waits until all ranks are here, and returns whether gradients have to be averaged."""
         self._parameters.require_whole()
         needs = not self._has_averages or self._exchange.is_outdated()
+        if needs:
+            self._watch.check()
         return self._exchange.agree(self._parameters.changed(), takes_part, needs)
 
     def _forget_averages(self) -> None:
@@ -161,8 +167,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
         assert self._inner is not None
         groups = self._inner.param_groups
         everything = [group["params"] for group in groups]
-        for ready in self._averaged_rounds(whole=False):
-            if not self._shards.cuts:
+        for ready, is_updated in self._averaged_rounds(whole=False):
+            if is_updated or not self._shards.cuts:
                 continue
             updated = ready.updated
             for group, params in zip(groups, everything, strict=True):
@@ -195,14 +201,32 @@ class SharedModelOptimizer(PartitionedOptimizer):
             self._has_averages = True
         return self._inner
 
-    def _averaged_rounds(self, whole: bool) -> Iterator[ReadyRound]:
-        """Yields each round when its gradients have been averaged."""
+    def _averaged_rounds(self, whole: bool) -> Iterator[tuple[ReadyRound, bool]]:
+        """Yields each round when its gradients have been averaged, and whether the core has also updated it."""
+        in_core = self._exchange.may_update and not whole
+        if in_core:
+            self._core_updates.begin_step()
         for number, ready in enumerate(self._exchange.rounds(whole)):
-            self._exchange.average(ready)
-            if number == 0:
-                self._end_check(ready)
-            yield ready
+            update = self._core_updates.begin(ready) if in_core else None
+            if number == 0 and self._check is not None:
+                self._average_under(self._check, ready, update)
+            else:
+                self._exchange.average(ready, update)
+            yield ready, update is not None
         self._exchange.release()
+
+    def _average_under(self, check: GradientCheck, ready: ReadyRound, update: _core.Update | None) -> None:
+        """Averages the first round of a step, of which the check sees the averages where it needs them."""
+        self._steps += 1
+        if check.has_found:
+            check.end(self._steps)  # before any rank applies such gradients to parameters, at which it then looks
+            self._exchange.average(ready, update)
+            return
+        sees = check.is_looking
+        self._exchange.average(ready, None if sees else update)
+        check.end(self._steps, [average for _, average in ready.averages])
+        if sees and update is not None:
+            update.apply(ready.sums.data_ptr(), ready.sums.nbytes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
@@ -258,17 +282,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
             root = self._exchange.first_active(takes_part) if self._exchange.idle else 0
             broadcast_tensors(buffers, self.process_group, root)
 
-    def _end_check(self, ready: ReadyRound) -> None:
-        self._steps += 1
-        if self._check is not None:
-            self._check.end(self._steps, [average for _, average in ready.averages])
-
     def _named(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters of the module and of the groups, by name."""
-        named: dict[str, torch.Tensor] = dict(self._module.named_parameters())
-        known = {id(param) for param in named.values()}
-        others = [param for param in self._params() if id(param) not in known]
-        return named | {f"parameter {at} outside the module": param for at, param in enumerate(others)}
+        return named_with(self._module, self._params())
 
     def _start(self) -> None:
         named = self._named()
@@ -283,3 +298,8 @@ class SharedModelOptimizer(PartitionedOptimizer):
             self._check,
             by_round=self._shards.cuts,
         )
+        assert self._inner is not None
+        self._core_updates = CoreUpdates(self._inner)
+        self._watch.close()
+        self._watch = ClippingWatch(trained, f"rank {self.process_group.me.rank}", "this rank's own, not the average")
+        self._watch.follow_backwards()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.engine.native.host_memory import HostRanks
+from paceline.errors import CollectiveError
 from paceline.group.host_memory import share_on_host
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.broadcast import broadcast_tensors
@@ -28,6 +29,12 @@ from paceline.parallel.zero.shards import flat, is_dense
 _version = attrgetter("_version")
 _address = torch.Tensor.data_ptr
 _of_modules: weakref.WeakKeyDictionary[nn.Module, SharedParameters] = weakref.WeakKeyDictionary()
+
+
+_TORN = (
+    "The parameters that the ranks of this host share are therefore updated only in part, and are those of no step; "
+    "load a checkpoint in a new group of ranks"
+)
 
 
 class SharedParameters:
@@ -105,12 +112,14 @@ class SharedParameters:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Returns a context in which the ranks update the parameters; an error there leaves them unusable."""
-        self._torn.reason = (
-            f"rank {self._group.me.rank}: a step of the SharedModelOptimizer ended with an error, so the parameters "
-            "that the ranks of this host share are updated only in part, and are those of no step. Load a checkpoint "
-            "in a new group of ranks"
-        )
-        yield
+        self._torn.reason = _torn_reason(self._group, "an error")
+        try:
+            yield
+        except Exception as error:
+            self._torn.reason = _torn_reason(self._group, f"{type(error).__name__} ({error})")
+            if isinstance(error, CollectiveError):
+                error.args = (f"{error}. {_TORN}", *error.args[1:])
+            raise
         self._torn.reason = None
         self.accept()
 
@@ -176,6 +185,23 @@ def private_parameters_of(module: nn.Module) -> AbstractContextManager[None]:
     """
     known = _of_modules.get(module)
     return nullcontext() if known is None else known.private()
+
+
+def _torn_reason(group: ProcessGroup, how: str) -> str:
+    return f"rank {group.me.rank}: a step of the SharedModelOptimizer ended with {how}. {_TORN}"
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Returns whether the ranks of a host share the parameters of the module."""
+    return module in _of_modules
+
+
+def named_with(module: nn.Module, others: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the parameters of the module, and those others that are not among them, by name."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
+    known = {id(param) for param in named.values()}
+    outside = [param for param in others if id(param) not in known]
+    return named | {f"parameter {at} outside the module": param for at, param in enumerate(outside)}
 
 
 def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:

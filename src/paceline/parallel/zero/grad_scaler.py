@@ -50,9 +50,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients, unless `unscale_` did, and steps unless one is infinite or NaN on any rank."""
-        if isinstance(optimizer, PartitionedOptimizer):
-            optimizer.is_scaled_alike = True
-        return super().step(optimizer, *args, **kwargs)
+        if not isinstance(optimizer, PartitionedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer.is_scaled_alike = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer.is_scaled_alike = False  # for the case that torch's scaler steps it next
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -18,6 +18,7 @@ from paceline.parallel.ddp.module import DistributedDataParallel
 from paceline.parallel.join import Join, Joinable, JoinHook
 from paceline.parallel.zero.arguments import Stage, replica_check, require_fit, start_alike
 from paceline.parallel.zero.backward import BackwardEnd
+from paceline.parallel.zero.clipping_watch import ClippingWatch
 from paceline.parallel.zero.gradients import GradientReducer, clip_scale, total_norm
 from paceline.parallel.zero.groups import copy_options
 from paceline.parallel.zero.join_hook import ZeroJoinHook
@@ -94,6 +95,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
+        self._watch: ClippingWatch | None = None
         self._sharded: ShardedParameters | None = None
         Joinable.__init__(self)
         Optimizer.__init__(self, params, {})  # calls add_param_group for each
@@ -156,6 +158,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def own_part(self) -> Optimizer:
         """Returns the inner optimizer, with this rank's part of the parameters and of the gradients."""
         assert self._inner is not None
+        if self._watch is not None:
+            self._watch.check()
         self._shards.take_gradients(free=self.stage > 1)
         return self._inner
 
@@ -183,7 +187,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
         `torch.nn.utils.clip_grad_norm_` would see only this rank's gradients in stages 2 and 3.
         """
-        self._shards.take_gradients(free=self.stage > 1)
+        self.own_part()
         gradients = self._shards.gradients()
         total = total_norm(gradients, norm_type, self.process_group)
         scale = clip_scale(total, max_norm)
@@ -239,11 +243,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             reduced=lambda bucket: self._sharded.free(bucket) if self._sharded is not None else None,
             replicas=replica_check(self._module, params, self.process_group) if self.stage < 3 else None,
         )
+        if self.stage > 1:
+            named = dict(zip(names_of(trained, self._module), trained, strict=True))
+            whose = "the average only of what this rank owns"
+            self._watch = ClippingWatch(named, f"rank {self.process_group.me.rank}", whose)
+            self._ends.callbacks.append(self._watch.note)
         if self.stage == 3:
             shards_of = {id(shards[0].param): shards for shards in by_param}
             self._sharded = ShardedParameters(units, shards_of, self.process_group, self._ends, ahead=self._overlap)
 
     def _stop(self) -> None:
+        if self._watch is not None:
+            self._ends.callbacks.remove(self._watch.note)
         for part in (self._reducer, self._sharded):
             if part is not None:
                 part.close()

@@ -30,7 +30,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     _shards: Shards
     _inner: Optimizer | None = None
     _consolidated: State | None = None
-    is_scaled_alike = False  # whether the GradScaler that steps it checks all ranks for infinities
+    is_scaled_alike = False  # whether a GradScaler that checks all ranks for infinities is stepping it
 
     @property
     @abstractmethod

@@ -1,0 +1,85 @@
+// Bindings of the optimizers that the core applies to averaged gradients.
+#include "update/update.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <tuple>
+
+#include "bindings/bindings.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+using update::Options;
+using update::Update;
+
+// The addresses of a run's elements, of its two states and of its number of steps, its bytes, and its group.
+using RunFields = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::size_t, std::size_t>;
+
+template <class T>
+T* at(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::shared_ptr<Update> make_update(int dtype, const std::vector<RunFields>& fields) {
+    const auto type = static_cast<DType>(dtype);
+    if (update::find_update(type, update::Rule::sgd) == nullptr)
+        throw nb::value_error("the core updates only float32 and float64");
+    std::vector<update::Run> runs;
+    for (const auto& [param, first, second, steps, nbytes, group] : fields)
+        runs.push_back({at<std::uint8_t>(param), at<std::uint8_t>(first), at<std::uint8_t>(second), at<float>(steps),
+                        nbytes, group});
+    return std::make_shared<Update>(type, std::move(runs));
+}
+
+Options adam_options(double lr, double weight_decay, bool maximize, double beta1, double beta2, double eps,
+                     bool is_decoupled) {
+    Options options;
+    options.rule = update::Rule::adam;
+    options.lr = lr;
+    options.weight_decay = weight_decay;
+    options.maximize = maximize;
+    options.beta1 = beta1;
+    options.beta2 = beta2;
+    options.eps = eps;
+    options.is_decoupled = is_decoupled;
+    return options;
+}
+
+Options sgd_options(double lr, double weight_decay, bool maximize, double momentum, double dampening, bool nesterov) {
+    Options options;
+    options.rule = update::Rule::sgd;
+    options.lr = lr;
+    options.weight_decay = weight_decay;
+    options.maximize = maximize;
+    options.momentum = momentum;
+    options.dampening = dampening;
+    options.nesterov = nesterov;
+    return options;
+}
+
+void apply(Update& update, std::uintptr_t averages, std::size_t nbytes) {
+    update.apply(at<const std::uint8_t>(averages), nbytes);
+}
+
+}  // namespace
+
+void register_updates(nb::module_& module) {
+    nb::class_<Options>(module, "UpdateOptions");
+    module.def("adam_options", &adam_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"),
+               nb::arg("maximize"), nb::arg("beta1"), nb::arg("beta2"), nb::arg("eps"), nb::arg("is_decoupled"));
+    module.def("sgd_options", &sgd_options, nb::kw_only(), nb::arg("lr"), nb::arg("weight_decay"), nb::arg("maximize"),
+               nb::arg("momentum"), nb::arg("dampening"), nb::arg("nesterov"));
+    nb::class_<Update>(module, "Update")
+        .def(nb::new_(&make_update), nb::arg("dtype"), nb::arg("runs"))
+        .def("begin", &Update::begin, nb::arg("groups"))
+        .def("apply", &apply, nb::arg("averages"), nb::arg("nbytes"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace paceline::bindings

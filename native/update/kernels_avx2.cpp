@@ -1,0 +1,8 @@
+// The kernels of updates for the SIMD level "avx2".
+#include <cstddef>
+#include <cstdint>
+
+#include "update/rule.hpp"
+
+#define PACELINE_SIMD avx2
+#include "update/kernels.inl"

@@ -1,0 +1,49 @@
+// An optimizer's step, applied to averaged gradients while they are in the cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "update/rule.hpp"
+
+namespace paceline::update {
+
+// A part of a parameter, with its state. `steps` counts how often it was updated; null if the rule does not need that.
+struct Run {
+    std::uint8_t* param;
+    std::uint8_t* first;
+    std::uint8_t* second;
+    float* steps;
+    std::size_t nbytes;
+    std::size_t group;
+};
+
+// Updates runs from front to back, as their averages arrive.
+class Update {
+  public:
+    // `dtype` must have kernels.
+    Update(DType dtype, std::vector<Run> runs) : dtype_(dtype), runs_(std::move(runs)), applied_(runs_.size()) {}
+
+    // Begins a step; `groups` has the options of each group to which runs belong. Every group with SGD's momentum, and
+    // every one with Adam, must have the states.
+    void begin(const std::vector<Options>& groups);
+
+    // Updates the next elements; what follows the last run is padding.
+    void apply(const std::uint8_t* averages, std::size_t nbytes);
+
+  private:
+    struct Applied {
+        UpdateFn kernel = nullptr;
+        Factors factors;
+    };
+
+    DType dtype_;
+    std::vector<Run> runs_;
+    std::vector<Applied> applied_;  // to each run
+    std::size_t at_ = 0;            // the run that is updated next
+    std::size_t within_ = 0;        // bytes of it that are updated
+};
+
+}  // namespace paceline::update
