@@ -48,7 +48,8 @@ def _by_size(axis: Axes, rows: Sequence[Row], title: str) -> None:
             axis.fill_between(sizes, medians, tails, color=colour, alpha=0.2, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    sizes = sorted({_nbytes(row["size"]) for row in rows})
+    all_sizes = sorted({_nbytes(row["size"]) for row in rows})
+    sizes = [size for at, size in enumerate(all_sizes) if at == 0 or size >= 4 * all_sizes[at - 1]]  # room for a label
     axis.set_xticks(sizes, [_short(size) for size in sizes], rotation=45)
     axis.minorticks_off()
     axis.set_ylabel("µs")
@@ -102,7 +103,7 @@ def one_copy(results: Results) -> str:
             axis.set_yticks(places, [str(row["step"]) for row in mine])
             axis.invert_yaxis()
             axis.grid(False, axis="y")
-            axis.set_xlabel("ms a step: median, and the line up to the 95th percentile")
+            axis.set_xlabel("ms a step: median and 95th percentile")
             axis.set_title(model)
 
     return picture("A step with one copy of the model on a host, and its peers", len(models), paint, width=9.0)
