@@ -34,7 +34,6 @@ def deaths(results: Results) -> str:
 
 
 def joining(results: Results) -> str:
-    result = results["elastic-join"]
 
     def longer(row: Row) -> str:
         times = row["others' step meanwhile"]
@@ -42,6 +41,7 @@ def joining(results: Results) -> str:
 
     columns: dict[str, Cell] = {
         "": "where",
+        "loop": "loop",
         "additional state": lambda row: "1 GiB" if row["state MiB"] == 1024 else f"{row['state MiB']} MiB",
         "n": "takes part n",
         "takes part, p50": lambda row: f"{row['takes part p50 ms'] / 1000:.2g} s",
@@ -50,7 +50,8 @@ def joining(results: Results) -> str:
         "max": lambda row: duration(row["others' pause max ms"]),
         "others' step meanwhile": longer,
     }
-    return "\n\n".join([table(result.rows(), columns), source(result)])
+    shown = (results["elastic-join"], results["elastic-join-loops"])
+    return "\n\n".join(part for result in shown for part in (table(result.rows(), columns), source(result)))
 
 
 def events(results: Results) -> str:
