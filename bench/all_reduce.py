@@ -3,7 +3,8 @@
     python bench/all_reduce.py [--ranks 2 4] [--json FILE]
 
 Every rank has one thread. Paceline and gloo take turns within the same processes; the MPI library (if mpi4py and mpirun
-are there) runs between them in processes of its own, three times. Medians.
+are there) runs between them in processes of its own, three times. p50 and p95 are those of the turns, n is the number
+of calls, and the ratio is a contestant's median divided by Paceline's.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from report import human, interleaved, parser, seconds_per_call, show
+from report import Rows, compared, human, in_turns, parser, seconds_per_call, show, spread
 
 SIZES = [4, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20, 128 << 20]
-ROUNDS = 5
+ROUNDS = 20
 WARM_UP = 3
 
 
 def calls_for(nbytes: int, slow: bool) -> int:
-    """Enough calls for some 50 ms of the slower contestant."""
-    budget = 200 if slow else 2000
-    return max(3, min(budget, (256 << 20) // max(nbytes, 1 << 16)))
+    """Enough calls for some 10 ms of the slower contestant."""
+    budget = 50 if slow else 500
+    return max(1, min(budget, (64 << 20) // max(nbytes, 1 << 16)))
 
 
 def rank_main(rank: int, ranks: int, sizes: list[int], directory: str) -> None:
@@ -46,15 +47,15 @@ def rank_main(rank: int, ranks: int, sizes: list[int], directory: str) -> None:
         shared = dist.empty_shared(nbytes // 4).zero_()
         contestants = {
             "paceline": lambda tensor=plain: dist.all_reduce(tensor),
-            "shared": lambda tensor=shared: dist.all_reduce(tensor),
+            "empty_shared": lambda tensor=shared: dist.all_reduce(tensor),
             "gloo": lambda tensor=plain: gloo.all_reduce(tensor),
         }
-        calls = {"paceline": calls_for(nbytes, False), "shared": calls_for(nbytes, False)}
-        calls["gloo"] = calls_for(nbytes, True) if ranks == 2 else max(3, calls_for(nbytes, True) // 8)
+        calls = {"paceline": calls_for(nbytes, False), "empty_shared": calls_for(nbytes, False)}
+        calls["gloo"] = calls_for(nbytes, True) if ranks == 2 else max(1, calls_for(nbytes, True) // 8)
         for call in contestants.values():
             for _ in range(WARM_UP):
                 call()
-        results[nbytes] = interleaved(contestants, calls, ROUNDS)
+        results[nbytes] = in_turns(contestants, calls, ROUNDS), calls
     if rank == 0:
         Path(directory, "result.json").write_text(json.dumps(results))
     dist.barrier()
@@ -75,14 +76,13 @@ def mpi_main(sizes: list[int], result: str) -> None:
 
         for _ in range(WARM_UP):
             call()
-        results[str(nbytes)] = statistics.median(
-            seconds_per_call(call, calls_for(nbytes, False)) for _ in range(ROUNDS)
-        )
+        calls = calls_for(nbytes, False)
+        results[str(nbytes)] = [seconds_per_call(call, calls) for _ in range(ROUNDS)], calls
     if world.rank == 0:
         Path(result).write_text(json.dumps(results))
 
 
-def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, float] | None:
+def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, Any] | None:
     if find_spec("mpi4py") is None or shutil.which("mpirun") is None:
         return None
     result = f"{directory}/mpi.json"
@@ -95,6 +95,14 @@ def run_mpi(ranks: int, sizes: list[int], directory: str) -> dict[str, float] | 
         print(f"the MPI library is left out: {done.stderr.strip()[-300:]}", file=sys.stderr)
         return None
     return json.loads(Path(result).read_text())
+
+
+def rows_of(ranks: int, nbytes: int, runs: list[tuple[dict[str, list[float]], dict[str, int]]]) -> Rows:
+    """Sums up what the runs have measured for a size."""
+    calls = runs[0][1]
+    pooled = {name: [time_s for times, _ in runs for time_s in times.get(name, [])] for name in calls}
+    spreads = {name: spread(times_s, calls[name]) for name, times_s in pooled.items()}
+    return [{"ranks": ranks, "size": human(nbytes), **row} for row in compared(spreads, "paceline")]
 
 
 def main() -> None:
@@ -111,27 +119,18 @@ def main() -> None:
 
     rows: list[dict[str, object]] = []
     for ranks in options.ranks:
-        ours: list[dict[str, dict[str, float]]] = []
-        theirs: list[dict[str, float]] = []
+        runs: list[dict[str, Any]] = []
         for _ in range(options.repeats):
             with tempfile.TemporaryDirectory() as directory:
                 dist.spawn(rank_main, (ranks, options.sizes, directory), ranks)
-                ours.append(json.loads(Path(directory, "result.json").read_text()))
+                runs.append(json.loads(Path(directory, "result.json").read_text()))
                 mpi = run_mpi(ranks, options.sizes, directory)
-                if mpi is not None:
-                    theirs.append(mpi)
+            for nbytes in options.sizes if mpi is not None else ():
+                times_s, calls = mpi[str(nbytes)]
+                runs[-1][str(nbytes)][0][mpi["library"]] = times_s
+                runs[-1][str(nbytes)][1][mpi["library"]] = calls
         for nbytes in options.sizes:
-            us = {
-                name: 1e6 * statistics.median(run[str(nbytes)][name] for run in ours)
-                for name in ("paceline", "shared", "gloo")
-            }
-            row: dict[str, object] = {"ranks": ranks, "size": human(nbytes), "paceline µs": us["paceline"]}
-            row |= {"shared µs": us["shared"], "gloo µs": us["gloo"], "gloo / paceline": us["gloo"] / us["paceline"]}
-            row["paceline / shared"] = us["paceline"] / us["shared"]
-            if theirs:
-                mpi_us = 1e6 * statistics.median(float(run[str(nbytes)]) for run in theirs)
-                row |= {f"{theirs[0]['library']} µs": mpi_us, "MPI / paceline": mpi_us / us["paceline"]}
-            rows.append(row)
+            rows += rows_of(ranks, nbytes, [run[str(nbytes)] for run in runs])
     show("all_reduce of float32, one thread a rank", rows, options.json)
 
 

@@ -3,9 +3,10 @@
     python bench/checks.py [--ranks 2] [--models NAME ...] [--seconds 20] [--json FILE]
 
 The same model is trained with the checks as they are by default and without them, in turns of a few steps within the
-same processes. "cost" is the median over turns of the step with checks divided by the step without, less one. "looks"
-is the time that checks took by their own clock, as a share of all steps with them; they keep it below 0.5 % once they
-have measured a step.
+same processes; "barrier" is the bare model, which only waits for the other ranks after backward. n counts steps, and
+p50 and p95 are those of the turns. "cost" is the median over turns of the step with checks divided by the step without,
+less one. "looks" is the time that checks took by their own clock, as a share of all steps with them; they keep it below
+0.5 % once they have measured a step.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from functools import partial
 import torch
 from ddp import MODELS, build
 from report import parser, show
-from turns import leave_rows, rows_of_ranks, take_turns
+from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 
 TURN_STEPS = 10
 SETTLING_STEPS = 20  # in which everything is looked at once or twice, and a step is measured
 
 
-def stepper(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
     optimizer = torch.optim.Adam(model.parameters(), 0.0)  # what has diverged would be looked at more closely
 
     def step() -> None:
         optimizer.zero_grad()
         model(x).sum().backward()
+        before()
         optimizer.step()
 
     return step
@@ -67,7 +69,7 @@ def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> No
 
     torch.set_num_threads(1)
     dist.init_process_group()
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in names:
         torch.manual_seed(rank)
         model, x = build(name)
@@ -78,6 +80,7 @@ def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> No
             for kind, checks in kinds.items()
         }
         steps = {kind: stepper(each, x) for kind, each in wrapped.items()}
+        steps["barrier"] = stepper(copy.deepcopy(model), x, dist.barrier)
         for step in steps.values():
             for _ in range(SETTLING_STEPS):
                 step()
@@ -85,15 +88,14 @@ def rank_main(rank: int, names: list[str], seconds: float, directory: str) -> No
         started = time.perf_counter()
         times = take_turns(steps, TURN_STEPS, partial(is_before, started + seconds), alternates=True).step_s
         ratios = [mine / other for mine, other in zip(times["with"], times["without"], strict=True)]
-        rows.append(
-            {
-                "model": name,
-                "step ms": 1e3 * statistics.median(times["without"]),
-                "steps": len(ratios) * TURN_STEPS,
-                "cost %": 100 * (statistics.median(ratios) - 1),
-                "looks %": 100 * looks.total_s / (TURN_STEPS * sum(times["with"])),
-            }
-        )
+        costs = {
+            "cost %": 100 * (statistics.median(ratios) - 1),
+            "looks %": 100 * looks.total_s / (TURN_STEPS * sum(times["with"])),
+        }
+        rows += [
+            {"model": name, **row, **(costs if row["step"] == "with" else {})}
+            for row in rows_of_steps(times, TURN_STEPS)
+        ]
     leave_rows(rows, directory)
 
 

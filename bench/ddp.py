@@ -2,27 +2,28 @@
 
     python bench/ddp.py [--ranks 2] [--models NAME ...] [--json FILE]
 
-Every rank has one thread and a batch of its own. The three take turns within the same processes, a few steps each, so
-that the machine's moods fall on all alike. "none" runs the bare module on every rank at once. Efficiency is its step
-divided by the step with communication; ratio is torch's step divided by ours; waiting is the share of our step that is
-spent reducing, and waiting for it, when backward ends. Memory added is what wrapping and training add to a process
-beyond the bare model's, to hold against the bytes of the gradients.
+Every rank has one thread and a batch of its own. All take turns within the same processes, a few steps each, so that
+the machine's moods fall on all alike. "none" runs the bare module on every rank at once, and "barrier" lets it wait for
+the other ranks after backward: no method that keeps ranks in step can be faster unless the ranks share work. Efficiency
+is the step of "none" divided by a contestant's, and "of barrier" the step of "barrier" divided by it; n counts steps,
+and p50 and p95 are those of the turns. Waiting is the share of our step that is spent reducing, and waiting for it,
+when backward ends. Memory added is what wrapping and training add to a process beyond the bare model's, to hold against
+the bytes of the gradients.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from report import parser, show
 from torch import nn
-from turns import leave_rows, rows_of_ranks, take_turns
+from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 
-ROUNDS = 15
+ROUNDS = 20
 STEPS = 4
 SETTLING_STEPS = 8  # of the bare model, in which the allocator still grows
 LEARNING_RATE = 1e-6  # the loss, a sum, has no least value: larger steps lead to infinity within the run
@@ -81,12 +82,14 @@ def private_bytes() -> int:
     raise RuntimeError("the kernel does not tell Pss")
 
 
-def stepper(model: torch.nn.Module, x: torch.Tensor) -> Callable[[], None]:
+def stepper(model: torch.nn.Module, x: torch.Tensor, before: Callable[[], object] = int) -> Callable[[], None]:
+    """Returns a step that calls `before` between backward and the optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
 
     def step() -> None:
         optimizer.zero_grad()
         model(x).sum().backward()
+        before()
         optimizer.step()
 
     return step
@@ -100,7 +103,7 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group()
     gloo.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in names:
         torch.manual_seed(rank)  # rank 0's model goes to all; the batches differ
         model, x = build(name)
@@ -120,31 +123,25 @@ def rank_main(rank: int, ranks: int, names: list[str], directory: str) -> None:
         added = private_bytes() - before
         steps = {
             "none": stepper(copy.deepcopy(model), x),
-            "paceline": wrapped_step,
-            "torch": stepper(torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=skips), x),
+            "barrier": stepper(copy.deepcopy(model), x, dist.barrier),
+            "Paceline DDP": wrapped_step,
+            "torch DDP": stepper(torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=skips), x),
         }
         for one in steps.values():
             one()
         waited = ours.communication_wait_s()
         times = take_turns(steps, STEPS, lambda done: done < ROUNDS).step_s
-        ran = sum(times["paceline"]) * STEPS
-        ms = {kind: 1e3 * statistics.median(each) for kind, each in times.items()}
+        ran = sum(times["Paceline DDP"]) * STEPS
         gradients = sum(p.nbytes for p in bare.parameters())
-        rows.append(
-            {
-                "model": name,
-                "params M": gradients / 4e6,
-                "none ms": ms["none"],
-                "paceline ms": ms["paceline"],
-                "torch ms": ms["torch"],
-                "paceline efficiency": ms["none"] / ms["paceline"],
-                "torch efficiency": ms["none"] / ms["torch"],
-                "ratio": ms["torch"] / ms["paceline"],
-                "waiting": (ours.communication_wait_s() - waited) / ran,
-                "memory added MiB": added / 2**20,
-                "gradients MiB": gradients / 2**20,
-            }
-        )
+        measured = {
+            "waiting": (ours.communication_wait_s() - waited) / ran,
+            "memory added MiB": added / 2**20,
+            "gradients MiB": gradients / 2**20,
+        }
+        rows += [
+            {"model": name, "params M": gradients / 4e6, **row, **(measured if row["step"] == "Paceline DDP" else {})}
+            for row in rows_of_steps(times, STEPS)
+        ]
     leave_rows(rows, directory)
     gloo.destroy_process_group()
 

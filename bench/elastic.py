@@ -8,7 +8,8 @@
   run of one process.
 - peers: the same beside torchft (needs --torchft) and torchrun with gloo and checkpoints, job by job in turns.
 - overhead: the loop of shards in an elastic job against the same loop in a job that is not, in turns.
-- shards: the loop with as many shards as workers against DistributedDataParallel on the same samples.
+- shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. In both cases a
+  third loop trains the bare model, which only waits for the other workers after backward ("barrier").
 - join: how long a replacement takes to take part, the others' pause when it does, and how much longer than usual their
   steps are until then, in both loops, for states of several sizes, on one machine and on two (network namespaces at
   1 Gbit/s, as root).
@@ -23,7 +24,6 @@ For torchft: python -m venv DIR && DIR/bin/pip install torchft-nightly, then --t
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from elastic_cases import coordinators, death, joining, networks, slow, speeds, undisturbed
 from elastic_cases.options import Options, Rows
-from report import machine, parser, show
+from report import keep, parser, show
 
 CASES: dict[str, Callable[[Options], tuple[str, Rows]]] = {
     "death": death.measure,
@@ -75,13 +75,13 @@ def main() -> None:
         torchft=given.torchft,
         seed=given.seed,
     )
-    tables = []
+    tables: list[dict[str, object]] = []
     for case in given.cases:
         title, rows = CASES[case](options)
         show(title, rows, None)
         tables.append({"case": case, "title": title, "rows": rows})
     if given.json:
-        Path(given.json).write_text(json.dumps({"machine": machine(), "tables": tables}, indent=1) + "\n")
+        keep(tables, given.json)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Counted is the processor time of the training thread in forward and backward of 200 layers of 16 x 16 and a bias,
 beyond the bare model's, divided by the 400 parameters: hooks, finding buckets full, looking at gradients, handing
 buckets to the progress thread, and waiting for it at the end. What the progress thread does is not counted. One rank,
-one thread, the least of all rounds, in turns. "empty hooks" is torch's part: hooks that do nothing.
+one thread, the least of n rounds, in turns; p50 and p95 are those of the rounds, less the bare model's median. "empty
+hooks" is torch's part: hooks that do nothing.
 "launches" are the buckets that are handed over while backward goes on; "us a launch" is what each costs beyond the
 first, whatever its size: most of it is to wake the progress thread.
 """
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from report import parser, show
+from report import p95, parser, show
 from torch import nn
 
 LAYERS, WIDTH = 200, 16
@@ -40,20 +42,24 @@ def rank_main(rank: int, rounds: int, directory: str) -> None:
     for name, cap_mb in OVERLAPPED.items():
         models[name] = wrap(copy.deepcopy(bare), bucket_cap_mb=cap_mb, overlap=True)
     x = torch.ones(2, WIDTH)
-    least_s = dict.fromkeys(models, float("inf"))
+    times_s: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):
         for name, model in models.items():
             model.zero_grad()
             started = time.thread_time()
             model(x).sum().backward()
-            least_s[name] = min(least_s[name], time.thread_time() - started)
+            times_s[name].append(time.thread_time() - started)
     params = len(list(bare.parameters()))
     rows: list[dict[str, object]] = []
+    least_s = {name: min(each) for name, each in times_s.items()}
+    usual_s = statistics.median(times_s["bare"])
     one_bucket_s = least_s["overlapped, one bucket"]
     for name, model in models.items():
         launches = len(model._reducer.bucket_sizes()) - 1 if name in OVERLAPPED else 0
         added_us = 1e6 * (least_s[name] - least_s["bare"])
-        row = {"reduction": name, "launches": launches, "us a parameter": added_us / params}
+        row = {"reduction": name, "n": rounds, "launches": launches, "us a parameter": added_us / params}
+        for column, each_s in (("p50", statistics.median(times_s[name])), ("p95", p95(times_s[name]))):
+            row[f"{column} us a parameter"] = 1e6 * (each_s - usual_s) / params
         if launches > 1:
             row["us a launch"] = 1e6 * (least_s[name] - one_bucket_s) / (launches - 1)
         rows.append(row)

@@ -8,14 +8,13 @@ The workers meet in the launcher's store as the ranks of a group do; the time is
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from report import parser, show
+from report import columns_of, parser, show, spread
 
 SCRIPT = """
 import os, sys, time
@@ -46,8 +45,8 @@ def main() -> None:
                 ended.append(time.time() - started)
                 met.append(float(done.read_text()) - started)
             row = {"start method": method, "workers": options.workers, "cores": len(os.sched_getaffinity(0))}
-            times = {"all have met s": statistics.median(met), "launcher ended s": statistics.median(ended)}
-            rows.append({**row, **times})
+            for what, times in (("all have met", met), ("launcher ended", ended)):
+                rows.append({**row, "until": what, **columns_of(spread(times), "s")})
     show("Start-up of many workers", rows, options.json)
 
 

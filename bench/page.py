@@ -1,20 +1,21 @@
 """What the live page costs the launcher: how much of one core, with 64 ranks that make 10 steps a second.
 
-    python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json]
+    python bench/page.py [--ranks 64] [--steps-per-second 10] [--seconds 10] [--json FILE]
 
 One process records steps of data-parallel training, and the page looks at it as if it were so many ranks, each second
-as it does while somebody watches. The time is that of the page's thread: looking, making the picture and the message.
-A last column is for the case that nobody watches, when the page looks every five seconds.
+as it does while somebody watches. The time is that of the page's thread: looking, making the picture and the message;
+p50 and p95 are those of n looks.
+A last row is for the case that nobody watches, when the page looks every five seconds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import time
+
+from report import columns_of, parser, show, spread
 
 from paceline.observe.live.board import Board
 from paceline.observe.live.feed import Feed
@@ -61,8 +62,8 @@ while time.monotonic() < until_s:
 """
 
 
-def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> tuple[float, float, float]:
-    """The share of a core, the longest look in ms, and the bytes of a message a second."""
+def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> dict[str, object]:
+    """The share of a core, how long looks take, and the bytes of messages a second."""
     fd = os.memfd_create("recording")
     os.ftruncate(fd, NBYTES)
     handed = HandedMemory(fd, os.fstat(fd).st_ino, os.getpid())
@@ -89,7 +90,12 @@ def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> t
             looks.append(time.thread_time() - began_s)
             nbytes += len(message.data) if message is not None else 0
         passed_s = time.monotonic() - first_s  # longer than the pauses where others use the cores
-        return sum(looks) / passed_s, max(looks) * 1e3, nbytes / passed_s
+        return {
+            "core %": 100 * sum(looks) / passed_s,
+            **columns_of(spread(looks), "ms"),
+            "longest ms": 1e3 * max(looks),
+            "bytes a second": nbytes / passed_s,
+        }
     finally:
         writer.kill()
         writer.wait()
@@ -98,27 +104,16 @@ def measure(ranks: int, steps_per_s: float, seconds: float, every_s: float) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--steps-per-second", type=float, default=10)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows = []
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--ranks", type=int, default=64)
+    arguments.add_argument("--steps-per-second", type=float, default=10)
+    arguments.add_argument("--seconds", type=float, default=10)
+    options = arguments.parse_args()
+    rows: list[dict[str, object]] = []
     for name, every_s in (("watched", WATCHED_S), ("alone", ALONE_S)):
-        core, longest_ms, nbytes = measure(
-            options.ranks, options.steps_per_second, max(options.seconds, every_s), every_s
-        )
-        rows.append({"page": name, "core": core, "longest_look_ms": longest_ms, "bytes_per_s": nbytes})
-    if options.json:
-        print(json.dumps(rows))
-        return
-    print(f"{options.ranks} ranks, {options.steps_per_second:g} steps a second")
-    for row in rows:
-        print(
-            f"{row['page']:>8}: {row['core']:.2%} of a core, longest look {row['longest_look_ms']:.1f} ms, "
-            f"{row['bytes_per_s'] / 1000:.1f} kB/s for each viewer"
-        )
+        seconds = max(options.seconds, every_s)
+        rows.append({"page": name, **measure(options.ranks, options.steps_per_second, seconds, every_s)})
+    show(f"The page of {options.ranks} ranks, {options.steps_per_second:g} steps a second", rows, options.json)
 
 
 if __name__ == "__main__":

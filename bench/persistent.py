@@ -5,7 +5,8 @@
 All contestants take short turns within the same processes, which an MPI library starts: Open MPI and MPICH where `make`
 has installed them, one after the other, and none where there is none. "MPI init" is `Allreduce_init` and its like with
 Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is the plain call. Times are of one call in a turn:
-the median (p50), the 95th percentile and the fastest turn; n is the number of calls. One thread a rank.
+the median (p50), the 95th percentile and the fastest turn; n is the number of calls, and "beside" the library in whose
+processes the call was made. One thread a rank.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def main() -> None:
                         "call": name,
                         "size": human(nbytes) if nbytes else "-",
                         "by": called,
+                        "beside": library or "-",
                         "p50 µs": 1e6 * statistics.median(seconds),
                         "p95 µs": 1e6 * statistics.quantiles(seconds, n=20)[-1],
                         "fastest µs": 1e6 * min(seconds),

@@ -3,8 +3,10 @@
     python bench/plugin.py [--ranks 2] [--sizes BYTES ...] [--json FILE]
 
 Two tables: `torch.distributed.all_reduce` of float32, and a training step of FSDP2 (`fully_shard`) on CPU with a
-transformer of 6.8 million parameters. Every rank has one thread; the two backends are groups of the same processes and
-take turns. Medians.
+transformer of 6.8 million parameters, beside the same model unsharded, which only waits for the other ranks after
+backward ("barrier"). Every rank has one thread; the two backends are groups of the same processes and take turns. p50
+and p95 are those of the turns, n is the number of calls or steps, and the ratio is a contestant's median divided by
+that of "paceline".
 """
 
 from __future__ import annotations
@@ -12,18 +14,17 @@ from __future__ import annotations
 import copy
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp import build
-from report import human, interleaved, parser, show
+from ddp import build, stepper
+from report import Spread, compared, human, interleaved, parser, show, spread
 
 SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 4 << 20, 64 << 20]
-ROUNDS = 7
-FSDP_ROUNDS = 11
+ROUNDS = 20
+FSDP_ROUNDS = 20
 FSDP_STEPS = 3
 
 
@@ -53,8 +54,8 @@ def rank_main(rank: int, ranks: int, sizes: list[int], steps: bool, directory: s
         for call in (*contestants.values(), *waiting.values()):
             for _ in range(3):
                 call()
-        fast = max(3, min(2000, (128 << 20) // max(nbytes, 1 << 16)))
-        calls = {name: fast if "paceline" in name else max(3, fast // 8) for name in (*contestants, *waiting)}
+        fast = max(1, min(700, (44 << 20) // max(nbytes, 1 << 16)))
+        calls = {name: fast if "paceline" in name else max(1, fast // 8) for name in (*contestants, *waiting)}
         results["all_reduce"][nbytes] = interleaved({**contestants, **waiting}, calls, ROUNDS)
     if steps:
         results["fsdp"] = fsdp(groups)
@@ -64,7 +65,7 @@ def rank_main(rank: int, ranks: int, sizes: list[int], steps: bool, directory: s
     torch_dist.destroy_process_group()
 
 
-def fsdp(groups: dict[str, object]) -> dict[str, float]:
+def fsdp(groups: dict[str, object]) -> dict[str, Spread]:
     import torch
     import torch.distributed as torch_dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,14 +80,9 @@ def fsdp(groups: dict[str, object]) -> dict[str, float]:
         for layer in sharded.encoder.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
-        optimizer = torch.optim.SGD(sharded.parameters(), 1e-4)
-
-        def step(sharded: torch.nn.Module = sharded, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.zero_grad()
-            sharded(inputs).sum().backward()
-            optimizer.step()
-
-        steps[name] = step
+        steps[name] = stepper(sharded, inputs)
+    steps["barrier"] = stepper(copy.deepcopy(model), inputs, torch_dist.barrier)
+    for step in steps.values():
         for _ in range(2):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -97,7 +93,7 @@ def fsdp(groups: dict[str, object]) -> dict[str, float]:
             for _ in range(FSDP_STEPS):
                 step()
             times[name].append((time.perf_counter() - started) / FSDP_STEPS)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: spread(each, FSDP_STEPS) for name, each in times.items()}
 
 
 def main() -> None:
@@ -113,19 +109,10 @@ def main() -> None:
         paceline.spawn(rank_main, (options.ranks, options.sizes, not options.no_steps, directory), options.ranks)
         results = json.loads(Path(directory, "result.json").read_text())
     rows: list[dict[str, object]] = []
-    for nbytes, seconds in results["all_reduce"].items():
-        row: dict[str, object] = {"what": f"all_reduce of {human(int(nbytes))}"}
-        for suffix in ("", " async"):
-            ours, theirs = seconds[f"paceline{suffix}"], seconds[f"gloo{suffix}"]
-            row |= {
-                f"paceline{suffix} µs": 1e6 * ours,
-                f"gloo{suffix} µs": 1e6 * theirs,
-                f"ratio{suffix}": theirs / ours,
-            }
-        rows.append(row)
+    for nbytes, spreads in results["all_reduce"].items():
+        rows += [{"what": f"all_reduce of {human(int(nbytes))}", **row} for row in compared(spreads, "paceline")]
     if "fsdp" in results:
-        ours, theirs = results["fsdp"]["paceline"], results["fsdp"]["gloo"]
-        rows.append({"what": "FSDP2 step", "paceline µs": 1e6 * ours, "gloo µs": 1e6 * theirs, "ratio": theirs / ours})
+        rows += [{"what": "a step of FSDP2", **row} for row in compared(results["fsdp"], "paceline")]
     show(f"torch.distributed on {options.ranks} ranks of one thread: paceline and gloo", rows, options.json)
 
 

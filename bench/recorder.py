@@ -2,26 +2,26 @@
 
     python bench/recorder.py [--rounds N] [--json FILE]
 
-Each row is measured with the recorder and without it, in turns, within the same processes; medians of the rounds. Two
-ranks of one thread each, and for the cost of a call a group of one rank, which waits for nobody.
+Each row is measured with the recorder and without it, in turns, within the same processes; p50 and p95 are those of the
+turns, and n is the number of calls. Two ranks of one thread each, and for the cost of a call a group of one rank, which
+waits for nobody. "step, barrier" is the bare model, which only waits for the other rank after backward.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
-from ddp import build
-from report import human, parser, seconds_per_call, show
+from ddp import build, stepper
+from report import Spread, human, parser, seconds_per_call, show, spread
 from turns import leave_rows, rows_of_ranks
 
 SIZES = [4, 4 << 10, 64 << 10, 1 << 20, 16 << 20]
 MODELS = ["wide MLP", "200 tiny layers"]
 
 
-def in_turns(call: Callable[[], object], calls: int, rounds: int, meet: Callable[[], object]) -> tuple[float, float]:
-    """Median seconds a call with the recorder, and without; the ranks meet before each measurement."""
+def in_turns(call: Callable[[], object], calls: int, rounds: int, meet: Callable[[], object]) -> tuple[Spread, Spread]:
+    """The seconds of a call with the recorder, and without; the ranks meet before each measurement."""
     from paceline import _core
 
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -32,23 +32,15 @@ def in_turns(call: Callable[[], object], calls: int, rounds: int, meet: Callable
         times[not is_off].append(seconds_per_call(call, calls))
         meet()
         _core.pause_recording(False)
-    return statistics.median(times[True]), statistics.median(times[False])
+    return spread(times[True], calls), spread(times[False], calls)
 
 
-def steps_of(name: str) -> Callable[[], None]:
+def steps_of(name: str, wraps: bool) -> Callable[[], None]:
     import paceline as dist
 
     torch.manual_seed(0)
     model, x = build(name)
-    wrapped = dist.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), 1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        wrapped(x).sum().backward()
-        optimizer.step()
-
-    return step
+    return stepper(dist.DistributedDataParallel(model), x) if wraps else stepper(model, x, dist.barrier)
 
 
 def rank_main(rank: int, ranks: int, rounds: int, directory: str) -> None:
@@ -80,24 +72,28 @@ def rank_main(rank: int, ranks: int, rounds: int, directory: str) -> None:
             calls = max(5, min(2000, (64 << 20) // max(nbytes, 1 << 15)))
             measure(f"all_reduce of {human(nbytes)}", lambda tensor=tensor: dist.all_reduce(tensor), calls)
         for name in MODELS:
-            measure(f"DDP step, {name}", steps_of(name), 5)
+            measure(f"DDP step, {name}", steps_of(name, True), 5)
+            measure(f"step, barrier, {name}", steps_of(name, False), 5)
     leave_rows(rows, directory)
 
 
 def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
-    arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--rounds", type=int, default=20)
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []
     for ranks in (1, 2):
-        for what, on_s, off_s in rows_of_ranks(rank_main, ranks, ranks, options.rounds):
+        for what, on, off in rows_of_ranks(rank_main, ranks, ranks, options.rounds):
             rows.append(
                 {
                     "what": what,
-                    "with µs": 1e6 * on_s,
-                    "without µs": 1e6 * off_s,
-                    "difference ns": 1e9 * (on_s - off_s),
-                    "difference %": 100 * (on_s / off_s - 1),
+                    "n": on["n"],
+                    "with µs": 1e6 * on["p50_s"],
+                    "with, p95 µs": 1e6 * on["p95_s"],
+                    "without µs": 1e6 * off["p50_s"],
+                    "without, p95 µs": 1e6 * off["p95_s"],
+                    "difference ns": 1e9 * (on["p50_s"] - off["p50_s"]),
+                    "difference %": 100 * (on["p50_s"] / off["p50_s"] - 1),
                 }
             )
     show("the cost of the recorder", rows, options.json)

@@ -1,14 +1,15 @@
 """How long does one rank of a very large world take to build its all-reduce schedule?
 
-python bench/schedules.py [--world-size N] [--ranks-a-host N] [--json FILE]
+    python bench/schedules.py [--world-size N] [--ranks-a-host N] [--json FILE]
+
+n is how often each was built.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 
-from report import parser, show
+from report import columns_of, parser, show, spread
 
 from paceline.schedule.registry import ALGORITHMS, build
 from paceline.schedule.steps import Operation
@@ -18,7 +19,7 @@ def main() -> None:
     arguments = parser(__doc__.split("\n")[0])
     arguments.add_argument("--world-size", type=int, default=10_000)
     arguments.add_argument("--ranks-a-host", type=int, default=8)
-    arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--rounds", type=int, default=20)
     options = arguments.parse_args()
     n, width = options.world_size, options.ranks_a_host
     hosts = [range(first, min(first + width, n)) for first in range(0, n, width)]
@@ -36,8 +37,7 @@ def main() -> None:
                     "rank": rank,
                     "steps": len(schedule.steps),
                     "blocks": schedule.blocks,
-                    "median ms": statistics.median(times) * 1e3,
-                    "worst ms": max(times) * 1e3,
+                    **columns_of(spread(times), "ms"),
                 }
             )
     show(f"One rank's all-reduce schedule in a world of {n:,}, {width} ranks a host", rows, options.json)

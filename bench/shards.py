@@ -2,26 +2,26 @@
 
     python bench/shards.py [--ranks 2] [--models NAME ...] [--rounds 15] [--json FILE]
 
-Every rank has one thread and one shard, and both compute the same samples. They take turns within the same processes, a
-few steps each, so that the machine's moods fall on both alike. Times are medians over the turns; processor time counts
-all threads of a rank and is summed over the turns, so it depends less on what else the machine does. Ratio is the step
-in shards divided by that of `DistributedDataParallel`.
+Every rank has one thread and one shard, and all compute the same samples. They take turns within the same processes, a
+few steps each, so that the machine's moods fall on all alike. "barrier" is the bare model, which only waits for the
+other ranks after backward. n counts steps, and p50 and p95 are those of the turns; processor time counts all threads of
+a rank and is summed over the turns, so it depends less on what else the machine does. The ratios are to the step of
+`DistributedDataParallel`.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable
 
 import torch
 from ddp import build, stepper
 from report import parser, show
 from torch import nn
-from turns import leave_rows, rows_of_ranks, take_turns
+from turns import leave_rows, rows_of_ranks, rows_of_steps, take_turns
 
 MODELS = ["transformer", "CNN"]
-ROUNDS = 15
+ROUNDS = 20
 STEPS = 4
 SETTLING_STEPS = 8  # in which the allocator still grows
 
@@ -47,11 +47,12 @@ def rank_main(rank: int, ranks: int, names: list[str], rounds: int, directory: s
 
     torch.set_num_threads(1)
     dist.init_process_group()
-    rows = []
+    made: list[dict[str, object]] = []
     for name in names:
         torch.manual_seed(rank)  # rank 0's model goes to all; the batches differ
         model, x = build(name)
         steps = {
+            "barrier": stepper(copy.deepcopy(model), x, dist.barrier),
             "DDP": stepper(dist.DistributedDataParallel(copy.deepcopy(model)), x),
             "shards": shards_stepper(model, x, rank, ranks),
         }
@@ -61,21 +62,15 @@ def rank_main(rank: int, ranks: int, names: list[str], rounds: int, directory: s
         turns = take_turns(steps, STEPS, lambda done: done < rounds)
         everyones: list[dict[str, float]] = [{}] * ranks
         dist.all_gather_object(everyones, turns.processor_s)
-        ms = {kind: 1e3 * statistics.median(each) for kind, each in turns.step_s.items()}
-        cpu = {kind: 1e3 * sum(each[kind] for each in everyones) / (rounds * STEPS * ranks) for kind in steps}
-        rows.append(
-            {
-                "model": name,
-                "params M": sum(p.numel() for p in model.parameters()) / 1e6,
-                "DDP ms": ms["DDP"],
-                "shards ms": ms["shards"],
-                "ratio": ms["shards"] / ms["DDP"],
-                "DDP CPU ms": cpu["DDP"],
-                "shards CPU ms": cpu["shards"],
-                "CPU ratio": cpu["shards"] / cpu["DDP"],
-            }
-        )
-    leave_rows(rows, directory)
+        cpu_ms = {kind: 1e3 * sum(each[kind] for each in everyones) / (rounds * STEPS * ranks) for kind in steps}
+        table = rows_of_steps(turns.step_s, STEPS)
+        medians = {row["step"]: row["p50 ms"] for row in table}
+        for row in table:
+            kind = str(row["step"])
+            ratios = {"ratio": medians[kind] / medians["DDP"], "CPU ratio": cpu_ms[kind] / cpu_ms["DDP"]}
+            millions = sum(p.numel() for p in model.parameters()) / 1e6
+            made.append({"model": name, "params M": millions, **row, "CPU ms": cpu_ms[kind], **ratios})
+    leave_rows(made, directory)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from ddp import build
-from report import parser, show
+from report import columns_of, parser, show, spread
 from torch import nn
 
 MODELS = ["wide MLP", "transformer"]
@@ -107,9 +107,7 @@ def rank_main(rank: int, ranks: int, names: list[str], steps: int, directory: st
             {
                 "model": name,
                 "step": kind,
-                "n": len(each),
-                "p50 ms": 1e3 * medians[kind],
-                "p95 ms": 1e3 * statistics.quantiles(each, n=20)[-1],
+                **columns_of(spread(each), "ms"),
                 "ratio": baseline / medians[kind],
             }
             for kind, each in times.items()

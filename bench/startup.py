@@ -2,20 +2,20 @@
 
     python bench/startup.py [--json FILE]
 
-Both launchers start the same kind of script, in turns; the time is from starting the launcher to its end.
+Both launchers start the same kind of script, in turns; the time is from starting the launcher to the first all-reduce,
+and to the launcher's end. The ratio is to `paceline run`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from report import parser, show
+from report import compared, parser, show, spread
 
 SCRIPT = """
 import torch
@@ -57,8 +57,8 @@ def main() -> None:
                 first[name].append(max(float(Path(done + rank).read_text()) for rank in "01") - started)
     rows: list[dict[str, object]] = []
     for what, times in (("first all-reduce done", first), ("launcher ended", whole)):
-        ours, theirs = statistics.median(times["paceline run"]), statistics.median(times["torchrun"])
-        rows.append({"until": what, "paceline run s": ours, "torchrun s": theirs, "torchrun / paceline": theirs / ours})
+        spreads = {name: spread(each) for name, each in times.items()}
+        rows += [{"until": what, **row} for row in compared(spreads, "paceline run", "s")]
     show("Start-up of 2 ranks", rows, options.json)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from report import columns_of, spread
+
 
 @dataclass
 class Turns:
@@ -49,6 +51,22 @@ def take_turns(
             turns.processor_s[kind] += processor_seconds() - used_before
         rounds += 1
     return turns
+
+
+def rows_of_steps(times_s: dict[str, list[float]], of_a_turn: int) -> list[dict[str, object]]:
+    """Returns a row for each kind: n, the median and the 95th percentile of its turns, and how it compares.
+
+    Efficiency is the median of the kind "none", if there is one, divided by that of the row; "of barrier" likewise.
+    """
+    spreads = {kind: spread(each, of_a_turn) for kind, each in times_s.items()}
+    rows: list[dict[str, object]] = []
+    for kind, each in spreads.items():
+        row: dict[str, object] = {"step": kind, **columns_of(each, "ms")}
+        for column, baseline in (("efficiency", "none"), ("of barrier", "barrier")):
+            if baseline in spreads:
+                row[column] = spreads[baseline]["p50_s"] / each["p50_s"]
+        rows.append(row)
+    return rows
 
 
 def processor_seconds() -> float:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from report import parser, show
+from report import p95, parser, show
 from verdict_cases.faults import FAULTS, HEALTHY, Fault, is_accused
 from verdict_cases.jobs import Said, paceline, torchs
 
@@ -52,7 +52,8 @@ class Case:
         times = [each.after_s for each in said if each.after_s is not None and not self.fault.at_the_end]
         row: dict[str, object] = {"fault": self.fault.name, "ranks": self.ranks, "hosts": self.hosts}
         row["right"] = f"{right} of {len(said)}"
-        return {**row, "median s": statistics.median(times) if times else None, "longest s": max(times, default=None)}
+        p50_s, p95_s = (statistics.median(times), p95(times)) if times else (None, None)
+        return {**row, "median s": p50_s, "p95 s": p95_s, "longest s": max(times, default=None)}
 
 
 def made(cases: Sequence[Case], options: Namespace) -> list[dict[str, object]]:

@@ -2,11 +2,13 @@
 
     python bench/zero.py [--ranks 2] [--models NAME ...] [--overlap] [--json FILE]
 
-Stage 0 is DistributedDataParallel with AdamW on every rank. Bytes are the most of any rank: of the optimizer's state,
-of gradients when backward has ended, of parameters between steps, and of parameters at their peak in forward. "share"
-is the optimizer's state divided by that of stage 0, to hold against 1 / ranks. "loss apart" is the largest difference
-of any rank's loss to stage 0's over the steps. Every rank has one thread and a batch of its own. --overlap averages
-gradients while backward goes on, and gathers the parameters of stage 3 one layer ahead.
+"barrier" is the bare model with AdamW on every rank, which waits for the other ranks after backward. Stage 0 is
+DistributedDataParallel with AdamW on every rank. Bytes are the most of any rank: of the optimizer's state, of gradients
+when backward has ended, of parameters between steps, and of parameters at their peak in forward. "share" is the
+optimizer's state divided by that of stage 0, to hold against 1 / ranks. "loss apart" is the largest difference of any
+rank's loss to stage 0's over the steps. n, p50 and p95 are those of rank 0's steps. Every rank has one thread and a
+batch of its own. --overlap averages gradients while backward goes on, and gathers the parameters of stage 3 one layer
+ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 
 import torch
 from ddp import build
-from report import parser, show
+from report import columns_of, parser, show, spread
 from torch import nn
 from turns import leave_rows, rows_of_ranks
 
@@ -38,6 +40,26 @@ def gradient_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(each.grad.nbytes for each in tensors(model, optimizer) if each.grad is not None)
 
 
+def barrier_steps(name: str, rank: int) -> dict[str, object]:
+    """Trains the bare model on every rank; returns how long its steps took."""
+    import paceline as dist
+
+    torch.manual_seed(rank)
+    model, x = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    times_s: list[float] = []
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        dist.barrier()
+        optimizer.step()
+        loss.item()
+        times_s.append(time.perf_counter() - started)
+    return columns_of(spread(times_s), "ms")
+
+
 def rank_main(rank: int, names: list[str], overlap: bool, directory: str) -> None:
     import paceline as dist
 
@@ -47,6 +69,7 @@ def rank_main(rank: int, names: list[str], overlap: bool, directory: str) -> Non
     for name in names:
         unsharded: list[float] = []
         whole = 0.0
+        rows.append({"model": name, "stage": "barrier", **barrier_steps(name, rank)})
         for stage in range(4):
             torch.manual_seed(rank)  # rank 0's model goes to all
             model, x = build(name)
@@ -65,23 +88,22 @@ def rank_main(rank: int, names: list[str], overlap: bool, directory: str) -> Non
                 optimizer = dist.ZeroRedundancyOptimizer(
                     model, torch.optim.AdamW, overlap=overlap, stage=stage, lr=1e-4
                 )
-            losses = []
-            started = time.perf_counter()
+            losses: list[float] = []
+            times_s: list[float] = []
             for _ in range(STEPS):
+                started = time.perf_counter()
                 optimizer.zero_grad()
                 loss = trained(x).square().mean()
                 loss.backward()
                 gradients = gradient_bytes(model, optimizer)
                 optimizer.step()
                 losses.append(loss.item())
-            elapsed = time.perf_counter() - started
+                times_s.append(time.perf_counter() - started)
             state = sum(each.nbytes for values in optimizer.state.values() for each in values.values())
             if stage == 0:
                 unsharded = losses
             apart = max(abs(mine - other) for mine, other in zip(losses, unsharded, strict=True))
-            most = torch.tensor(
-                [state, gradients, parameter_bytes(model, optimizer), peak, apart, elapsed], dtype=torch.float64
-            )
+            most = torch.tensor([state, gradients, parameter_bytes(model, optimizer), peak, apart], dtype=torch.float64)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             if stage == 0:
                 whole = most[0].item()
@@ -94,7 +116,7 @@ def rank_main(rank: int, names: list[str], overlap: bool, directory: str) -> Non
                     **row,
                     "share": most[0].item() / whole,
                     "loss apart": most[4].item(),
-                    "ms a step": most[5].item() / STEPS * 1e3,
+                    **columns_of(spread(times_s), "ms"),
                 }
             )
             del optimizer, trained, model

@@ -1,8 +1,8 @@
-"""The two ways to train the models of `bench/ddp.py`, step by step, on the same samples."""
+"""The ways to train the models of `bench/ddp.py`, step by step, on the same samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from ddp import build
@@ -52,13 +52,28 @@ def with_ddp(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[N
 
     Rank r takes the samples that shard r takes there.
     """
+    wrapped = dist.DistributedDataParallel(model)
+    yield from _epoch(wrapped, samples, batch_size, optimizer_of(model), int)
+
+
+def with_barrier(model: nn.Module, samples: Repeated, batch_size: int) -> Iterator[None]:
+    """Trains an epoch on the same samples, in which the workers only wait for each other after backward."""
+    yield from _epoch(model, samples, batch_size, optimizer_of(model), dist.barrier)
+
+
+def _epoch(
+    model: nn.Module,
+    samples: Repeated,
+    batch_size: int,
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[], object],
+) -> Iterator[None]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     starts = range(rank * batch_size, len(samples), ranks * batch_size)
     order = [list(range(start, start + batch_size)) for start in starts]
-    wrapped = dist.DistributedDataParallel(model)
-    optimizer = optimizer_of(model)
     for inputs in torch.utils.data.DataLoader(samples, batch_sampler=order):
         yield
         optimizer.zero_grad()
-        wrapped(inputs).mean().backward()
+        model(inputs).mean().backward()
+        before()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""A worker of `overhead`: the loop of shards, in an elastic job or one that is not, whose steps are run in turns."""
+"""A worker of `overhead`: the loop of shards, in an elastic job or another, or of a bare model, in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import paceline as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elastic_cases.loops import model_and_samples, optimizer_of, with_shards
+from elastic_cases.loops import model_and_samples, optimizer_of, with_barrier, with_shards
 from elastic_cases.turns import Turn
 
 
@@ -33,7 +33,7 @@ def run(steps: Iterator[None], turn: Turn, of_a_turn: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
-    parser.add_argument("--job", choices=("elastic", "plain"), required=True)
+    parser.add_argument("--job", choices=("elastic", "plain", "barrier"), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--shards", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -42,6 +42,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(elastic=options.job == "elastic")
     model, samples, batch_size = model_and_samples(options.model, options.steps, options.shards)
+    if options.job == "barrier":
+        run(with_barrier(model, samples, batch_size), Turn(options.directory, options.job), options.of_a_turn)
+        dist.destroy_process_group()
+        return
     shards = dist.LogicalShards(model, options.shards)
     loader = dist.ShardLoader(samples, batch_size, shards, shuffle=False)
     optimizer = optimizer_of(model)

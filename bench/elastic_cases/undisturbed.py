@@ -11,6 +11,8 @@ import time
 import warnings
 from pathlib import Path
 
+from report import p95
+
 from elastic_cases.jobs import HERE, Launched
 from elastic_cases.options import Options, Rows
 from elastic_cases.turns import turns
@@ -23,7 +25,7 @@ def measure_overhead(options: Options) -> tuple[str, Rows]:
     """Returns the table of the shards' loop in a job that is elastic and in one that is not."""
     rows: Rows = []
     for model in options.models:
-        times: dict[str, list[float]] = {"elastic": [], "plain": []}
+        times: dict[str, list[float]] = {"elastic": [], "plain": [], "barrier": []}
         with contextlib.ExitStack() as opened:
             directory = opened.enter_context(tempfile.TemporaryDirectory())
             taking = opened.enter_context(turns(directory, options.workers, *times))
@@ -61,7 +63,7 @@ def _rank_main(rank: int, models: tuple[str, ...], rounds: int, directory: str) 
     import torch
 
     import paceline as dist
-    from elastic_cases.loops import model_and_samples, optimizer_of, with_ddp, with_shards
+    from elastic_cases.loops import model_and_samples, optimizer_of, with_barrier, with_ddp, with_shards
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".* slow each other down")  # in all loops alike
@@ -74,9 +76,11 @@ def _rank_main(rank: int, models: tuple[str, ...], rounds: int, directory: str) 
         shards = dist.LogicalShards(model, ranks)
         loader = dist.ShardLoader(samples, batch_size, shards, shuffle=False)
         other, _, _ = model_and_samples(name, steps, ranks)
+        bare, _, _ = model_and_samples(name, steps, ranks)
         loops = {
             "shards": with_shards(model, shards, loader, optimizer_of(model)),
             "ddp": with_ddp(other, samples, batch_size),
+            "barrier": with_barrier(bare, samples, batch_size),
         }
         for loop in loops.values():
             next(loop)
@@ -95,15 +99,18 @@ def _rank_main(rank: int, models: tuple[str, ...], rounds: int, directory: str) 
     dist.barrier()
 
 
+def _columns(kind: str, times_s: list[float]) -> dict[str, float]:
+    return {f"{kind} ms": 1e3 * statistics.median(times_s), f"{kind}, p95 ms": 1e3 * p95(times_s)}
+
+
 def _compared(model: str, times: dict[str, list[float]]) -> dict[str, object]:
-    """Returns a row of medians, with the ratio of the first to the second and how it varied from turn to turn."""
-    (name, first), (other, second) = times.items()
+    """Returns a row of times, with the ratio of the first to the second and how it varied from turn to turn."""
+    (name, first), (other, second), _ = times.items()
     ratios = statistics.quantiles([a / b for a, b in zip(first, second, strict=True)], n=10, method="inclusive")
     return {
         "model": model,
-        "n": len(first),
-        f"{name} ms": 1e3 * statistics.median(first),
-        f"{other} ms": 1e3 * statistics.median(second),
+        "n": _STEPS * len(first),
+        **{column: value for kind, each in times.items() for column, value in _columns(kind, each).items()},
         f"{name} / {other}": statistics.median(first) / statistics.median(second),
         "ratio of a turn p10": ratios[0],
         "p90": ratios[-1],

@@ -1,7 +1,8 @@
 #include "update/update.hpp"
 
 #include <cmath>
-#include <string_view>
+
+#include "reduce/simd.hpp"
 
 namespace paceline::update {
 
@@ -19,9 +20,9 @@ UpdateFn find(DType dtype, Rule rule);
 
 UpdateFn find_update(DType dtype, Rule rule) {
 #if PACELINE_AVX
-    const std::string_view level = simd_level();
-    if (level == "avx512") return avx512::find(dtype, rule);
-    if (level == "avx2") return avx2::find(dtype, rule);
+    const SimdLevel level = best_simd();
+    if (level == SimdLevel::avx512) return avx512::find(dtype, rule);
+    if (level == SimdLevel::avx2) return avx2::find(dtype, rule);
 #endif
     return baseline::find(dtype, rule);
 }

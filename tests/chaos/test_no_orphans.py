@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import secrets
@@ -56,7 +57,9 @@ def test_a_guard_is_killed_before_the_launcher(start):
 
 
 def _command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def test_workers_that_ignore_a_signal_are_killed_after_a_while(start):

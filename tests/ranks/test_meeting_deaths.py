@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Ranks
-from launching import wait_until
+from launching import sleep_for_a_while, wait_until
 from world import free_port
 
 import paceline as dist
@@ -100,6 +100,12 @@ def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], 
         assert took_s < AT_ONCE_S, message
 
 
+def connections_to(port: int) -> int:
+    """How many connections to a port of this machine stand."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
 def _serve_and_die(place: str, directory: str) -> Told:
     (Path(directory) / f"came-{os.environ['RANK']}").touch()
     with pytest.raises(dist.RendezvousError) as caught:
@@ -111,7 +117,9 @@ def test_the_death_of_the_rank_that_serves_is_told(ranks: type[Ranks], tmp_path:
     place = f"127.0.0.1:{free_port('127.0.0.1')}"
     with ranks(4).start(_serve_or_stay_away, place, str(tmp_path)) as world:
         _await([tmp_path / f"came-{rank}" for rank in (0, 1, 2)])
-        time.sleep(0.5)
+        # Where all have a connection to the store and sleep, they wait for the last rank, and nobody connects any more.
+        port = int(place.rpartition(":")[2])
+        wait_until(lambda: connections_to(port) >= 2 and sleep_for_a_while(*world.pids[:3]))
         world.kill(0)
         told = world.join(60, expect_dead={0, 3})
     for rank in (1, 2):

@@ -11,6 +11,7 @@ import pytest
 from elastic_model.launchers import Launcher
 from elastic_model.members import Violation
 from elastic_model.realm import Realm
+from sampling import examples
 
 from paceline.elastic import coordinator, retiring
 from paceline.elastic.election import GATHER_S, Loss
@@ -23,7 +24,7 @@ BLOCK = 1_000
 pytestmark = pytest.mark.usefixtures("no_collector")
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(examples(2)))
 def test_no_schedule_has_two_truths(block):
     elections = well = 0
     for seed in range(block * BLOCK, (block + 1) * BLOCK):

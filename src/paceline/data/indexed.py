@@ -14,23 +14,29 @@ class IndexedBatches:
     """The batches of an indexable dataset for one rank, read by a DataLoader."""
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
-        self._indices: list[list[int]] = []
-        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=_Indices(self), **options)
+        self._indices = _Indices()
+        self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
 
     def read(self, order: list[int], position: int, deal: Deal) -> Iterator[tuple[Any, int]]:
         """Yields the batches of the epoch's `order` from `position` on, and where each batch's step ends."""
         plan = list(shares(position, len(order), deal))
-        self._indices = [[order[place] for place in share.places] for share in plan]
+        self._indices.upcoming = [[order[place] for place in share.places] for share in plan]
         # The DataLoader returns batches in the order in which it was asked for them.
         for share, batch in zip(plan, self._loader, strict=True):
             yield batch, share.end
 
 
 class _Indices:
-    """The indices of the remaining batches, for the DataLoader."""
+    """The indices of the remaining batches, for the DataLoader.
 
-    def __init__(self, owner: IndexedBatches) -> None:
-        self._owner = owner
+    It does not refer to what owns the DataLoader: in a cycle, the worker processes would be ended by the collector of
+    garbage, which closes their queues first, and torch then waits five seconds for each of them.
+    """
+
+    upcoming: list[list[int]]
+
+    def __init__(self) -> None:
+        self.upcoming = []
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._owner._indices)
+        return iter(self.upcoming)

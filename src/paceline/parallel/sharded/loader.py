@@ -69,9 +69,10 @@ class ShardLoader:
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
         self._reading = _Reading(dataset, shards.seed)
         reading: Any = self._reading  # a Dataset in all but its base class
+        self._upcoming = _Batches()
         self._loader: DataLoader[Any] = DataLoader(
             reading,
-            batch_sampler=_Batches(self),
+            batch_sampler=self._upcoming,
             num_workers=num_workers,
             collate_fn=collate_fn,
             prefetch_factor=prefetch_factor,
@@ -143,6 +144,13 @@ class ShardLoader:
             yield next(remaining)
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
+        # All are listed at once: this loader has moved to a later step when the DataLoader asks for the last ones.
+        self._upcoming.listed = [
+            [(self.epoch, step, shard), *self._indices(places, self.epoch)]
+            for step in range(self._next_step, self._steps())
+            for shard in mine
+            if (places := self._places(step, shard))
+        ]
         # Without shards, as while a worker catches up with others, no loader processes are needed.
         batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
         while self._next_step < self._steps():
@@ -177,22 +185,17 @@ class ShardLoader:
 
 
 class _Batches:
-    """Yields each batch to the DataLoader as its key followed by its indices."""
+    """Yields each batch to the DataLoader as its key followed by its indices.
 
-    def __init__(self, owner: ShardLoader) -> None:
-        self._owner = owner
+    It does not refer to the loader: in a cycle, the collector of garbage would end the loader's processes, which takes
+    five seconds for each.
+    """
+
+    def __init__(self) -> None:
+        self.listed: list[list[Any]] = []
 
     def __iter__(self) -> Iterator[list[Any]]:
-        owner = self._owner
-        # All are listed at once, since the owner has moved to a later step when the DataLoader asks for the last ones.
-        return iter(
-            [
-                [(owner.epoch, step, shard), *owner._indices(places, owner.epoch)]
-                for step in range(owner._next_step, owner._steps())
-                for shard in owner._shards.mine
-                if (places := owner._places(step, shard))
-            ]
-        )
+        return iter(self.listed)
 
 
 class _Reading:

@@ -1,0 +1,228 @@
+"""What each block of the documentation shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from publish.elastic_blocks import ELASTIC
+from publish.readme_blocks import README
+from publish.results import Result, Row
+from publish.tables import Cell, number, pivot, ratio, source, spread, spread_of, table
+
+Results = Mapping[str, Result]
+Contestants = Mapping[str, Row]
+
+NAMES = {"unused": "a quarter of the parameters unused"}
+
+
+def all_reduce(results: Results) -> str:
+    result = results["all_reduce"]
+    rows = result.rows()
+    mpi = next((str(row["by"]) for row in rows if "MPI" in str(row["by"])), None)
+    columns = {f"{name} µs": spread(name) for name in ("paceline", "empty_shared", "gloo")}
+    columns |= {"gloo / paceline": ratio("gloo", "paceline"), "paceline / shared": ratio("paceline", "empty_shared")}
+    if mpi is not None:
+        columns |= {f"{mpi} µs": spread(mpi), "MPI / paceline": ratio(mpi, "paceline")}
+    return "\n\n".join([pivot(rows, {"ranks": "ranks", "size": "size"}, columns), source(result)])
+
+
+def training_steps(name: str) -> Callable[[Results], str]:
+    """Returns the block of a result of `bench/ddp.py`."""
+
+    def model(row: Row) -> str:
+        millions = row.get("params M")
+        size = f", {millions:.1f} M" if row["model"] in ("transformer", "wide MLP", "CNN") and millions else ""
+        return NAMES.get(row["model"], row["model"]) + size
+
+    def of(contestant: str, column: str) -> Callable[[Contestants], object]:
+        return lambda contestants: contestants[contestant].get(column)
+
+    def block(results: Results) -> str:
+        columns = {
+            f"{head} ms": spread(kind, "ms")
+            for head, kind in (("none", "none"), ("barrier", "barrier"), ("Paceline", "Paceline DDP"))
+        }
+        columns["torch ms"] = spread("torch DDP", "ms")
+        columns["Paceline efficiency"] = of("Paceline DDP", "efficiency")
+        columns["torch efficiency"] = of("torch DDP", "efficiency")
+        columns["Paceline, of barrier"] = of("Paceline DDP", "of barrier")
+        columns["torch, of barrier"] = of("torch DDP", "of barrier")
+        return "\n\n".join([pivot(results[name].rows(), {"model": model}, columns, by="step"), source(results[name])])
+
+    return block
+
+
+def shards(results: Results) -> str:
+    columns: dict[str, Cell] = {
+        "model": lambda row: f"{row['model']}, {row['params M']:.1f} M",
+        "step": "step",
+        "n": "n",
+        "ms": lambda row: spread_of(row, "ms"),
+        "ratio of times": "ratio",
+        "CPU ms": "CPU ms",
+        "ratio of processor times": "CPU ratio",
+    }
+    return "\n\n".join(
+        part
+        for name in ("shards", "shards-loaded")
+        for part in (table(results[name].rows(), columns), source(results[name]))
+    )
+
+
+def shared_model(results: Results) -> str:
+    columns: dict[str, Cell] = {
+        "model": "model",
+        "step": "step",
+        "ms": lambda row: spread_of(row, "ms"),
+        "speed": "ratio",
+    }
+    result = results["shared_model"]
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
+def engines(results: Results) -> str:
+    result = results["engines"]
+    names = list(dict.fromkeys(str(row["by"]) for row in result.rows()))
+    columns = {f"{name} µs": spread(name) for name in names}
+    return "\n\n".join([pivot(result.rows(), {"size": "size"}, columns), source(result)])
+
+
+def persistent(results: Results) -> str:
+    result = results["persistent"]
+    names = {
+        "plain": "`all_reduce`",
+        "persistent": "`all_reduce_init`, called",
+        "start and wait": "`all_reduce_init`, `start` and `wait`",
+    }
+    libraries = {"openmpi": "Open MPI", "mpich": "MPICH"}
+
+    def name(row: Row) -> str:
+        library, _, kind = str(row["by"]).partition(" ")
+        if library not in libraries:
+            return names[row["by"]]
+        calls = "`MPI_Allreduce_init`, `MPI_Start` and `MPI_Wait`" if kind else "`MPI_Allreduce`"
+        return f"{libraries[library]}: {calls}"
+
+    rows = result.rows(call="all_reduce", size="4 B")
+    columns: dict[str, Cell] = {
+        "in processes of": lambda row: libraries.get(row["beside"], "Paceline"),
+        "by": name,
+        "p50 µs": "p50 µs",
+        "p95 µs": "p95 µs",
+        "fastest turn µs": "fastest µs",
+        "p50 / persistent": "p50 / persistent",
+    }
+    return "\n\n".join([table(rows, columns), source(result)])
+
+
+def plugin(results: Results) -> str:
+    result = results["plugin"]
+
+    def waiting(contestants: Contestants) -> object:
+        row = contestants.get("gloo async", {})
+        return row.get("ratio to paceline async", ratio("gloo async", "paceline async")(contestants))
+
+    columns = {
+        "paceline µs": spread("paceline"),
+        "gloo µs": spread("gloo"),
+        "barrier µs": spread("barrier"),
+        "gloo / paceline": ratio("gloo", "paceline"),
+        "asynchronous, gloo / paceline": waiting,
+    }
+    return "\n\n".join([pivot(result.rows(), {"": "what"}, columns), source(result)])
+
+
+def store(results: Results) -> str:
+    result = results["store"]
+    columns: dict[str, Cell] = {"clients": "clients", "operation": "operation"}
+    if "paceline 1/s" in result.rows()[0]:
+        columns |= {name: name for name in ("n", "paceline 1/s", "torch 1/s", "paceline / torch")}
+    else:
+        columns["paceline / torch"] = lambda row: " to ".join(
+            dict.fromkeys(number(row[f"{which} paceline / torch"]) for which in ("least", "most"))
+        )
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
+def hosts(name: str, *columns: str) -> Callable[[Results], str]:
+    """Returns the block of a result of `bench/hosts.py`; the columns say what distinguishes its lines."""
+    heads = {"hosts": "hosts × ranks", "delay ms": "delay, one way, ms"}
+
+    def of_line(contestant: str) -> Callable[[Contestants], object]:
+        def cell(contestants: Contestants) -> object:
+            of = contestants[contestant].get("of line")
+            return None if contestants[contestant]["size"] == "4 B" else of
+
+        return cell
+
+    def block(results: Results) -> str:
+        result = results[name]
+        shown = {"paceline µs": spread("paceline"), "gloo µs": spread("gloo")}
+        has_flat = any(row["by"] == "flat ring" for row in result.rows())
+        if has_flat:
+            shown["flat ring µs"] = spread("flat ring")
+        shown["gloo / paceline"] = ratio("gloo", "paceline")
+        if has_flat:
+            shown["flat / paceline"] = ratio("flat ring", "paceline")
+        else:
+            shown |= {"of the line": of_line("paceline"), "gloo, of the line": of_line("gloo")}
+        lines: dict[str, Cell] = {heads.get(column, column): column for column in columns}
+        return "\n\n".join([pivot(result.rows(), lines, shown), source(result)])
+
+    return block
+
+
+def schedules(results: Results) -> str:
+    result = results["schedules"]
+    rows = result.rows(rank=0)
+    columns: dict[str, Cell] = {
+        "algorithm": "algorithm",
+        "steps": "steps",
+        "ms": lambda row: spread_of(row, "ms"),
+    }
+    return "\n\n".join([table(rows, columns), source(result)])
+
+
+def startup(results: Results) -> str:
+    result = results["startup"]
+    columns = {"`paceline run` s": spread("paceline run", "s"), "torchrun s": spread("torchrun", "s")}
+    columns["torchrun / `paceline run`"] = ratio("torchrun", "paceline run", "s")
+    return "\n\n".join([pivot(result.rows(), {"until": "until"}, columns), source(result)])
+
+
+def death(results: Results) -> str:
+    result = results["death"]
+    names = {
+        "ddp": "a training step with `DistributedDataParallel`",
+        "asynchronous": "asynchronous all_reduce",
+        "groups": "9 groups in rotation",
+        "hosts": "two hosts (network namespaces) with two ranks each",
+        "late": "the ranks wait for one that is late",
+        "gloo": "torch's gloo, all_reduce",
+    }
+    columns: dict[str, Cell] = {"case": lambda row: names.get(row["case"], row["case"])}
+    columns |= {
+        name: name for name in ("kills", "survivors", "p50 ms", "p95 ms", "p99 ms", "max ms", "named the victim")
+    }
+    return "\n\n".join([table(result.rows(), columns), source(result)])
+
+
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "all_reduce": all_reduce,
+    "ddp": training_steps("ddp"),
+    "ddp-4-ranks": training_steps("ddp-4-ranks"),
+    "shards": shards,
+    "shared_model": shared_model,
+    "engines": engines,
+    "persistent": persistent,
+    "plugin": plugin,
+    "store": store,
+    "hosts": hosts("hosts", "hosts", "rate", "size"),
+    "hosts-delays": hosts("hosts-delays", "delay ms", "size"),
+    "hosts-two-ranks": hosts("hosts-two-ranks", "rate", "size"),
+    "schedules": schedules,
+    "startup": startup,
+    "death": death,
+    **ELASTIC,
+    **README,
+}

@@ -1,0 +1,110 @@
+"""How pictures look: drawn by matplotlib, in colours that follow the reader's light or dark theme."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError("pictures are drawn with matplotlib, which is missing: pip install 'paceline[bench]'") from error
+
+Axes = Any  # matplotlib's own classes have few types
+
+INK, QUIET, LINE, PAPER = "#1f2430", "#5b6472", "#c3c9d4", "#ffffff"
+BLUE, AMBER, GREEN, VIOLET, GREY = "#0369a1", "#b45309", "#15803d", "#6d28d9", "#64748b"
+_DARK = {
+    INK: "#e6e9ef",
+    QUIET: "#9aa4b2",
+    LINE: "#3a4350",
+    PAPER: "#161b22",
+    BLUE: "#38bdf8",
+    AMBER: "#fbbf24",
+    GREEN: "#4ade80",
+    VIOLET: "#c4b5fd",
+    GREY: "#94a3b8",
+}
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "paceline",
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so texts have the same size everywhere
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10,
+    "axes.titlecolor": INK,
+    "axes.labelcolor": QUIET,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": PAPER,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.5,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": QUIET,
+    "ytick.labelcolor": QUIET,
+    "figure.facecolor": PAPER,
+    "legend.frameon": False,
+}
+
+
+def picture(title: str, panels: int, paint: Any, width: float = 8.0, height: float = 3.2) -> str:
+    """Returns an SVG.
+
+    Args:
+        title: for those who cannot see it.
+        panels: how many axes there are, side by side.
+        paint: is called with the axes.
+        width: in inches.
+        height: in inches.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        paint(axes)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _finished(written.getvalue(), title)
+
+
+def _finished(svg: str, title: str) -> str:
+    """Returns the SVG with a title, with the colours of the dark theme, and with no more digits than one sees."""
+    rules = "".join(
+        f'[style*="{attribute}: {light}"]{{{attribute}:{dark} !important}}'
+        for light, dark in _DARK.items()
+        for attribute in ("fill", "stroke")
+    )
+    head = f"<title>{title}</title>\n<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n"
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\n?", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", svg)
+    at = svg.index(">") + 1
+    return "\n".join(line.rstrip() for line in (svg[:at] + "\n" + head + svg[at:].lstrip("\n")).split("\n"))
+
+
+def bars(axes: Axes, groups: Sequence[str], series: dict[str, tuple[str, list[float | None]]], unit: str) -> None:
+    """Paints groups of bars with their values above; a value of None is left out.
+
+    Args:
+        axes: where.
+        groups: the names of the groups.
+        series: for each name its colour, and a value for each group.
+        unit: of the values, as the label of the axis.
+    """
+    width = 0.8 / len(series)
+    for at, (name, (colour, values)) in enumerate(series.items()):
+        places = [group + (at - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        shown = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
+        axes.bar([place for place, _ in shown], [value for _, value in shown], 0.9 * width, color=colour, label=name)
+        for place, value in shown:
+            axes.text(place, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7, color=QUIET)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(unit)
+    axes.grid(False, axis="x")
+    axes.legend(fontsize=8, ncols=len(series), loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -1,0 +1,152 @@
+"""What the blocks of elastic training show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from publish.results import Result, Row
+from publish.tables import Cell, duration, markdown, number, source, table
+
+Results = Mapping[str, Result]
+
+_OTHERS, _MAJORITY = "others' pause", "majority's pause"  # as the columns are called
+_AT_SLOWEST = "at the slowest's pace / sum"
+
+
+def deaths(results: Results) -> str:
+    ours, peers = results["elastic-death"], results["elastic-peers"]
+    rows = [*ours.rows(), *(row for row in peers.rows() if "paceline" not in str(row["system"]))]
+    columns: dict[str, Cell] = {
+        "": "system",
+        "deaths": "kills",
+        "n": "pause n",
+        "pause p50": lambda row: duration(row["pause p50 ms"]),
+        "p99": lambda row: duration(row["pause p99 ms"]),
+        "max": lambda row: duration(row["pause max ms"]),
+        "steps done again": "redone",
+        "workers restarted besides": "others restarted",
+        "samples lost": "samples lost",
+        "jobs with the bits of the undisturbed one": lambda row: (
+            "not promised" if row["digest equal"] == "-" else row["digest equal"]
+        ),
+    }
+    return "\n\n".join([table(rows, columns), source(ours, peers)])
+
+
+def joining(results: Results) -> str:
+
+    def longer(row: Row) -> str:
+        times = row["others' step meanwhile"]
+        return "" if times is None else f"{times:.1f} times as long"
+
+    columns: dict[str, Cell] = {
+        "": "where",
+        "loop": "loop",
+        "additional state": lambda row: "1 GiB" if row["state MiB"] == 1024 else f"{row['state MiB']} MiB",
+        "n": "takes part n",
+        "takes part, p50": lambda row: f"{row['takes part p50 ms'] / 1000:.2g} s",
+        "p99": lambda row: f"{row['takes part p99 ms'] / 1000:.2g} s",
+        "others' pause, p50": lambda row: duration(row["others' pause p50 ms"]),
+        "max": lambda row: duration(row["others' pause max ms"]),
+        "others' step meanwhile": longer,
+    }
+    shown = (results["elastic-join"], results["elastic-join-loops"])
+    return "\n\n".join(part for result in shown for part in (table(result.rows(), columns), source(result)))
+
+
+def events(results: Results) -> str:
+    """Returns a table of all that happens to a job besides."""
+    names = ("elastic-overhead", "elastic-frozen", "elastic-coordinator", "elastic-speeds", "elastic-thin")
+    lines = [line for name in names for line in _EVENTS[name](results[name])]
+    return "\n\n".join([markdown(["what happens", "measured"], lines), source(*(results[name] for name in names))])
+
+
+def _overhead(result: Result) -> list[tuple[str, str]]:
+    def compared(case: str, column: str) -> str:
+        rows = result.rows(case)
+        times = ", ".join(f"{row['model']} {row[column]:.2f}" for row in rows)
+        least, most = min(row["ratio of a turn p10"] for row in rows), max(row["p90"] for row in rows)
+        return f"{times} times as long (n is {rows[0]['n']}; 80 % of the turns from {least:.2f} to {most:.2f})"
+
+    return [
+        (
+            "nothing: a step of the elastic loop against the same loop in a plain `paceline run`",
+            compared("overhead", "elastic / plain"),
+        ),
+        (
+            "as many shards as workers, against `DistributedDataParallel` on the same samples",
+            compared("shards", "shards / ddp"),
+        ),
+    ]
+
+
+def _frozen(result: Result) -> list[tuple[str, str]]:
+    stopped = result.row("frozen", worker="stopped (SIGSTOP)")
+    slow = next(row for row in result.rows("frozen") if "slower" in str(row["worker"]))
+    (cut,) = result.rows("partition")
+    left_out = "nobody is left out" if slow["left out"] == 0 else f"it is left out {slow['left out']} times"
+    return [
+        ("a worker is stopped (SIGSTOP)", f"the others pause for {_pause(stopped, _OTHERS, stopped['left out'])}"),
+        (f"a worker is {slow['worker']}", left_out),
+        (
+            "five machines are cut into three and two",
+            f"the three pause for {_pause(cut, _MAJORITY, cut['cuts'])}; the two commit "
+            f"{number(cut['commits of the minority'] or 'nothing')}",
+        ),
+    ]
+
+
+def _coordinator(result: Result) -> list[tuple[str, str]]:
+    lost, reset = result.rows("coordinator")
+    return [
+        (
+            "the launcher that coordinates three machines is killed, and its worker with it",
+            f"the others pause for {_pause(lost, 'longest pause', lost['times'])}; another launcher coordinates after "
+            f"{duration(lost['new coordinator ms'])}",
+        ),
+        (
+            "a connection to the coordinating launcher is reset",
+            f"the longest pause is {_pause(reset, 'longest pause', reset['times'])}",
+        ),
+    ]
+
+
+def _pause(row: Row, name: str, times: object) -> str:
+    return f"{duration(row[f'{name} p50 ms'])}, at most {duration(row[f'{name} max ms'])} ({times} times)"
+
+
+def _speeds(result: Result) -> list[tuple[str, str]]:
+    return [
+        (
+            f"workers of the speeds {row['speeds'].replace(' ', ', ')}, limited by cgroups",
+            f"they train at {row['together / sum']:.2f} of the sum of their speeds; all at the pace of the slowest "
+            f"would be {row[_AT_SLOWEST]:.2f}",
+        )
+        for row in result.rows("speeds")
+    ]
+
+
+def _thin(result: Result) -> list[tuple[str, str]]:
+    (row,) = result.rows("thin")
+    steps = row.get("steps") or int(row["step n"])
+    return [
+        (
+            "10 Mbit/s between two machines",
+            f"{row['expelled'] or 'nobody is'} left out in {steps} steps of {duration(row['step p50 ms'])}",
+        )
+    ]
+
+
+_EVENTS: dict[str, Callable[[Result], list[tuple[str, str]]]] = {
+    "elastic-overhead": _overhead,
+    "elastic-frozen": _frozen,
+    "elastic-coordinator": _coordinator,
+    "elastic-speeds": _speeds,
+    "elastic-thin": _thin,
+}
+
+ELASTIC: dict[str, Callable[[Results], str]] = {
+    "elastic-death": deaths,
+    "elastic-join": joining,
+    "elastic-events": events,
+}

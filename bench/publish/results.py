@@ -1,0 +1,80 @@
+"""Results of benchmarks, as `--json` has written them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "results"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a result; `case` names it where a benchmark has several."""
+
+    title: str
+    case: str | None
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run of a benchmark has measured.
+
+    Attributes:
+        name: that of the file, without `.json`.
+        command: what was called.
+        date: of the run, as YYYY-MM-DD.
+        machine: its processor, cores, kernel and Python.
+        versions: those of the packages that matter.
+        origin: "measured", or "documentation" if only the documentation had kept the figures.
+        note: what else a reader must know to judge the figures.
+        tables: what was measured.
+    """
+
+    name: str
+    command: str
+    date: str
+    machine: str
+    versions: Mapping[str, str]
+    origin: str
+    note: str
+    tables: tuple[Table, ...]
+
+    def rows(self, case: str | None = None, **values: object) -> list[Row]:
+        """Returns the rows of the table, or of the one for `case`, that have these values."""
+        table = next(each for each in self.tables if case is None or each.case == case)
+        return [row for row in table.rows if all(row.get(name) == value for name, value in values.items())]
+
+    def row(self, case: str | None = None, **values: object) -> Row:
+        """Returns the only row that has these values."""
+        found = self.rows(case, **values)
+        if len(found) != 1:
+            raise ValueError(f"{self.name}.json has {len(found)} rows with {values}; one was expected")
+        return found[0]
+
+
+def read(path: Path) -> Result:
+    """Returns the result in a file."""
+    content = json.loads(path.read_text())
+    tables = tuple(Table(each["title"], each.get("case"), tuple(each["rows"])) for each in content["tables"])
+    return Result(
+        name=path.stem,
+        command=content["command"],
+        date=content["date"],
+        machine=content["machine"],
+        versions=content["versions"],
+        origin=content.get("origin", "measured"),
+        note=content.get("note", ""),
+        tables=tables,
+    )
+
+
+def read_all(folder: Path = FOLDER) -> dict[str, Result]:
+    """Returns all results by their names."""
+    return {path.stem: read(path) for path in sorted(folder.glob("*.json"))}
