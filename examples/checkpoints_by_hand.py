@@ -31,6 +31,7 @@ def tell(text: str) -> None:
 
 model = dist.DistributedDataParallel(new_model())
 optimizer = torch.optim.AdamW(model.parameters())
+torch.manual_seed(rank)  # each rank has batches of its own
 for _ in range(5):
     optimizer.zero_grad()
     model(torch.randn(8, 20)).square().mean().backward()
@@ -73,7 +74,7 @@ if rank == 0:
     try:
         torch.load(torn, map_location="cpu", weights_only=True)
     except (RuntimeError, OSError) as error:
-        print(f"trap 1, torch.save in place, killed: {str(error).splitlines()[0][:80]}")
+        print(f"trap 1, torch.save in place, killed: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
 
 # Trap 2: the wrapper's names begin with `module.`, so a bare model does not take them.
 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from paceline.checkpoint.format.disk import Disk
 from paceline.checkpoint.format.local import LocalPlace
 from paceline.checkpoint.format.manifest import BLOCK_NBYTES
 from paceline.checkpoint.format.parts import Outgoing, write_part
+from paceline.checkpoint.format.reading import listing_of
 from paceline.checkpoint.format.regions import Box, Flat, whole
 from paceline.checkpoint.format.root import Root
 from paceline.errors import CheckpointDamagedError, CheckpointError
@@ -276,6 +278,36 @@ def test_disks_that_hosts_do_not_share_hold_their_own_files(tmp_path):
         assert checkpoint.read("model/bias") == struct.pack("<3q", 9, 9, 9)
         with pytest.raises(CheckpointDamagedError, match=r"rank_00000_000.safetensors is on another host"):
             checkpoint.read("model/weight")
+
+
+def test_one_that_a_save_removes_meanwhile_is_not_opened(tmp_path, monkeypatch):
+    root = Root(tmp_path)
+    save(root, 1)
+    listings = []
+
+    def list_and_go_on(place):
+        listings.append(listing_of(place))
+        if len(listings) == 1:
+            save(root, 2)
+            root.retire(1)
+        return listings[-1]
+
+    monkeypatch.setattr("paceline.checkpoint.format.checkpoint.listing_of", list_and_go_on)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.manifest.step == 2
+
+
+def test_directories_that_cannot_be_synced_are_accepted(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def refuse_directories(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    root = Root(tmp_path)
+    assert save(root, 1) == newest(root)
 
 
 def test_an_empty_place_has_no_checkpoint(tmp_path):

@@ -19,6 +19,7 @@ from paceline.errors import CheckpointDamagedError, CheckpointError
 
 Progress: TypeAlias = Callable[[int, int], None]
 
+_MOST_TRIES = 5
 _DIRECT_NBYTES = 64 << 10  # what is read without the block around it, if nothing is to be verified
 
 
@@ -251,9 +252,12 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
     place = place_at(where)
     if place.size(FILE) is not None:
         return Checkpoint(place, "")
-    listings = listing_of(place)
-    whole_one = next((each for each in listings if each.fault is None), None)
-    if whole_one is None:
-        faults = "; ".join(f"{each.name}: {each.fault}" for each in listings)
-        raise CheckpointError(f"{place.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))
-    return Checkpoint(place, whole_one.name)
+    for _ in range(_MOST_TRIES):
+        listings = listing_of(place)
+        whole_one = next((each for each in listings if each.fault is None), None)
+        if whole_one is None:
+            break
+        with contextlib.suppress(CheckpointDamagedError):  # a save has just removed it, since there is a newer one
+            return Checkpoint(place, whole_one.name)
+    faults = "; ".join(f"{each.name}: {each.fault}" for each in listings if each.fault is not None)
+    raise CheckpointError(f"{place.describe()} has no whole checkpoint" + (f" ({faults})" if faults else ""))

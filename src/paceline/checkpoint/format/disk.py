@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.elastic.failpoints import reach
 
+# What file systems say that write names at once and know no sync of directories, such as some of FUSE and CIFS.
+_NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
 _MOST_VIEWS = 512  # of one call; the system takes at least 1,024
 
 
@@ -40,6 +43,9 @@ class Disk:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NOT_FOR_DIRECTORIES:
+                raise
         finally:
             os.close(descriptor)
 

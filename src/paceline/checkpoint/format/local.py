@@ -12,6 +12,7 @@ from paceline.checkpoint.format.disk import Disk
 from paceline.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.checkpoint.format.places import InputFile, OutputFile
 
+_MOST_TRIES = 100
 # The manifests that this process holds, by device and inode: to open and close one would let it go.
 _held_here: set[tuple[int, int]] = set()
 
@@ -100,8 +101,10 @@ class LocalPlace:
     def share(self, directory: str) -> _Shared:
         """Keeps a checkpoint from being removed while it is read; on a file system without locks it does nothing."""
         descriptor = os.open(self.path / directory / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        for _ in range(_MOST_TRIES):  # somebody who asks whether it is held has the lock for an instant
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
         return _Shared(descriptor)
 
     def is_held(self, directory: str) -> bool:

@@ -61,6 +61,21 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Summary:
+    """What a list of checkpoints says of one; see `Manifest`."""
+
+    step: int | None
+    sequence: int
+    token: str
+    files: dict[str, FileEntry]
+    here: tuple[str, ...] | None = None
+
+    def files_here(self) -> dict[str, FileEntry]:
+        """Returns the files that the directory of this manifest must have."""
+        return self.files if self.here is None else {name: self.files[name] for name in self.here}
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that is known of a checkpoint.
 
@@ -84,7 +99,7 @@ class Manifest:
 
     def files_here(self) -> dict[str, FileEntry]:
         """Returns the files that the directory of this manifest must have."""
-        return self.files if self.here is None else {name: self.files[name] for name in self.here}
+        return Summary(self.step, self.sequence, self.token, self.files, self.here).files_here()
 
 
 def merged(parts: Iterable[Part]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import msgspec
 
 from paceline.checkpoint.format import digests
-from paceline.checkpoint.format.manifest import VERSION, FileEntry, Manifest, Part, Piece, TensorEntry, fault_of
+from paceline.checkpoint.format.manifest import (
+    VERSION,
+    FileEntry,
+    Manifest,
+    Part,
+    Piece,
+    Summary,
+    TensorEntry,
+    fault_of,
+)
 from paceline.checkpoint.format.regions import Box, Flat, Region
 from paceline.checkpoint.format.values import Json
 from paceline.errors import CheckpointDamagedError, CheckpointError
+
+T = TypeVar("T")
 
 _FORMAT = "paceline-checkpoint"
 _DIGEST = b',\n "digest": "'
@@ -114,6 +127,24 @@ def from_bytes(data: bytes, where: str) -> Manifest:
         CheckpointDamagedError: the text is cut or was changed.
         CheckpointError: it is no manifest, or one of a newer version.
     """
+    manifest = _read(data, where, lambda: _manifest_in(msgspec.json.decode(data, type=_Manifest)))
+    if (fault := fault_of(manifest)) is not None:
+        raise CheckpointDamagedError(f"{where} contradicts itself: {fault}")
+    return manifest
+
+
+def summary_from_bytes(data: bytes, where: str) -> Summary:
+    """Returns what a list of checkpoints says of one; the tensors are passed over, of which there may be many.
+
+    Raises:
+        CheckpointDamagedError: the text is cut or was changed.
+        CheckpointError: it is no manifest, or one of a newer version.
+    """
+    return _read(data, where, lambda: msgspec.json.decode(data, type=Summary))
+
+
+def _read(data: bytes, where: str, decode: Callable[[], T]) -> T:
+    """Checks the digest, the format and the version, and returns what `decode` does."""
     text, separator, rest = data.rpartition(_DIGEST)
     is_intact = bool(separator) and rest == digests.digest_of(text).encode() + _END
     try:
@@ -127,15 +158,12 @@ def from_bytes(data: bytes, where: str) -> Manifest:
             )
         if not is_intact:
             raise CheckpointDamagedError(f"{where} was changed: its text does not have the digest at its end")
-        manifest = _manifest_in(msgspec.json.decode(data, type=_Manifest))
+        return decode()
     except (msgspec.MsgspecError, ValueError) as error:
         if not is_intact:
             seen = f"is cut or was changed: {error}" if data else "is empty"
             raise CheckpointDamagedError(f"{where} {seen}") from None
         raise CheckpointError(f"{where} is not a manifest of Paceline: {error}") from None
-    if (fault := fault_of(manifest)) is not None:
-        raise CheckpointDamagedError(f"{where} contradicts itself: {fault}")
-    return manifest
 
 
 def _manifest_in(read: _Manifest) -> Manifest:

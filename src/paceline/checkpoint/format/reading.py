@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.checkpoint.format import manifest_json
 from paceline.checkpoint.format.drafts import LATEST, WRITING, is_name
-from paceline.checkpoint.format.manifest import FILE, Manifest
+from paceline.checkpoint.format.manifest import FILE, Manifest, Summary
 from paceline.checkpoint.format.places import Place
 from paceline.checkpoint.format.refusals import could_not
 from paceline.errors import CheckpointDamagedError, CheckpointError
@@ -32,14 +32,18 @@ def read_manifest(place: Place, directory: str) -> Manifest:
         CheckpointDamagedError: there is none, or it is cut or was changed.
         CheckpointError: it is of another version, or cannot be read.
     """
+    return manifest_json.from_bytes(*_manifest_text(place, directory))
+
+
+def _manifest_text(place: Place, directory: str) -> tuple[bytes, str]:
+    """Returns what the manifest's file holds, and the file's name for errors."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
-        data = read_file(place, name)
+        return read_file(place, name), place.describe(name)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{place.describe(directory)} has no {FILE}: it was not finished") from None
     except OSError as error:
         raise could_not("read", place, name, error) from error
-    return manifest_json.from_bytes(data, place.describe(name))
 
 
 def read_file(place: Place, name: str) -> bytes:
@@ -50,10 +54,10 @@ def read_file(place: Place, name: str) -> bytes:
         return bytes(buffer[: file.read_into(0, memoryview(buffer))])
 
 
-def fault_of_sizes(place: Place, directory: str, manifest: Manifest) -> str | None:
+def _fault_of_sizes(place: Place, directory: str, summary: Summary) -> str | None:
     """Returns which of a checkpoint's files is missing or has the wrong size; None if all are there."""
-    for name, entry in manifest.files_here().items():
-        path = f"{directory}/{name}" if directory else name
+    for name, entry in summary.files_here().items():
+        path = f"{directory}/{name}"
         nbytes = place.size(path)
         if nbytes is None:
             return f"{place.describe(path)} is missing"
@@ -65,12 +69,12 @@ def fault_of_sizes(place: Place, directory: str, manifest: Manifest) -> str | No
 def look_at(place: Place, name: str) -> Listing:
     """Returns what is known of one checkpoint; all its files are there, with their sizes, if it has no fault."""
     try:
-        manifest = read_manifest(place, name)
-        fault = fault_of_sizes(place, name, manifest)
-    except (CheckpointError, OSError) as error:
+        summary = manifest_json.summary_from_bytes(*_manifest_text(place, name))
+        fault = _fault_of_sizes(place, name, summary)
+    except (CheckpointError, OSError, KeyError) as error:
         return Listing(name, fault=str(error))
-    nbytes = sum(each.nbytes for each in manifest.files_here().values())
-    return Listing(name, manifest.step, manifest.sequence, manifest.token, nbytes, fault)
+    nbytes = sum(each.nbytes for each in summary.files_here().values())
+    return Listing(name, summary.step, summary.sequence, summary.token, nbytes, fault)
 
 
 def listing_of(place: Place) -> list[Listing]:

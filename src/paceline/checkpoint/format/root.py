@@ -16,6 +16,7 @@ from paceline.checkpoint.format.places import OutputFile, Place, place_at
 from paceline.checkpoint.format.reading import Listing, listing_of
 from paceline.checkpoint.format.refusals import check_room, could_not
 from paceline.checkpoint.format.values import Json
+from paceline.errors import CheckpointError
 
 _TOKEN_NBYTES = 4
 
@@ -132,12 +133,18 @@ class Root:
         for each in self.listing():
             fault = each.fault
             if fault is None and digests:
-                with self.open(each.name) as checkpoint:
-                    fault = next(iter(checkpoint.verify()), None)
+                fault = self._fault_of(each.name)
             if fault is None:
                 return each, skipped
             skipped.append(replace(each, fault=fault))
         return None, skipped
+
+    def _fault_of(self, name: str) -> str | None:
+        try:
+            with self.open(name) as checkpoint:
+                return next(iter(checkpoint.verify()), None)
+        except CheckpointError as error:
+            return str(error)
 
     def open(self, name: str) -> Checkpoint:
         """Opens a checkpoint by its name; it is not removed until it is closed."""

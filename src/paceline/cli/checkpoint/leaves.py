@@ -10,8 +10,8 @@ from paceline.checkpoint.format.values import Json
 def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
     """Returns the plain values of a tree with their paths; references to tensors are left out.
 
-    >>> leaves({"step": 7, "rates": [0.1, {"$tensor": "a"}]})
-    [('step', 7), ('rates/0', 0.1)]
+    >>> leaves({"step": 7, "rates": [0.1, {"$tensor": "a"}], "losses": []})
+    [('step', 7), ('rates/0', 0.1), ('losses', [])]
     """
     if isinstance(value, dict) and set(value) == {"$tensor"}:
         return []
@@ -25,5 +25,7 @@ def leaves(value: Json, name: str = "") -> list[tuple[str, Json]]:
         if "$dict" in value:
             members = [(json.dumps(pair[0]), pair[1]) for pair in inner if isinstance(pair, list)]
     else:
+        return [(name, value)]
+    if name and not members:
         return [(name, value)]
     return [leaf for key, each in members for leaf in leaves(each, f"{name}/{key}" if name else key)]
