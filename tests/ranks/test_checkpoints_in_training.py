@@ -116,7 +116,7 @@ def test_an_elastic_job_goes_on_from_a_checkpoint(tmp_path: Path, undisturbed: s
 def test_an_elastic_job_that_is_asked_to_end_saves(tmp_path: Path, undisturbed: set[str]) -> None:
     then = (
         'if step == 13 and os.environ["PACELINE_WORKER"] == "0.0.0": os.kill(os.getppid(), signal.SIGTERM)\n'
-        "            if step >= 13: time.sleep(1)"
+        "            if step >= 13: time.sleep(min(step - 12, 5))"
     )
     flags = ("--elastic", "--nproc-per-node", "2", "--start-method=spawn", "--shutdown-timeout", "1000")
     first = launching.run(*flags, write(tmp_path, ELASTIC, then, every=1000))
