@@ -16,7 +16,7 @@ import paceline as dist
 arguments = argparse.ArgumentParser(description="A character language model with DiLoCo")
 arguments.add_argument("--steps", type=int, default=700)
 arguments.add_argument("--batch-size", type=int, default=16, help="windows of text of each rank in a step")
-arguments.add_argument("--every", type=int, default=32, help="steps in which each part of the model is exchanged once")
+arguments.add_argument("--every", type=int, default=16, help="steps in which each part of the model is exchanged once")
 arguments.add_argument("--wire", default="int4", choices=["bf16", "int8", "int4"], help="how parts travel")
 options = arguments.parse_args()
 CONTEXT, WIDTH, LAYERS = 96, 128, 3
@@ -51,7 +51,7 @@ model = Model()
 nn.init.normal_(model.character.weight, std=0.05)
 inner = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
 schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 4e-3, total_steps=options.steps, pct_start=0.1)
-outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)  # for some 40 rounds
 diloco = dist.DiLoCo(model, inner, outer, every=options.every, fragments=4, wire=options.wire)
 generator = torch.Generator().manual_seed(rank)
 
