@@ -118,12 +118,12 @@ class HostGroup {
 };
 
 HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
-                        std::size_t slot_bytes, double timeout_s) {
+                        std::size_t slot_bytes, double timeout_s, int threads) {
     const auto deadline = deadline_in(timeout_s);
     std::unique_ptr<host::Group> group;
     {
         const nb::gil_scoped_release release;
-        group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline);
+        group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline, threads);
     }
     return group ? new HostGroup(std::move(mesh), std::move(group), slot_bytes) : nullptr;
 }
@@ -236,7 +236,7 @@ void register_engine(nb::module_& module) {
 
     nb::class_<HostGroup>(module, "HostGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),
-                    nb::arg("timeout_s"), nb::rv_policy::take_ownership)
+                    nb::arg("timeout_s"), nb::arg("threads"), nb::rv_policy::take_ownership)
         .def("all_reduce", &HostGroup::all_reduce)
         .def("broadcast", &HostGroup::broadcast)
         .def("run", &HostGroup::run)

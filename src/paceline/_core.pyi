@@ -86,7 +86,9 @@ class QuickCall:
 
 class HostGroup:
     @staticmethod
-    def create(mesh: Mesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float) -> HostGroup | None: ...
+    def create(
+        mesh: Mesh, members: Sequence[int], id: int, slot_bytes: int, timeout_s: float, threads: int
+    ) -> HostGroup | None: ...
     def all_reduce(
         self, address: int, count: int, dtype: int, reduce_op: int, timeout_ns: int, /
     ) -> Outcome | None: ...
