@@ -49,6 +49,23 @@ class HostGroup {
         return finish(call);
     }
 
+    // Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses.
+    nb::object run_equal(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
+                         std::int64_t timeout_ns, const std::vector<std::uint64_t>& inputs,
+                         const std::vector<std::uint64_t>& outputs) {
+        Call call;
+        call.operation = static_cast<Operation>(operation);
+        call.dtype = static_cast<DType>(dtype);
+        call.reduce_op = static_cast<ReduceOp>(reduce_op);
+        call.root = root;
+        call.count = call.operation == Operation::all_to_all ? 0 : count;
+        call.timeout_ns = timeout_ns;
+        const std::size_t nbytes = count * item_size(call.dtype);
+        call.inputs = dense(inputs, nbytes);
+        call.outputs = dense(outputs, nbytes);
+        return finish(call);
+    }
+
     nb::object run(const nb::tuple& fields) {
         Call call = to_call(fields);
         return finish(call);
@@ -104,6 +121,14 @@ class HostGroup {
         const Piece tensor{reinterpret_cast<std::uint8_t*>(address), count * item_size(call.dtype)};
         call.outputs.emplace_back(std::vector<Piece>{tensor});
         return call;
+    }
+
+    static std::vector<Stream> dense(const std::vector<std::uint64_t>& addresses, std::size_t nbytes) {
+        std::vector<Stream> streams;
+        streams.reserve(addresses.size());
+        for (const std::uint64_t address : addresses)
+            streams.emplace_back(std::vector<Piece>{{reinterpret_cast<std::uint8_t*>(address), nbytes}});
+        return streams;
     }
 
     nb::object finish(Call& call) {
@@ -239,6 +264,7 @@ void register_engine(nb::module_& module) {
                     nb::arg("timeout_s"), nb::arg("threads"), nb::rv_policy::take_ownership)
         .def("all_reduce", &HostGroup::all_reduce)
         .def("broadcast", &HostGroup::broadcast)
+        .def("run_equal", &HostGroup::run_equal)
         .def("run", &HostGroup::run)
         .def("submit", &HostGroup::submit)
         .def("prepare", &HostGroup::prepare, nb::rv_policy::take_ownership)
