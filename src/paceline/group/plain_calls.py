@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import profiler
 
-from paceline.engine.channel import Call
+from paceline.engine.channel import Call, Outcome
 from paceline.engine.codes import ITEM_SIZES, NO_REDUCTION
+from paceline.errors import CollectiveError
 from paceline.group.buffers import Buffers
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.reductions import QUICK_CODES
@@ -113,12 +114,22 @@ class PlainCallsGroup(TreeSummingGroup):
             raise self.closed_error()
         limit_ns = self.timeout_ns
         outcome = self._channel.run_equal(operation, code, reduce_code, root, count, limit_ns, read, written)
-        if outcome is None:
-            return
+        if outcome is not None:
+            flat = [[[address, nbytes] for address in addresses] for addresses in (read, written)]
+            raise self._abandon(outcome, Call(operation, code, reduce_code, root, count, limit_ns, *flat), kept)
+
+    def run_on_cpu(self, call: Call, kept: Sequence[torch.Tensor]) -> None:
+        """Makes a call on tensors on the CPU, `kept`, that its caller has checked; no profiler may watch."""
+        if self._closed:
+            raise self.closed_error()
+        outcome = self._channel.run(call)
+        if outcome is not None:
+            raise self._abandon(outcome, call, kept)
+
+    def _abandon(self, outcome: Outcome, call: Call, kept: Sequence[object]) -> CollectiveError:
         buffers = Buffers()
         buffers.kept += [each for each in kept if isinstance(each, torch.Tensor)]
-        flat = [[[address, nbytes] for address in addresses] for addresses in (read, written)]
-        raise self.abandon(outcome, (Call(operation, code, reduce_code, root, count, limit_ns, *flat), buffers))
+        return self.abandon(outcome, (call, buffers))
 
 
 def _addresses(

@@ -82,12 +82,15 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
     ) -> Work | None:
         """Does what `all_reduce` does, for `count` elements at the addresses and numbers of bytes in `pieces`.
 
-        It is for callers that make the same call many times and have checked their tensors, which are in `kept`, once.
+        It is for callers that make the same call many times and have checked their tensors, which are in `kept` and on
+        one device, once.
         """
+        call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
+        if not async_op and kept and kept[0].is_cpu and not profiler._is_profiler_enabled:
+            return self.run_on_cpu(call, kept)
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept
-        call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
         return self._run((call, buffers), async_op)
 
     def reduce_scatter_memory(
