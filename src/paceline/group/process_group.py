@@ -87,7 +87,8 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         """
         call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
         if not async_op and kept and kept[0].is_cpu and not profiler._is_profiler_enabled:
-            return self.run_on_cpu(call, kept)
+            self.run_on_cpu(call, kept)
+            return None
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept
