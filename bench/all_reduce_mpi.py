@@ -1,6 +1,6 @@
 """How long does an all-reduce of float32 on one host take, against three MPI libraries?
 
-    python bench/all_reduce_mpi.py [--ranks 2] [--sizes BYTES ...] [--intel DIR] [--turns 100] [--repeats 3] [--json FILE]
+    python bench/all_reduce_mpi.py [--ranks 2] [--sizes BYTES ...] [--intel DIR] [--turns 100] [--repeats 3] [--json F]
 
 Every library starts processes in which Paceline and the library take short turns; the libraries follow one another,
 `--repeats` times. Open MPI and MPICH are those that `make` installs; Intel MPI (the wheel `impi-rt`) is installed into

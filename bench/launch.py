@@ -2,11 +2,11 @@
 
     python bench/launch.py [--gaps MICROSECONDS ...] [--calls 300] [--json FILE]
 
-One rank, with its main thread on one core and the group's thread on another. "waits" is a group whose rank has a core to
-spare, so that its thread waits for the next call with the core busy; in "sleeps" the rank says that it computes with two
-threads, so there is no such core. Between two calls the main thread is busy for a gap, and after each start for 100 µs.
-"start" is what `start()` takes the main thread, and "until it runs" the time from the call to its beginning on the other
-thread, from the recording: the median (p50) and the 95th percentile of `--calls` calls.
+One rank, with its main thread on one core and the group's thread on another. "waits" is a group whose rank has a core
+to spare, so that its thread waits for the next call with the core busy; in "sleeps" the rank says that it computes with
+two threads, so there is no such core. Between two calls the main thread is busy for a gap, and after each start for
+100 µs. "start" is what `start()` takes the main thread, and "until it runs" the time from the call to its beginning on
+the other thread, from the recording: the median (p50) and the 95th percentile of `--calls` calls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def waits_of_recording() -> list[float]:
     return [(call.started_ns - call.arrived_ns) / 1e3 for call in calls]
 
 
-def measure(start: Callable[[], None], wait: Callable[[], None], gap_us: int, calls: int) -> tuple[list[float], list[float]]:
+def measure(
+    start: Callable[[], None], wait: Callable[[], None], gap_us: int, calls: int
+) -> tuple[list[float], list[float]]:
     starts: list[float] = []
     waits: list[float] = []
     for _ in range(calls // CALLS_PER_READING):

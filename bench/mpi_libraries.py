@@ -1,6 +1,6 @@
 """Finds the MPI libraries of this environment, and starts worlds of their processes.
 
-`make` installs Open MPI and MPICH. Intel MPI is installed by the first benchmark that wants it, into a folder of its own.
+`make` installs Open MPI and MPICH. Intel MPI is installed by the first benchmark that wants it, into its own folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Library:
             "OMP_NUM_THREADS": "1",
             "MPI4PY_LIBMPI": str(self._file),
         }
-        starter = next(each for each in (self.place / "bin" / name for name in ("mpiexec", "mpiexec.hydra")) if each.exists())
+        starter = next(
+            each for each in (self.place / "bin" / name for name in ("mpiexec", "mpiexec.hydra")) if each.exists()
+        )
         command = [str(starter), "-n", str(ranks), sys.executable, script, *arguments]
         subprocess.run(command, env={**os.environ, **environment}, timeout=timeout_s, check=True)
 
@@ -57,7 +59,15 @@ def libraries(intel_in: str | None = None) -> list[Library]:
     found = [Library(name, base / "mpi" / name) for name in _MADE_BY_MAKE]
     intel = Library("Intel MPI", base / "impi" if intel_in in (None, "default") else Path(str(intel_in)).resolve())
     if intel_in is not None and not intel.is_there():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--ignore-installed"]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--ignore-installed",
+        ]
         options = ["--no-warn-script-location", "-c", str(_CONSTRAINTS), "--prefix", str(intel.place)]
         subprocess.run([*install, *options, "impi-rt"], check=True)
     return [each for each in (*found, intel) if each.is_there()]

@@ -79,7 +79,8 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
     for (const Control* each : group->controls_) everyones.push_back(each->cores);
     const auto mine = static_cast<std::size_t>(group->rank_);
     group->crowded_ = is_crowded(everyones, mine);
-    group->has_spare_core_ = has_spare_core(everyones, mine, static_cast<std::size_t>(mesh.size() - group->size_));
+    const auto absent = static_cast<std::size_t>(mesh.size() - group->size_);
+    group->has_spare_core_ = paceline::has_spare_core(everyones, mine, absent);
     return group;
 }
 

@@ -99,9 +99,11 @@ def mistakes_are_told_alike() -> None:
         lambda **kw: dist.reduce_scatter(one, [one, one], dist.ReduceOp.BAND, **kw),
         lambda **kw: dist.reduce_scatter_tensor(one, one, **kw),
         lambda **kw: dist.gather(one, [one, one] if dist.get_rank() else None, 0, **kw),
-        lambda **kw: dist.scatter(one, [one] if dist.get_rank() else None, 1, **kw)
-        if dist.get_rank()
-        else dist.scatter(one, [one, one], 1, **kw),
+        lambda **kw: (
+            dist.scatter(one, [one] if dist.get_rank() else None, 1, **kw)
+            if dist.get_rank()
+            else dist.scatter(one, [one, one], 1, **kw)
+        ),
         lambda **kw: dist.all_to_all([one, two], [one], **kw),
         lambda **kw: dist.all_to_all_single(torch.ones(3), torch.ones(3), **kw),
         lambda **kw: dist.reduce(one, 0, dist.ReduceOp.PREMUL_SUM, **kw),

@@ -235,13 +235,15 @@ def all_to_all_single(
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
     """
     if is_dynamo_compiling():
-        return outside(all_to_all_single, output, input, output_split_sizes, input_split_sizes, group, async_op, timeout)
+        return outside(
+            all_to_all_single, output, input, output_split_sizes, input_split_sizes, group, async_op, timeout
+        )
     chosen = resolve(group)
     if chosen is None:
         return None
-    if async_op is False and timeout is None and not (output_split_sizes or input_split_sizes):
-        if chosen.exchange_plainly(output, input):
-            return None
+    is_even = not (output_split_sizes or input_split_sizes)
+    if is_even and async_op is False and timeout is None and chosen.exchange_plainly(output, input):
+        return None
     outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
     inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")
     return ended([chosen.all_to_all(outputs, inputs, async_op, timeout)], "all_to_all_single", [output])

@@ -137,22 +137,30 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
         """Reduces `tensors` over all ranks into those of the root; the tensors of other ranks do not change."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
-        if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
-            if self.make_plainly(
+        if (
+            async_op is False
+            and timeout is None
+            and isinstance(tensors, torch.Tensor)
+            and self.make_plainly(
                 Operation.REDUCE, tensors.dtype, tensors.numel(), (), (tensors,), (0, 1), op=op, root=root
-            ):
-                return None
+            )
+        ):
+            return None
         return self._run(plan_reduce(self, tensors, root, op, self.limit_ns(timeout)), async_op)
 
     def all_gather(
         self, outputs: Sequence[Tensors], tensors: Tensors, async_op: bool = False, timeout: Timeout | None = None
     ) -> Work | None:
         """Copies every rank's `tensors` to all ranks; `outputs[r]` receives those of rank r."""
-        if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
-            if self.make_plainly(
+        if (
+            async_op is False
+            and timeout is None
+            and isinstance(tensors, torch.Tensor)
+            and self.make_plainly(
                 Operation.ALL_GATHER, tensors.dtype, tensors.numel(), (tensors,), outputs, (1, self.size())
-            ):
-                return None
+            )
+        ):
+            return None
         return self._run(plan_all_gather(self, outputs, tensors, self.limit_ns(timeout)), async_op)
 
     def gather(
@@ -189,11 +197,15 @@ class ProcessGroup(PlainCallsGroup, TorchMethods):
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
         if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
             inputs = one_list(inputs, "reduce_scatter")  # torch's form, without options
-        if async_op is False and timeout is None and isinstance(output, torch.Tensor):
-            if self.make_plainly(
+        if (
+            async_op is False
+            and timeout is None
+            and isinstance(output, torch.Tensor)
+            and self.make_plainly(
                 Operation.REDUCE_SCATTER, output.dtype, output.numel(), inputs, (output,), (self.size(), 1), op=op
-            ):
-                return None
+            )
+        ):
+            return None
         return self._run(plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout)), async_op)
 
     def scatter(
