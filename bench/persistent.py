@@ -4,9 +4,9 @@
 
 All contestants take short turns within the same processes, which an MPI library starts: Open MPI and MPICH where `make`
 has installed them, and Intel MPI where `bench/all_reduce_mpi.py` has, one after the other; none where there is none.
-"MPI init" is `Allreduce_init` and its like with
-Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is the plain call. Times are of one call in a turn:
-the median (p50), the 95th percentile and the fastest turn; n is the number of calls. One thread a rank.
+"MPI init" is `Allreduce_init` and its like with Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is
+the plain call. Times are of one call in a turn: the median (p50), the 95th percentile and the fastest turn; n is the
+number of calls. One thread a rank.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def ways_of(make: Callable[[], object]) -> list[bool]:
 
 
 def calls_of(part: torch.Tensor, like: Callable[..., torch.Tensor]) -> Iterator[Callable[..., object]]:
-    """Every call that has a short way; `like(n)` makes a tensor of n elements."""
+    """Every call that has a short way, of which the last does not use `part`; `like(n)` makes a tensor of n elements."""
     rank = dist.get_rank()
     n = part.numel()
     at_root = rank == 1
@@ -63,8 +63,9 @@ def unusual_tensors_do_not() -> None:
     strided = torch.ones(6, 2)[:, 0]
     negative = torch.ones(4, dtype=torch.complex64).conj().imag.contiguous()._neg_view()
     for part in (strided, negative, torch.ones(3, dtype=torch.complex64).conj()):
-        for call in calls_of(part, lambda n, dtype=part.dtype: torch.ones(n, dtype=dtype)):
-            assert not any(ways_of(call))
+        *calls, exchange = calls_of(part, lambda n, dtype=part.dtype: torch.ones(n, dtype=dtype))
+        assert not any(any(ways_of(call)) for call in calls)
+        assert any(ways_of(exchange)) is not part.is_complex()  # the only one that has no `part`
 
 
 def ranks_meet_on_different_ways() -> None:
