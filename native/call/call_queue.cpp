@@ -25,16 +25,21 @@ bool may_linger() {
     return seen != mine && lingering.compare_exchange_strong(seen, mine, std::memory_order_relaxed);
 }
 
-// Keeps the core busy until `is_over`, and returns whether it was by `until`.
+enum class Spun { over, too_long, lost_core };
+
+// Keeps the core busy until `is_over`, until `until` at the latest, or until another thread has had the core.
 template <class IsOver>
-bool spin(Clock::time_point until, IsOver is_over) {
-    do {
+Spun spin(Clock::time_point until, IsOver is_over) {
+    for (auto before = Clock::now(); before < until;) {
         for (int i = 0; i < kSpinsPerLook; ++i) {
-            if (is_over()) return true;
+            if (is_over()) return Spun::over;
             shm::relax_cpu();
         }
-    } while (Clock::now() < until);
-    return is_over();
+        const auto now = Clock::now();
+        if (now - before > Patience::kLostCore) return Spun::lost_core;
+        before = now;
+    }
+    return is_over() ? Spun::over : Spun::too_long;
 }
 
 }  // namespace
@@ -42,7 +47,7 @@ bool spin(Clock::time_point until, IsOver is_over) {
 bool Work::wait(std::int64_t timeout_ns) const {
     const auto started = Clock::now();
     const auto deadline = started + std::chrono::nanoseconds(timeout_ns);
-    if (spins_ && spin(std::min(started + kSpin, deadline), [this] { return done(); })) return true;
+    if (spins_ && spin(std::min(started + kSpin, deadline), [this] { return done(); }) == Spun::over) return true;
     while (!done()) {
         const std::int64_t remaining_ns = std::chrono::nanoseconds(deadline - Clock::now()).count();
         if (remaining_ns <= 0) return done();
@@ -126,15 +131,16 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
 // threads that queue calls announce them without the lock, which would still be theirs when this thread has seen a call
 // that was announced with it.
 void CallQueue::linger(std::unique_lock<std::mutex>& hold) {
-    if (!may_linger()) return;
+    if (patience_.left() == Patience::Duration{0} || !may_linger()) return;
     const auto until = Clock::now() + patience_.left();
-    bool has_news = true;
-    while (has_news && !closing_ && queue_.empty()) {
+    auto spun = Spun::over;
+    while (spun == Spun::over && !closing_ && queue_.empty()) {
         const std::uint32_t seen = news_.load(std::memory_order_relaxed);
         hold.unlock();
-        has_news = spin(until, [this, seen] { return news_.load(std::memory_order_relaxed) != seen; });
+        spun = spin(until, [this, seen] { return news_.load(std::memory_order_relaxed) != seen; });
         hold.lock();
     }
+    if (spun == Spun::lost_core) patience_.lost_core();
     lingering.store(0, std::memory_order_relaxed);
 }
 

@@ -139,10 +139,21 @@ void patience_follows_the_intervals() {
     CHECK(patience.left() == Patience::kLeast);
 }
 
+void patience_ends_where_others_take_the_core() {
+    Patience patience;
+    patience.lost_core();
+    for (int call = 0; call < Patience::kCallsWithout; ++call) {
+        CHECK(patience.left() == 0ns);
+        patience.learn(300us);
+    }
+    CHECK(patience.left() == 600us);
+}
+
 }  // namespace
 
 int main() {
     patience_follows_the_intervals();
+    patience_ends_where_others_take_the_core();
     a_wait_ends_in_time();
     for (const bool has_spare_core : {false, true}) {
         calls_run_in_order_whatever_their_intervals(has_spare_core);
