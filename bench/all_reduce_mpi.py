@@ -5,8 +5,8 @@
 Every library starts processes in which Paceline and the library take short turns; the libraries follow one another,
 `--repeats` times. Open MPI and MPICH are those that `make` installs; Intel MPI (the wheel `impi-rt`) is installed into
 DIR, by default the folder `impi` of this environment. "paceline" is the plain call and "persistent" the prepared one;
-the libraries make the plain call, MPI_IN_PLACE, through mpi4py. Times are of one call in a turn: the median (p50) and
-the 95th percentile; n is the number of calls. One thread a rank.
+the libraries make the plain call, MPI_IN_PLACE, through mpi4py. Times are of one call in a turn: the median (p50), the
+95th percentile and the least; n is the number of calls, and * marks the library with the least median. One thread a rank.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def rows_of(nbytes: int, runs: dict[str, list[Turns]]) -> list[dict[str, object]
         for who, seconds in merged.items():
             row[f"{who} p50 µs"] = 1e6 * statistics.median(seconds)
             row[f"{who} p95 µs"] = 1e6 * statistics.quantiles(seconds, n=20)[-1]
+            row[f"{who} least µs"] = 1e6 * min(seconds)
         row["library / paceline"] = statistics.median(merged["library"]) / statistics.median(merged["paceline"])
         row["n"] = len(merged["paceline"]) * calls_of_a_turn(nbytes)
         rows.append(row)
