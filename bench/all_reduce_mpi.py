@@ -6,7 +6,7 @@ Every library starts processes in which Paceline and the library take short turn
 `--repeats` times. Open MPI and MPICH are those that `make` installs; Intel MPI (the wheel `impi-rt`) is installed into
 DIR, by default the folder `impi` of this environment. "paceline" is the plain call and "persistent" the prepared one;
 the libraries make the plain call, MPI_IN_PLACE, through mpi4py. Times are of one call in a turn: the median (p50), the
-95th percentile and the least; n is the number of calls, and * marks the library with the least median. One thread a rank.
+95th percentile and the least; n is the number of calls, * marks the library with the least median. One thread a rank.
 """
 
 from __future__ import annotations

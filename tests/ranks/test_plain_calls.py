@@ -34,7 +34,7 @@ def ways_of(make: Callable[[], object]) -> list[bool]:
 
 
 def calls_of(part: torch.Tensor, like: Callable[..., torch.Tensor]) -> Iterator[Callable[..., object]]:
-    """Every call that has a short way, of which the last does not use `part`; `like(n)` makes a tensor of n elements."""
+    """Every call that has a short way; `like(n)` makes a tensor of n elements. Only the last does not use `part`."""
     rank = dist.get_rank()
     n = part.numel()
     at_root = rank == 1
