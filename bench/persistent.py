@@ -3,29 +3,26 @@
     python bench/persistent.py [--ranks 2] [--sizes BYTES ...] [--calls NAME ...] [--turns 300] [--json FILE]
 
 All contestants take short turns within the same processes, which an MPI library starts: Open MPI and MPICH where `make`
-has installed them, one after the other, and none where there is none. "MPI init" is `Allreduce_init` and its like with
-Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is the plain call. Times are of one call in a turn:
-the median (p50), the 95th percentile and the fastest turn; n is the number of calls, and "beside" the library in whose
-processes the call was made. One thread a rank.
+has installed them, and Intel MPI where `bench/all_reduce_mpi.py` has, one after the other; none where there is none.
+"MPI init" is `Allreduce_init` and its like with Start and Wait through mpi4py, which needs a library of MPI 4; "MPI" is
+the plain call. Times are of one call in a turn: the median (p50), the 95th percentile and the fastest turn; n is the
+number of calls, and "beside" the library in whose processes the call was made. One thread a rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from mpi_libraries import Library, libraries
 from report import human, parser, seconds_per_call, show
 
 SIZES = [4, 1 << 10, 16 << 10, 64 << 10]
 CALLS = ["all_reduce", "broadcast", "all_gather_into_tensor", "barrier"]
-LIBRARIES = ("openmpi", "mpich")
 WARM_UP = 20
 
 Contestants = dict[str, Callable[[], object]]
@@ -119,7 +116,7 @@ def mpi_main(directory: str) -> None:
     rank_main(world.rank, world.size, options, directory, world)
 
 
-def run(ranks: int, options: dict[str, object], library: str | None) -> list:
+def run(ranks: int, options: dict[str, object], library: Library | None) -> list:
     import paceline as dist
 
     with tempfile.TemporaryDirectory() as directory:
@@ -127,18 +124,7 @@ def run(ranks: int, options: dict[str, object], library: str | None) -> list:
         if library is None:
             dist.spawn(rank_main, (ranks, options, directory), ranks)
         else:
-            place = Path(sys.prefix) / "mpi" / library
-            environment = {
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-                "OMP_NUM_THREADS": "1",
-                "MPI4PY_LIBMPI": str(min(place.glob("lib/libmpi.so.*"))),
-            }
-            command = [str(place / "bin" / "mpiexec"), "-n", str(ranks), sys.executable, __file__]
-            subprocess.run(
-                [*command, "--worker", directory], env={**os.environ, **environment}, timeout=900, check=True
-            )
+            library.run(ranks, __file__, "--worker", directory)
         return json.loads(Path(directory, "result.json").read_text())
 
 
@@ -154,13 +140,13 @@ def main() -> None:
         mpi_main(chosen.worker)
         return
     options = {"calls": chosen.calls, "sizes": chosen.sizes, "turns": chosen.turns}
-    found = [each for each in LIBRARIES if any((Path(sys.prefix) / "mpi" / each).glob("lib/libmpi.so.*"))]
+    found: list[Library] = libraries()
     rows: list[dict[str, object]] = []
     for library in found or [None]:
         for name, nbytes, times in run(chosen.ranks, options, library):
             ours = statistics.median(times["persistent"][1])
             for contestant, (a_turn, seconds) in times.items():
-                called = contestant.replace("MPI", library) if library else contestant
+                called = contestant.replace("MPI", library.name) if library else contestant
                 rows.append(
                     {
                         "call": name,

@@ -50,6 +50,23 @@ class HostGroup {
         return finish(call);
     }
 
+    // Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses.
+    nb::object run_equal(int operation, int dtype, int reduce_op, int root, std::uint64_t count,
+                         std::int64_t timeout_ns, const std::vector<std::uint64_t>& inputs,
+                         const std::vector<std::uint64_t>& outputs) {
+        Call call;
+        call.operation = static_cast<Operation>(operation);
+        call.dtype = static_cast<DType>(dtype);
+        call.reduce_op = static_cast<ReduceOp>(reduce_op);
+        call.root = root;
+        call.count = call.operation == Operation::all_to_all ? 0 : count;
+        call.timeout_ns = timeout_ns;
+        const std::size_t nbytes = count * item_size(call.dtype);
+        call.inputs = dense(inputs, nbytes);
+        call.outputs = dense(outputs, nbytes);
+        return finish(call);
+    }
+
     nb::object run(const nb::tuple& fields) {
         Call call = to_call(fields);
         return finish(call);
@@ -107,6 +124,14 @@ class HostGroup {
         return call;
     }
 
+    static std::vector<Stream> dense(const std::vector<std::uint64_t>& addresses, std::size_t nbytes) {
+        std::vector<Stream> streams;
+        streams.reserve(addresses.size());
+        for (const std::uint64_t address : addresses)
+            streams.emplace_back(std::vector<Piece>{{reinterpret_cast<std::uint8_t*>(address), nbytes}});
+        return streams;
+    }
+
     nb::object finish(Call& call) {
         find_region(call);
         return run_call(*queue(), call, is_small(call));
@@ -119,12 +144,12 @@ class HostGroup {
 };
 
 HostGroup* create_group(std::shared_ptr<shm::Mesh> mesh, std::vector<int> members, std::uint64_t id,
-                        std::size_t slot_bytes, double timeout_s) {
+                        std::size_t slot_bytes, double timeout_s, int threads) {
     const auto deadline = deadline_in(timeout_s);
     std::unique_ptr<host::Group> group;
     {
         const nb::gil_scoped_release release;
-        group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline);
+        group = host::Group::create(*mesh, std::move(members), id, slot_bytes, deadline, threads);
     }
     return group ? new HostGroup(std::move(mesh), std::move(group), slot_bytes) : nullptr;
 }
@@ -237,9 +262,10 @@ void register_engine(nb::module_& module) {
 
     nb::class_<HostGroup>(module, "HostGroup")
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("members"), nb::arg("id"), nb::arg("slot_bytes"),
-                    nb::arg("timeout_s"), nb::rv_policy::take_ownership)
+                    nb::arg("timeout_s"), nb::arg("threads"), nb::rv_policy::take_ownership)
         .def("all_reduce", &HostGroup::all_reduce)
         .def("broadcast", &HostGroup::broadcast)
+        .def("run_equal", &HostGroup::run_equal)
         .def("run", &HostGroup::run)
         .def("submit", &HostGroup::submit)
         .def("prepare", &HostGroup::prepare, nb::rv_policy::take_ownership)

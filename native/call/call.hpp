@@ -179,6 +179,9 @@ class Collectives {
     virtual void abort() = 0;
     // Why the group is broken, as far as this rank knows without a call; `ok` while it is not. For any thread.
     virtual Code failure() = 0;
+    // Whether each rank has a core for the thread of asynchronous calls besides those that it computes on, so that a
+    // thread may wait with its core busy.
+    virtual bool has_spare_core() const { return false; }
 };
 
 }  // namespace paceline

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+
 #include "call/completion_counter.hpp"
 #include "call/turns.hpp"
 #include "shm/futex.hpp"
@@ -11,23 +13,55 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kInterruptCheckNs = std::chrono::nanoseconds(kTurnsPerInterruptCheck * kTurn).count();
+constexpr int kSpinsPerLook = 16;  // at the clock; some of these spins take a microsecond
+
+// Whether a thread of this process waits for a call with its core busy; the number is that of the process's forks plus
+// 1, so that a thread of the parent does not count in a child.
+std::atomic<std::uint32_t> lingering{0};
+
+bool may_linger() {
+    std::uint32_t seen = lingering.load(std::memory_order_relaxed);
+    const std::uint32_t mine = 1 + forks_from_members();
+    return seen != mine && lingering.compare_exchange_strong(seen, mine, std::memory_order_relaxed);
+}
+
+enum class Spun { over, too_long, lost_core };
+
+// Keeps the core busy until `is_over`, until `until` at the latest, or until another thread has had the core.
+template <class IsOver>
+Spun spin(Clock::time_point until, IsOver is_over) {
+    for (auto before = Clock::now(); before < until;) {
+        for (int i = 0; i < kSpinsPerLook; ++i) {
+            if (is_over()) return Spun::over;
+            shm::relax_cpu();
+        }
+        const auto now = Clock::now();
+        if (now - before > Patience::kLostCore) return Spun::lost_core;
+        before = now;
+    }
+    return is_over() ? Spun::over : Spun::too_long;
+}
 
 }  // namespace
 
 bool Work::wait(std::int64_t timeout_ns) const {
-    const auto deadline = Clock::now() + std::chrono::nanoseconds(timeout_ns);
+    const auto started = Clock::now();
+    const auto deadline = started + std::chrono::nanoseconds(timeout_ns);
+    if (spins_ && spin(std::min(started + kSpin, deadline), [this] { return done(); }) == Spun::over) return true;
     while (!done()) {
         const std::int64_t remaining_ns = std::chrono::nanoseconds(deadline - Clock::now()).count();
         if (remaining_ns <= 0) return done();
-        shm::futex_wait(done_, 0, remaining_ns);
+        std::uint32_t seen = kOpen;
+        state_.compare_exchange_strong(seen, kAwaited, std::memory_order_relaxed);
+        if (seen != kDone) shm::futex_wait(state_, kAwaited, remaining_ns);
     }
     return true;
 }
 
 void Work::finish(Outcome outcome) {
     outcome_ = std::move(outcome);
-    done_.store(1, std::memory_order_release);
-    shm::futex_wake_all(done_);
+    // The release pairs with the acquire in `done`. A thread that is about to sleep has said so before, or sees this.
+    if (state_.exchange(kDone, std::memory_order_acq_rel) == kAwaited) shm::futex_wake_all(state_);
     CompletionCounter::of_process().announce();
 }
 
@@ -37,6 +71,7 @@ void CallQueue::close() {
         closing_ = true;
         cancelled_.store(true, std::memory_order_relaxed);
     }
+    news_.fetch_add(1, std::memory_order_relaxed);
     queued_.notify_all();
     {
         const std::lock_guard hold(joining_);
@@ -73,7 +108,7 @@ Outcome CallQueue::run(Call& call, const Interrupted& interrupted) {
 
 std::shared_ptr<Work> CallQueue::submit(Call call) {
     call.before_waiting = nullptr;  // it concerns the caller's thread
-    auto work = std::make_shared<Work>(std::move(call));
+    auto work = std::make_shared<Work>(std::move(call), lingers_);
     {
         const std::lock_guard hold(queueing_);
         if (closing_) {
@@ -87,8 +122,26 @@ std::shared_ptr<Work> CallQueue::submit(Call call) {
         queue_.push_back(work);
         if (!thread_.joinable()) thread_ = std::thread([this] { this->work(); });
     }
+    news_.fetch_add(1, std::memory_order_relaxed);
     queued_.notify_one();
     return work;
+}
+
+// Waits for a call with the core busy, as long as `patience_` has it; returns with the lock, as it was called. The
+// threads that queue calls announce them without the lock, which would still be theirs when this thread has seen a call
+// that was announced with it.
+void CallQueue::linger(std::unique_lock<std::mutex>& hold) {
+    if (patience_.left() == Patience::Duration{0} || !may_linger()) return;
+    const auto until = Clock::now() + patience_.left();
+    auto spun = Spun::over;
+    while (spun == Spun::over && !closing_ && queue_.empty()) {
+        const std::uint32_t seen = news_.load(std::memory_order_relaxed);
+        hold.unlock();
+        spun = spin(until, [this, seen] { return news_.load(std::memory_order_relaxed) != seen; });
+        hold.lock();
+    }
+    if (spun == Spun::lost_core) patience_.lost_core();
+    lingering.store(0, std::memory_order_relaxed);
 }
 
 void CallQueue::work() {
@@ -96,7 +149,10 @@ void CallQueue::work() {
     const Interrupted interrupted = [this] { return cancelled_.load(std::memory_order_relaxed); };
     std::unique_lock hold(queueing_);
     for (;;) {
+        const auto idle_since = Clock::now();
+        if (lingers_) linger(hold);
         queued_.wait(hold, [this] { return closing_ || !queue_.empty(); });
+        patience_.learn(Clock::now() - idle_since);
         if (queue_.empty()) return;
         const std::shared_ptr<Work> next = std::move(queue_.front());
         queue_.pop_front();

@@ -2,7 +2,8 @@
 // on a thread of the group's own, which the first of them starts.
 //
 // Each group has its own thread. With one thread per process, two groups that two ranks use in different orders would
-// deadlock.
+// deadlock. Where each rank has a core for it, the thread waits a while for the next call with the core busy
+// (patience.hpp), since it takes tens of microseconds to wake up; of all such threads of a process, one at a time does.
 #pragma once
 
 #include <atomic>
@@ -13,6 +14,7 @@
 #include <thread>
 
 #include "call/call.hpp"
+#include "call/patience.hpp"
 #include "call/recorded_call.hpp"
 #include "process/fork_guard.hpp"
 
@@ -20,9 +22,10 @@ namespace paceline {
 
 class Work {
   public:
-    explicit Work(Call call) : call_(std::move(call)) {}
+    // `spins`: whether a thread that waits for the call may keep its core busy for a moment.
+    Work(Call call, bool spins) : call_(std::move(call)), spins_(spins) {}
 
-    bool done() const { return done_.load(std::memory_order_acquire) != 0; }
+    bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
     // Returns true when the work is done, false after `timeout_ns`.
     bool wait(std::int64_t timeout_ns) const;
     // May be called only when the work is done.
@@ -31,12 +34,15 @@ class Work {
   private:
     friend class CallQueue;
 
+    static constexpr std::uint32_t kOpen = 0, kAwaited = 1, kDone = 2;  // awaited: a thread sleeps until it is done
+
     void finish(Outcome outcome);
 
     Call call_;
+    bool spins_;
     RecordedCall recorded_;
     Outcome outcome_;
-    std::atomic<std::uint32_t> done_{0};
+    mutable std::atomic<std::uint32_t> state_{kOpen};
 };
 
 class CallQueue {
@@ -64,9 +70,11 @@ class CallQueue {
 
   private:
     void work();
+    void linger(std::unique_lock<std::mutex>& hold);
     void arrive(RecordedCall& recorded, const Call& call, bool is_async);
 
     std::unique_ptr<Collectives> group_;
+    const bool lingers_ = group_->has_spare_core();
     const std::uint32_t forks_ = forks_from_members();  // when the queue was made
     std::atomic<std::uint32_t> recorded_as_{0};
     std::atomic<std::uint64_t> arrived_{0};  // calls so far, which numbers them as the group does
@@ -75,6 +83,8 @@ class CallQueue {
     std::condition_variable queued_;
     std::deque<std::shared_ptr<Work>> queue_;
     std::atomic<std::uint64_t> pending_{0};
+    std::atomic<std::uint32_t> news_{0};  // raised when a call has been queued, and at the end; without the lock
+    Patience patience_;                   // of the thread
     std::atomic<bool> cancelled_{false};
     bool closing_ = false;
     std::mutex joining_;

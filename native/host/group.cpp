@@ -18,7 +18,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Long enough for a peer that is about to publish, short enough not to keep a
-// peer from the core that it needs. The thread of asynchronous calls competes with the program's own, so it spins less.
+// peer from the core that it needs. The thread of asynchronous calls competes with the program's own, so it spins less
+// unless it has a core for itself.
 constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
 constexpr int kMoment = 50;  // spins, which take a microsecond or two
@@ -51,7 +52,7 @@ Group::Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::s
 }
 
 std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
-                                     std::size_t slot_bytes, Clock::time_point deadline) {
+                                     std::size_t slot_bytes, Clock::time_point deadline, int threads) {
     std::unique_ptr<Group> group(new Group(mesh, std::move(members), id, slot_bytes));
     const std::size_t nbytes = kControlBytes + kSlots * slot_bytes;
     for (int r = 0; r < group->size_; ++r) {
@@ -59,7 +60,9 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
         if (r == group->rank_) {
             segment = shm::Segment::create(nbytes);
             if (!segment) throw std::system_error(errno, std::generic_category(), "memfd_create");
-            (new (segment->data()) Control)->cores = usable_cores();
+            auto* const mine = new (segment->data()) Control;
+            mine->cores = usable_cores();
+            mine->cores.threads = threads;
             mesh.offer(id, *segment, group->peer_mask_);
         }
     }
@@ -74,7 +77,10 @@ std::unique_ptr<Group> Group::create(shm::Mesh& mesh, std::vector<int> members, 
     }
     std::vector<Cores> everyones;
     for (const Control* each : group->controls_) everyones.push_back(each->cores);
-    group->crowded_ = is_crowded(everyones, static_cast<std::size_t>(group->rank_));
+    const auto mine = static_cast<std::size_t>(group->rank_);
+    group->crowded_ = is_crowded(everyones, mine);
+    const auto absent = static_cast<std::size_t>(mesh.size() - group->size_);
+    group->has_spare_core_ = paceline::has_spare_core(everyones, mine, absent);
     return group;
 }
 
@@ -121,7 +127,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
             before = now;
         }
     } else {
-        const int spins = background_ ? kBackgroundSpins : kSpins;
+        const int spins = background_ && !has_spare_core_ ? kBackgroundSpins : kSpins;
         for (int i = 0; i < spins; ++i) {
             shm::relax_cpu();
             if (word.load(std::memory_order_acquire) == round) return true;

@@ -19,10 +19,11 @@ using shm::bit;
 class Group final : public Collectives {
   public:
     // `members[r]` is the mesh rank of group rank r; `id` is the same on every member and new for each group.
-    // nullptr when a member does not show its segment until `deadline`. Throws std::system_error when descriptors or
-    // memory are short.
+    // `threads`: how many this process computes with. nullptr when a member does not show its segment until `deadline`.
+    // Throws std::system_error when descriptors or memory are short.
     static std::unique_ptr<Group> create(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id,
-                                         std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline);
+                                         std::size_t slot_bytes, std::chrono::steady_clock::time_point deadline,
+                                         int threads = 1);
     Group(const Group&) = delete;
     Group& operator=(const Group&) = delete;
     ~Group() override;
@@ -33,6 +34,7 @@ class Group final : public Collectives {
     Outcome run(Call& call, const Interrupted& interrupted, bool background) override;
     void abort() override;
     Code failure() override;
+    bool has_spare_core() const override { return has_spare_core_; }
 
   private:
     Group(shm::Mesh& mesh, std::vector<int> members, std::uint64_t id, std::size_t slot_bytes);
@@ -101,6 +103,7 @@ class Group final : public Collectives {
     Outcome outcome_;
     bool broken_ = false;
     bool crowded_ = false;  // a rank that waits may take time from another one
+    bool has_spare_core_ = false;
 
     Call* call_ = nullptr;  // the one that runs
     const Interrupted* interrupted_ = nullptr;

@@ -58,6 +58,32 @@ bool overlap(const Cores& a, const Cores& b) {
     return false;
 }
 
+// What the processes that compete with one of them keep busy, and what they have for it.
+struct Contest {
+    double busy = 0;            // threads on the cores that they share
+    double busy_in_cgroup = 0;  // threads that share its quota
+    std::size_t processes = 0;  // on those cores
+    Cores together;             // the cores of all of them
+
+    bool has_room(const Cores& me) const {
+        return busy <= together.count() && (me.quota.cores <= 0 || busy_in_cgroup <= me.quota.cores);
+    }
+};
+
+// `busy_in` returns how many threads a process keeps busy.
+template <class BusyIn>
+Contest contest_of(std::span<const Cores> ranks, const Cores& me, BusyIn busy_in) {
+    Contest contest;
+    for (const Cores& each : ranks) {
+        if (each.quota.cgroup == me.quota.cgroup) contest.busy_in_cgroup += busy_in(each);
+        if (!overlap(me, each)) continue;
+        ++contest.processes;
+        contest.busy += busy_in(each);
+        for (std::size_t i = 0; i < each.allowed.size(); ++i) contest.together.allowed[i] |= each.allowed[i];
+    }
+    return contest;
+}
+
 }  // namespace
 
 Quota cpu_quota(const std::string& root) {
@@ -94,17 +120,18 @@ Cores usable_cores() {
 }
 
 bool is_crowded(std::span<const Cores> ranks, std::size_t mine) {
+    const auto one_each = [](const Cores&) { return 1.0; };
+    return !contest_of(ranks, ranks[mine], one_each).has_room(ranks[mine]);
+}
+
+bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t absent) {
     const Cores& me = ranks[mine];
-    Cores together;
-    std::size_t beside = 0;
-    std::size_t in_cgroup = 0;
-    for (const Cores& each : ranks) {
-        if (me.quota.cores > 0 && each.quota.cgroup == me.quota.cgroup) ++in_cgroup;
-        if (!overlap(me, each)) continue;
-        ++beside;
-        for (std::size_t i = 0; i < together.allowed.size(); ++i) together.allowed[i] |= each.allowed[i];
-    }
-    return beside > static_cast<std::size_t>(together.count()) || static_cast<double>(in_cgroup) > me.quota.cores;
+    const auto one_more = [](const Cores& each) { return each.threads + 1.0; };
+    Contest contest = contest_of(ranks, me, one_more);
+    const double elsewhere = static_cast<double>(absent) * one_more(me);
+    if (contest.processes == ranks.size()) contest.busy += elsewhere;
+    contest.busy_in_cgroup += elsewhere;
+    return contest.has_room(me);
 }
 
 }  // namespace paceline

@@ -22,6 +22,7 @@ struct Cores {
 
     std::array<std::uint64_t, kMost / 64> allowed{};  // by affinity, a bit for each of the first `kMost` cores
     Quota quota;
+    int threads = 1;  // that the process computes with
 
     // How many cores this process can keep busy, at least 1; a part of a core counts as one.
     int count() const;
@@ -32,5 +33,9 @@ Cores usable_cores();
 // Whether `ranks[mine]`, when it waits with its core busy, takes time from another of these processes, which compete
 // for cores that their affinities share and for a quota that their cgroup has.
 bool is_crowded(std::span<const Cores> ranks, std::size_t mine);
+
+// Whether each of these processes has a core for one more thread besides those that it computes on. The host has
+// `absent` more of their kind; if all of `ranks` share their cores, so do the absent ones.
+bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t absent);
 
 }  // namespace paceline

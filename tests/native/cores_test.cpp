@@ -1,4 +1,4 @@
-// Tests which ranks may keep their cores busy while they wait.
+// Tests which ranks, and which of their threads, may keep cores busy while they wait.
 #include "process/cores.hpp"
 
 #include <vector>
@@ -13,6 +13,11 @@ Cores on(std::uint64_t allowed, double quota = 0, std::uint64_t cgroup = 0) {
     Cores cores;
     cores.allowed[0] = allowed;
     cores.quota = {quota, cgroup};
+    return cores;
+}
+
+Cores with_threads(int threads, Cores cores) {
+    cores.threads = threads;
     return cores;
 }
 
@@ -40,6 +45,22 @@ int main() {
     CHECK(!any_crowded({on(0xff, 2, 7), on(0xff, 2, 7)}));
     CHECK(!any_crowded({on(0xff, 1, 7), on(0xff, 1, 8)}));
     CHECK(any_crowded({on(0xff, 0.5, 7)}));
+
+    // A rank needs a core for each thread that computes, and one more.
+    const std::vector<Cores> two_on_four = {on(0xf), on(0xf)};
+    CHECK(has_spare_core(two_on_four, 0, 0));
+    CHECK(!has_spare_core(two_on_four, 0, 1));
+    CHECK(!has_spare_core(std::vector{on(0x7), on(0x7)}, 0, 0));
+    CHECK(!has_spare_core(std::vector{on(0xf), with_threads(2, on(0xf))}, 0, 0));
+    CHECK(has_spare_core(std::vector{on(0x1f), with_threads(2, on(0x1f))}, 0, 0));
+    // Ranks with cores of their own leave those of others alone, and so do the ranks that are not in the group.
+    CHECK(has_spare_core(std::vector{on(0b0011), on(0b1100)}, 1, 6));
+    CHECK(!has_spare_core(std::vector{on(0b0001), on(0b0110)}, 0, 0));
+    CHECK(has_spare_core(std::vector{on(0b0001), on(0b0110)}, 1, 0));
+    // The quota counts for all who share it.
+    CHECK(has_spare_core(std::vector{on(0xff, 4, 7), on(0xff, 4, 7)}, 0, 0));
+    CHECK(!has_spare_core(std::vector{on(0xff, 3.9, 7), on(0xff, 3.9, 7)}, 0, 0));
+    CHECK(!has_spare_core(std::vector{on(0x0f, 4, 7), on(0xf0, 4, 7)}, 0, 1));
 
     CHECK(on(0xff).count() == 8);
     CHECK(on(0xff, 1.5, 7).count() == 2);

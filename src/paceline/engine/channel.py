@@ -170,6 +170,24 @@ class Channel(Protocol):
         outputs = [[address, count * ITEM_SIZES[dtype]]]
         return self.run(Call(Operation.BROADCAST, dtype, NO_REDUCTION, root, count, timeout_ns, [], outputs))
 
+    def run_equal(
+        self,
+        operation: int,
+        dtype: int,
+        reduce_op: int,
+        root: int,
+        count: int,
+        timeout_ns: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        /,
+    ) -> Outcome | None:
+        """Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses; see `run`."""
+        nbytes = count * ITEM_SIZES[dtype]
+        total = 0 if operation == Operation.ALL_TO_ALL else count
+        flat = [[[address, nbytes] for address in addresses] for addresses in (inputs, outputs)]
+        return self.run(Call(Operation(operation), dtype, reduce_op, root, total, timeout_ns, *flat))
+
     def run(self, call: Call, /) -> Outcome | None:
         """Runs a call to its end; None when it went well."""
 

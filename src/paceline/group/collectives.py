@@ -36,7 +36,7 @@ from paceline.durations import Timeout
 from paceline.group.arguments import parts_by_rank, rows_by_rank
 from paceline.group.buffers import Tensors
 from paceline.group.default import Group, resolve
-from paceline.group.eager import eager, outside
+from paceline.group.eager import outside
 from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.wire import WireLike
 from paceline.group.work import Work, ended
@@ -70,7 +70,6 @@ def all_reduce(
     return None if chosen is None else chosen.all_reduce(tensor, op, async_op, timeout, False, wire)
 
 
-@eager
 def all_gather(
     tensor_list: Sequence[Tensors],
     tensor: Tensors,
@@ -88,11 +87,12 @@ def all_gather(
     Raises:
         ValueError: `tensor_list` does not have one entry for each rank, or an entry has another number of elements.
     """
+    if is_dynamo_compiling():
+        return outside(all_gather, tensor_list, tensor, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_gather(tensor_list, tensor, async_op, timeout, wire)
 
 
-@eager
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -110,8 +110,12 @@ def all_gather_into_tensor(
     Raises:
         ValueError: `output_tensor` has another number of elements, or is not contiguous.
     """
+    if is_dynamo_compiling():
+        return outside(all_gather_into_tensor, output_tensor, input_tensor, group, async_op, timeout)
     chosen = resolve(group)
     if chosen is None:
+        return None
+    if async_op is False and timeout is None and chosen.gather_plainly(output_tensor, input_tensor):
         return None
     parts = parts_by_rank(output_tensor, input_tensor.numel(), chosen, "all_gather_into_tensor", "output_tensor")
     work = chosen.all_gather(parts, input_tensor, async_op, timeout, wire)
@@ -130,7 +134,6 @@ def all_gather_single(
     return all_gather_into_tensor(output_tensor, input_tensor, group, async_op, timeout, wire)
 
 
-@eager
 def reduce_scatter(
     output: Tensors,
     input_list: Sequence[Tensors],
@@ -150,11 +153,12 @@ def reduce_scatter(
     Raises:
         ValueError: `input_list` does not have one entry for each rank, or an entry has another number of elements.
     """
+    if is_dynamo_compiling():
+        return outside(reduce_scatter, output, input_list, op, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.reduce_scatter(output, input_list, op, async_op, timeout, wire)
 
 
-@eager
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -174,8 +178,12 @@ def reduce_scatter_tensor(
     Raises:
         ValueError: `input` has another number of elements, or is not contiguous.
     """
+    if is_dynamo_compiling():
+        return outside(reduce_scatter_tensor, output, input, op, group, async_op, timeout)
     chosen = resolve(group)
     if chosen is None:
+        return None
+    if async_op is False and timeout is None and chosen.reduce_scatter_plainly(output, input, op):
         return None
     parts = parts_by_rank(input, output.numel(), chosen, "reduce_scatter_tensor", "input")
     return chosen.reduce_scatter(output, parts, op, async_op, timeout, wire)
@@ -194,7 +202,6 @@ def reduce_scatter_single(
     return reduce_scatter_tensor(output, input, op, group, async_op, timeout, wire)
 
 
-@eager
 def all_to_all(
     output_tensor_list: Sequence[Tensors],
     input_tensor_list: Sequence[Tensors],
@@ -213,11 +220,12 @@ def all_to_all(
     Raises:
         ValueError: a list does not have one entry for each rank, or this rank's entries for itself differ in size.
     """
+    if is_dynamo_compiling():
+        return outside(all_to_all, output_tensor_list, input_tensor_list, group, async_op, timeout)
     chosen = resolve(group)
     return None if chosen is None else chosen.all_to_all(output_tensor_list, input_tensor_list, async_op, timeout)
 
 
-@eager
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -237,8 +245,15 @@ def all_to_all_single(
     Raises:
         ValueError: the split sizes do not add up to the number of rows, or the rows cannot be divided evenly.
     """
+    if is_dynamo_compiling():
+        return outside(
+            all_to_all_single, output, input, output_split_sizes, input_split_sizes, group, async_op, timeout
+        )
     chosen = resolve(group)
     if chosen is None:
+        return None
+    is_even = not (output_split_sizes or input_split_sizes)
+    if is_even and async_op is False and timeout is None and chosen.exchange_plainly(output, input):
         return None
     outputs = rows_by_rank(output, output_split_sizes or None, chosen, "all_to_all_single", "output")
     inputs = rows_by_rank(input, input_split_sizes or None, chosen, "all_to_all_single", "input")

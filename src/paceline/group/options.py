@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 _UNSET = timedelta(0)
 
+# torch's reductions that need no factor, by which most of its calls are recognised at once.
+_TORCHS_KIND: Any = getattr(getattr(torch.distributed, "ReduceOp", None), "RedOpType", None)
+_BY_TORCHS_KIND: dict[object, ReduceOp] = {
+    kind: ReduceOp[name]
+    for name, kind in getattr(_TORCHS_KIND, "__members__", {}).items()
+    if name in ReduceOp.__members__ and name != ReduceOp.PREMUL_SUM.name
+}
+
 
 class Options(Protocol):
     """Any of torch's option objects; those for calls without a root have no `rootRank`."""
@@ -51,12 +59,16 @@ def reduction_of(op: object) -> Reduction:
     Raises:
         TypeError: `op` is none of these, or is a reduction that Paceline does not have.
     """
+    if isinstance(op, (ReduceOp, PremulSum)):
+        return op
     op = getattr(op, "reduceOp", op)
+    kind = getattr(op, "op", op)
+    if type(kind) is _TORCHS_KIND and kind in _BY_TORCHS_KIND:
+        return _BY_TORCHS_KIND[kind]
     if op is None or are_options(op):
         return ReduceOp.SUM
     if isinstance(op, (ReduceOp, PremulSum)):
         return op
-    kind = getattr(op, "op", op)
     ours = ReduceOp.__members__.get(str(getattr(kind, "name", None)))
     if ours is None or (not hasattr(type(op), "RedOpType") and not type(op).__name__ == "RedOpType"):
         raise TypeError(

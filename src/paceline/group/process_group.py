@@ -15,6 +15,7 @@ from paceline.group.buffers import Buffers, Tensors, as_list, is_plain
 from paceline.group.exchange import all_gather_pieces, as_memory, as_tensor, room_for
 from paceline.group.explaining import explain_choice
 from paceline.group.options import Options, are_options, one_list, reduction_of, time_limit
+from paceline.group.plain_calls import PlainCallsGroup
 from paceline.group.planning import (
     plan_all_gather,
     plan_all_reduce,
@@ -30,7 +31,6 @@ from paceline.group.reduce_op import ReduceOp, Reduction
 from paceline.group.reductions import QUICK_CODES
 from paceline.group.sparse import all_reduce_sparse
 from paceline.group.torch_methods import TorchMethods
-from paceline.group.tree_sums import TreeSummingGroup
 from paceline.group.wire import WireKind, WireLike, with_wire
 from paceline.group.work import Work
 from paceline.schedule.steps import Operation
@@ -38,7 +38,7 @@ from paceline.schedule.steps import Operation
 _STRIDED = torch.strided
 
 
-class ProcessGroup(TreeSummingGroup, TorchMethods):
+class ProcessGroup(PlainCallsGroup, TorchMethods):
     """The ranks that take part in a collective. `init_process_group` and `new_group` make groups.
 
     Ranks are numbered 0 to size - 1 within the group; `ranks[r]` is rank r's rank in the default group. Methods that
@@ -98,12 +98,16 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
     ) -> Work | None:
         """Does what `all_reduce` does, for `count` elements at the addresses and numbers of bytes in `pieces`.
 
-        It is for callers that make the same call many times and have checked their tensors, which are in `kept`, once.
+        It is for callers that make the same call many times and have checked their tensors, which are in `kept` and on
+        one device, once.
         """
+        call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
+        if wire is None and not async_op and kept and kept[0].is_cpu and not profiler._is_profiler_enabled:
+            self.run_on_cpu(call, kept)
+            return None
         buffers = Buffers()
         buffers.kept += kept
         buffers.written += kept
-        call = Call(Operation.ALL_REDUCE, dtype, op, -1, count, self.timeout_ns, [], [pieces])
         return self._run(with_wire((call, buffers), wire, self.size()), async_op)
 
     def reduce_scatter_memory(
@@ -159,6 +163,15 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         """Reduces `tensors` over all ranks into those of the root; the tensors of other ranks do not change."""
         if are_options(root):
             return self.reduce(tensors, root.rootRank, reduction_of(root), True, time_limit(root))
+        if (
+            async_op is False
+            and timeout is None
+            and isinstance(tensors, torch.Tensor)
+            and self.make_plainly(
+                Operation.REDUCE, tensors.dtype, tensors.numel(), (), (tensors,), (0, 1), op=op, root=root
+            )
+        ):
+            return None
         return self._run(plan_reduce(self, tensors, root, op, self.limit_ns(timeout)), async_op)
 
     def all_gather(
@@ -170,6 +183,16 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         wire: WireLike = None,
     ) -> Work | None:
         """Copies every rank's `tensors` to all ranks; `outputs[r]` receives those of rank r."""
+        if (
+            async_op is False
+            and timeout is None
+            and wire is None
+            and isinstance(tensors, torch.Tensor)
+            and self.make_plainly(
+                Operation.ALL_GATHER, tensors.dtype, tensors.numel(), (tensors,), outputs, (1, self.size())
+            )
+        ):
+            return None
         plan = plan_all_gather(self, outputs, tensors, self.limit_ns(timeout))
         return self._run(with_wire(plan, wire, self.size()), async_op)
 
@@ -185,6 +208,12 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         if are_options(root):
             outputs = one_list(outputs, "gather") if outputs else None
             return self.gather(outputs, tensors, root.rootRank, True, time_limit(root))
+        if async_op is False and timeout is None and isinstance(tensors, torch.Tensor):
+            parts = (1, self.size() if self._rank == root else 0)
+            if self.make_plainly(
+                Operation.GATHER, tensors.dtype, tensors.numel(), (tensors,), outputs or (), parts, root=root
+            ):
+                return None
         return self._run(plan_gather(self, outputs, tensors, root, self.limit_ns(timeout)), async_op)
 
     def reduce_scatter(
@@ -202,6 +231,16 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
             return self.reduce_scatter(output, inputs, reduction_of(op), True, time_limit(op))
         if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)) and self.size() > 1:
             inputs = one_list(inputs, "reduce_scatter")  # torch's form, without options
+        if (
+            async_op is False
+            and timeout is None
+            and wire is None
+            and isinstance(output, torch.Tensor)
+            and self.make_plainly(
+                Operation.REDUCE_SCATTER, output.dtype, output.numel(), inputs, (output,), (self.size(), 1), op=op
+            )
+        ):
+            return None
         plan = plan_reduce_scatter(self, output, inputs, op, self.limit_ns(timeout))
         return self._run(with_wire(plan, wire, self.size()), async_op)
 
@@ -217,6 +256,12 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         if are_options(root):
             inputs = one_list(inputs, "scatter") if inputs else None
             return self.scatter(output, inputs, root.rootRank, True, time_limit(root))
+        if async_op is False and timeout is None and isinstance(output, torch.Tensor):
+            parts = (self.size() if self._rank == root else 0, 1)
+            if self.make_plainly(
+                Operation.SCATTER, output.dtype, output.numel(), inputs or (), (output,), parts, root=root
+            ):
+                return None
         return self._run(plan_scatter(self, output, inputs, root, self.limit_ns(timeout)), async_op)
 
     def all_to_all(
@@ -227,12 +272,18 @@ class ProcessGroup(TreeSummingGroup, TorchMethods):
         timeout: Timeout | None = None,
     ) -> Work | None:
         """Copies `inputs[r]` to rank r, which receives it in its `outputs[this rank]`; each pair has its own size."""
+        if async_op is False and timeout is None and inputs and isinstance(inputs[0], torch.Tensor):
+            first, parts = inputs[0], (self.size(), self.size())
+            if self.make_plainly(Operation.ALL_TO_ALL, first.dtype, first.numel(), inputs, outputs, parts):
+                return None
         return self._run(plan_all_to_all(self, outputs, inputs, self.limit_ns(timeout)), async_op)
 
     def barrier(self, async_op: bool | Options | None = None, timeout: Timeout | None = None) -> Work | None:
         """Waits until every rank has called it."""
         if are_options(async_op):
             async_op, timeout = True, time_limit(async_op)
+        if async_op is False and timeout is None and self.barrier_plainly():
+            return None
         return self._run(plan_barrier(self.limit_ns(timeout)), async_op)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

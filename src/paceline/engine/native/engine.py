@@ -170,7 +170,8 @@ class NativeEngine:
                     self._costs = agree_on_costs(formation, topology, links, timeout_s) if measurable else UNMEASURED
                 channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
             else:
-                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, remaining_s)
+                threads = torch.get_num_threads()
+                channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, remaining_s, threads)
             if channel is None:
                 raise self._not_opened(formation, ranks, timeout_s)
             undo.pop_all()

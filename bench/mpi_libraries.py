@@ -1,0 +1,73 @@
+"""Finds the MPI libraries of this environment, and starts worlds of their processes.
+
+`make` installs Open MPI and MPICH. Intel MPI is installed by the first benchmark that wants it, into its own folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_MADE_BY_MAKE = ("openmpi", "mpich")
+_CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+
+
+@dataclass(frozen=True)
+class Library:
+    """An MPI library: its name, and the folder that has its `bin` and `lib`."""
+
+    name: str
+    place: Path
+
+    @property
+    def _file(self) -> Path | None:
+        return min(self.place.glob("lib/libmpi.so.*"), default=None)
+
+    def is_there(self) -> bool:
+        """Returns whether the library is installed."""
+        return self._file is not None
+
+    def run(self, ranks: int, script: str, *arguments: str, timeout_s: float = 900) -> None:
+        """Runs a script of Python with mpi4py on that many ranks of one thread; raises if it fails."""
+        environment = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "I_MPI_ROOT": str(self.place),
+            "I_MPI_FABRICS": "shm",
+            "OMP_NUM_THREADS": "1",
+            "MPI4PY_LIBMPI": str(self._file),
+        }
+        starter = next(
+            each for each in (self.place / "bin" / name for name in ("mpiexec", "mpiexec.hydra")) if each.exists()
+        )
+        command = [str(starter), "-n", str(ranks), sys.executable, script, *arguments]
+        subprocess.run(command, env={**os.environ, **environment}, timeout=timeout_s, check=True)
+
+
+def libraries(intel_in: str | None = None) -> list[Library]:
+    """Returns the libraries that are there.
+
+    Args:
+        intel_in: the folder of Intel MPI, into which it is installed if it is not there; without it, and without the
+            default folder, Intel MPI is left out. "default" stands for the folder `impi` of this environment.
+    """
+    base = Path(sys.prefix)
+    found = [Library(name, base / "mpi" / name) for name in _MADE_BY_MAKE]
+    intel = Library("Intel MPI", base / "impi" if intel_in in (None, "default") else Path(str(intel_in)).resolve())
+    if intel_in is not None and not intel.is_there():
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--ignore-installed",
+        ]
+        options = ["--no-warn-script-location", "-c", str(_CONSTRAINTS), "--prefix", str(intel.place)]
+        subprocess.run([*install, *options, "impi-rt"], check=True)
+    return [each for each in (*found, intel) if each.is_there()]

@@ -1,0 +1,168 @@
+"""The shortest way of calls on plain tensors: which calls take it, and that it shows in nothing but time.
+
+`timeout=` makes a call take the long way, which otherwise only unusual calls do. (That both compute the same for random
+tensors is seen in `test_persistent.py`: persistent calls are prepared on the long way.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from one_world import OneWorld, name_of
+
+import paceline as dist
+from paceline.group.plain_calls import PlainCallsGroup
+
+LONG = 100.0
+
+
+def ways_of(make: Callable[[], object]) -> list[bool]:
+    """Makes calls; returns whether each took the short way. (all_reduce and broadcast have ways of their own.)"""
+    taken: list[bool] = []
+    run_plainly = PlainCallsGroup.make_plainly
+
+    def noting(*args: object, **kwargs: object) -> bool:
+        taken.append(run_plainly(*args, **kwargs))
+        return taken[-1]
+
+    with mock.patch.object(PlainCallsGroup, "make_plainly", noting):
+        make()
+    return taken
+
+
+def calls_of(part: torch.Tensor, like: Callable[..., torch.Tensor]) -> Iterator[Callable[..., object]]:
+    """Every call that has a short way; `like(n)` makes a tensor of n elements. Only the last does not use `part`."""
+    rank = dist.get_rank()
+    n = part.numel()
+    at_root = rank == 1
+    yield lambda **kw: dist.reduce(part, 1, **kw)
+    yield lambda **kw: dist.all_gather([like(n), like(n)], part, **kw)
+    yield lambda **kw: dist.all_gather_into_tensor(like(2 * n), part, **kw)
+    yield lambda **kw: dist.gather(part, [like(n), like(n)] if at_root else None, 1, **kw)
+    yield lambda **kw: dist.scatter(part, [like(n), like(n)] if at_root else None, 1, **kw)
+    yield lambda **kw: dist.reduce_scatter(part, [like(n), like(n)], **kw)
+    yield lambda **kw: dist.reduce_scatter_tensor(part, like(2 * n), **kw)
+    yield lambda **kw: dist.all_to_all([like(n), like(n)], [part, like(n)], **kw)
+    yield lambda **kw: dist.all_to_all_single(like(2 * n), like(2 * n), **kw)
+
+
+def plain_tensors_take_it() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool):
+        for n in (0, 1, 5000):
+            for call in calls_of(torch.ones(n, dtype=dtype), lambda n, dtype=dtype: torch.ones(n, dtype=dtype)):
+                assert ways_of(call) == [True]
+                # Asynchronous calls and those with a time limit of their own are not asked for at all.
+                assert ways_of(lambda call=call: call(timeout=LONG)) == []
+                assert ways_of(lambda call=call: call(async_op=True).wait()) == []
+
+
+def unusual_tensors_do_not() -> None:
+    strided = torch.ones(6, 2)[:, 0]
+    negative = torch.ones(4, dtype=torch.complex64).conj().imag.contiguous()._neg_view()
+    for part in (strided, negative, torch.ones(3, dtype=torch.complex64).conj()):
+        *calls, exchange = calls_of(part, lambda n, dtype=part.dtype: torch.ones(n, dtype=dtype))
+        assert not any(any(ways_of(call)) for call in calls)
+        assert any(ways_of(exchange)) is not part.is_complex()  # the only one that has no `part`
+
+
+def ranks_meet_on_different_ways() -> None:
+    rank = dist.get_rank()
+    limit = LONG if rank == 0 else None
+    whole, part = torch.zeros(4), torch.full((2,), 1.0 + rank)
+    dist.all_gather_into_tensor(whole, part, timeout=limit)
+    assert whole.tolist() == [1, 1, 2, 2]
+    dist.reduce_scatter_tensor(part, whole, timeout=limit)
+    assert part.tolist() == [[2, 2], [4, 4]][rank]
+    dist.all_to_all_single(whole, torch.arange(4.0) + 10 * rank, timeout=limit)
+    assert whole.tolist() == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
+    dist.barrier(timeout=limit)
+
+
+def error_of(call: Callable[..., object], **kwargs: object) -> tuple[type[BaseException], str]:
+    with pytest.raises((TypeError, ValueError, dist.CollectiveError)) as caught:
+        call(**kwargs)
+    return caught.type, str(caught.value).partition(" as call ")[0]
+
+
+def mistakes_are_told_alike() -> None:
+    one, two, other = torch.ones(2), torch.ones(4), torch.ones(2, dtype=torch.int32)
+    mistakes: list[Callable[..., object]] = [
+        lambda **kw: dist.all_gather([two], one, **kw),
+        lambda **kw: dist.all_gather(two, one, **kw),
+        lambda **kw: dist.all_gather([one, two], one, **kw),
+        lambda **kw: dist.all_gather([one, other], one, **kw),
+        lambda **kw: dist.all_gather_into_tensor(one, one, **kw),
+        lambda **kw: dist.all_gather_into_tensor(torch.ones(4, 2)[:, 0], one, **kw),
+        lambda **kw: dist.reduce_scatter(one, [two], **kw),
+        lambda **kw: dist.reduce_scatter(one, [one, one], dist.ReduceOp.BAND, **kw),
+        lambda **kw: dist.reduce_scatter_tensor(one, one, **kw),
+        lambda **kw: dist.gather(one, [one, one] if dist.get_rank() else None, 0, **kw),
+        lambda **kw: (
+            dist.scatter(one, [one] if dist.get_rank() else None, 1, **kw)
+            if dist.get_rank()
+            else dist.scatter(one, [one, one], 1, **kw)
+        ),
+        lambda **kw: dist.all_to_all([one, two], [one], **kw),
+        lambda **kw: dist.all_to_all_single(torch.ones(3), torch.ones(3), **kw),
+        lambda **kw: dist.reduce(one, 0, dist.ReduceOp.PREMUL_SUM, **kw),
+        lambda **kw: dist.reduce(one.to_sparse(), 0, **kw),
+    ]
+    for mistake in mistakes:
+        assert error_of(mistake) == error_of(mistake, timeout=LONG)
+
+
+def mismatches_name_both_calls() -> None:
+    rank = dist.get_rank()
+    part = torch.ones(2 + rank)
+    for call in calls_of(part, torch.ones):
+        short, long = error_of(call), error_of(call, timeout=LONG)
+        assert short == long and short[0] is dist.CollectiveMismatchError
+    dist.barrier()
+
+
+def reduction_of_torch_is_taken() -> None:
+    part = torch.full((2,), 1.0 + dist.get_rank())
+    dist.reduce_scatter_tensor(part, torch.full((4,), 1.0 + dist.get_rank()), torch.distributed.ReduceOp.MAX)
+    assert part.tolist() == [2, 2]
+    dist.reduce(part, 0, None)
+    assert part.tolist() == ([4, 4] if dist.get_rank() == 0 else [2, 2])
+
+
+def closed_group_is_named() -> None:
+    group = dist.new_group()
+    part = torch.ones(2)
+    dist.destroy_process_group(group)
+    for call in (*calls_of(part, torch.ones), lambda group: dist.barrier(group)):
+        with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: this process group was destroyed"):
+            call(group=group)
+
+
+def compiled_calls_break_the_graph() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros(2 * x.numel())
+        dist.all_gather_into_tensor(whole, x * 2)
+        dist.reduce(x, 0)
+        return whole + 1
+
+    assert torch.compile(step, backend="eager")(torch.ones(2)).tolist() == [3.0] * 4
+
+
+TOGETHER = [
+    plain_tensors_take_it,
+    unusual_tensors_do_not,
+    ranks_meet_on_different_ways,
+    mistakes_are_told_alike,
+    mismatches_name_both_calls,
+    reduction_of_torch_is_taken,
+    closed_group_is_named,
+    compiled_calls_break_the_graph,
+]
+WORLD = OneWorld(*TOGETHER)
+
+
+@pytest.mark.parametrize("program", list(map(name_of, TOGETHER)))
+def test_plain_calls_take_the_short_way(program):
+    WORLD.require(2, program)
