@@ -129,6 +129,11 @@ _PUBLIC = {
         "ReduceScatterOptions",
         "ScatterOptions",
     ),
+    # checkpoints
+    "paceline.checkpoint.in_training": ("CheckpointManager",),
+    "paceline.checkpoint.loading": ("load",),
+    "paceline.checkpoint.random_state": ("RandomState",),
+    "paceline.checkpoint.saving": ("save",),
     # data parallel modules and data
     "paceline.data.evaluation": ("DistributedEvalSampler", "mean_over_samples"),
     "paceline.data.loader": ("StatefulLoader",),
@@ -158,6 +163,8 @@ _PUBLIC = {
     # errors
     "paceline.errors": (
         "AuthenticationError",
+        "CheckpointDamagedError",
+        "CheckpointError",
         "CollectiveError",
         "CollectiveMismatchError",
         "CollectiveObjectError",

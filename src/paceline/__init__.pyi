@@ -21,6 +21,10 @@ from torch.distributed import DistStoreError as DistStoreError
 
 from paceline import functional as functional
 from paceline import group as group
+from paceline.checkpoint.in_training import CheckpointManager as CheckpointManager
+from paceline.checkpoint.loading import load as load
+from paceline.checkpoint.random_state import RandomState as RandomState
+from paceline.checkpoint.saving import save as save
 from paceline.data.evaluation import DistributedEvalSampler as DistributedEvalSampler
 from paceline.data.evaluation import mean_over_samples as mean_over_samples
 from paceline.data.loader import StatefulLoader as StatefulLoader
@@ -30,6 +34,8 @@ from paceline.elastic.state import ElasticState as ElasticState
 from paceline.elastic.vote import DivergenceError as DivergenceError
 from paceline.engine.native.shared import empty_shared as empty_shared
 from paceline.errors import AuthenticationError as AuthenticationError
+from paceline.errors import CheckpointDamagedError as CheckpointDamagedError
+from paceline.errors import CheckpointError as CheckpointError
 from paceline.errors import CollectiveError as CollectiveError
 from paceline.errors import CollectiveMismatchError as CollectiveMismatchError
 from paceline.errors import CollectiveObjectError as CollectiveObjectError

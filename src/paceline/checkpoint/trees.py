@@ -40,7 +40,8 @@ def _plain(value: object) -> object:
     """Returns a number or text without its subclass, such as that of NumPy's numbers or of an enumeration."""
     for kind in _PLAIN:
         if isinstance(value, kind):
-            return value if type(value) is kind else kind(value)  # type: ignore[arg-type]  # it is of that kind
+            make: Any = kind
+            return value if type(value) is kind else make(value)
     return value
 
 

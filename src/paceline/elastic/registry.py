@@ -56,6 +56,11 @@ class Registry:
         return [*self._module.parameters()]
 
     @property
+    def stateful(self) -> dict[str, Stateful]:
+        """Everything but the module, by name."""
+        return dict(self._others)
+
+    @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Those among the others."""
         return {name: each for name, each in self._others.items() if isinstance(each, torch.optim.Optimizer)}

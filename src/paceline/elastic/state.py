@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 from paceline.elastic import failpoints
 from paceline.elastic.connection import LauncherConnection
@@ -108,6 +109,11 @@ class ElasticState:
         """
         return self._rounds is not None and self._rounds.is_replaying
 
+    @property
+    def rounds(self) -> Rounds | None:
+        """The rounds that the workers agree on; None outside of `epochs`, and in a job of this one process."""
+        return self._rounds
+
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs from the current one to before `count`, and returns when all workers have finished them.
 
@@ -143,6 +149,11 @@ class ElasticState:
     def digest(self) -> str:
         """Returns the SHA-256 of the whole state, as 64 hexadecimal digits; it is the same on every worker."""
         return self._registry.digest()
+
+    def parts(self) -> dict[str, Any]:
+        """Returns the model as "model", and everything else that was given by its name."""
+        others = self._registry.stateful
+        return {"model": self._model, **{name: each for name, each in others.items() if each is not self}}
 
     def state_dict(self) -> dict[str, int]:
         """Returns the number of the current epoch."""

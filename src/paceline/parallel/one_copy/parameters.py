@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from operator import attrgetter
 
@@ -167,6 +167,15 @@ class SharedParameters:
 
     def _first(self, now: Sequence[int], before: Sequence[int]) -> str:
         return next(f"parameter {name!r}" for name, a, b in zip(self._names, now, before, strict=True) if a != b)
+
+
+def private_parameters_of(module: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which every rank has parameters of its own; one without effect if they are not shared.
+
+    Every rank enters it; see `SharedParameters.private`.
+    """
+    known = _of_modules.get(module)
+    return nullcontext() if known is None else known.private()
 
 
 def unshareable_reason(module: nn.Module, named: Mapping[str, torch.Tensor]) -> Exception | None:

@@ -53,12 +53,7 @@ def part_of_state_dict(
         ValueError: the state has groups of other sizes.
     """
     saved = state_dict["param_groups"]
-    seen, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
-    if seen != expected:
-        raise ValueError(
-            f"the state has parameter groups of {seen} parameters, and this optimizer has groups of {expected}; load "
-            "the state of an optimizer with the same groups"
-        )
+    _require_same_groups(saved, groups)
     state: State = {}
     packed: list[Group] = []
     place = number = 0
@@ -73,6 +68,44 @@ def part_of_state_dict(
             place += 1
         packed.append({**_options(group), "params": list(range(first, number))})
     return {"state": state, "param_groups": packed}
+
+
+def state_dict_of_parts(
+    saved: Sequence[Mapping[str, Any]],
+    states: Sequence[Mapping[str, object]],
+    groups: Sequence[Group],
+    shards: Sequence[Sequence[Shard]],
+) -> dict[str, Any]:
+    """Returns what this rank's optimizer must load, given the states of its own shards.
+
+    Args:
+        saved: the groups of the unsharded optimizer.
+        states: of each shard that is this rank's, in the order of the parameters.
+        groups: the parameter groups of this optimizer.
+        shards: the shards of each parameter, in the order of the groups.
+
+    Raises:
+        ValueError: the state has groups of other sizes.
+    """
+    _require_same_groups(saved, groups)
+    packed: list[Group] = []
+    place = number = 0
+    for group in saved:
+        first = number
+        for _ in group["params"]:
+            number += sum(shard.is_mine for shard in shards[place])
+            place += 1
+        packed.append({**_options(dict(group)), "params": list(range(first, number))})
+    return {"state": {at: dict(values) for at, values in enumerate(states) if values}, "param_groups": packed}
+
+
+def _require_same_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> None:
+    seen, expected = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if seen != expected:
+        raise ValueError(
+            f"the state has parameter groups of {seen} parameters, and this optimizer has groups of {expected}; load "
+            "the state of an optimizer with the same groups"
+        )
 
 
 def join_parts(state: State, shards: Sequence[Sequence[Shard]]) -> State:

@@ -131,6 +131,17 @@ class ShardedParameters:
             self._keep_runs()
             self.free_all()
 
+    def shards_of(self, param: torch.Tensor) -> Sequence[Shard] | None:
+        """Returns the shards of a parameter that only their owners hold now; None if every rank holds it."""
+        return None if self._pinned else self._shards.get(id(param))
+
+    @staticmethod
+    def own_run(shard: Shard) -> torch.Tensor | None:
+        """Returns the elements of a shard as long as the parameters are freed; None on ranks that do not own it."""
+        if not shard.is_mine or shard.updated is None:
+            return None
+        return shard.param.data if shard.is_whole else shard.updated.data
+
     def refresh(self) -> None:
         """Gathers the updated parameters after a step, where all parameters are present."""
         if self._pinned:
@@ -252,6 +263,16 @@ class ShardedParameters:
 
     def _is_trained(self, number: int) -> bool:
         return any(param.requires_grad for param in self._units[number].params)
+
+
+def sharded_parameters_of(module: nn.Module) -> ShardedParameters | None:
+    """Returns what gathers and frees the parameters of a module; None if every rank holds them."""
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            owner = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(owner, ShardedParameters):
+                return owner
+    return None
 
 
 def _own_storage(param: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,15 @@ from torch.optim import Optimizer
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.join import Joinable
 from paceline.parallel.zero.consolidate import State, gather_state
-from paceline.parallel.zero.groups import copy_options, join_parts, part_of_group, part_of_state_dict, to_state_dict
-from paceline.parallel.zero.shards import Shards
+from paceline.parallel.zero.groups import (
+    copy_options,
+    join_parts,
+    part_of_group,
+    part_of_state_dict,
+    state_dict_of_parts,
+    to_state_dict,
+)
+from paceline.parallel.zero.shards import Shard, Shards
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -89,6 +96,31 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """
         assert self._inner is not None
         self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
+        self.state = self._inner.state
+        self._consolidated = None
+        copy_options(self._inner.param_groups, self.param_groups)
+
+    def own_parts(self) -> Iterator[tuple[int, Shard, Mapping[str, object]]]:
+        """Yields the shards that this rank updates, each with its parameter's number and the state that it has.
+
+        Of several ranks that update the same, as on several hosts with one copy of the model each, one has states here.
+        """
+        states = self._own_state()
+        number = 0
+        for place, shards in enumerate(self._shards.by_param):
+            for shard in shards:
+                if shard.is_mine:
+                    yield place, shard, states.get(number, {})
+                number += 1
+
+    def load_own_parts(self, groups: Sequence[dict[str, Any]], states: Sequence[Mapping[str, object]]) -> None:
+        """Loads the options of the groups, and the states of the shards that `own_parts` yields.
+
+        Raises:
+            ValueError: the groups have other numbers of parameters.
+        """
+        assert self._inner is not None
+        self._inner.load_state_dict(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
         self.state = self._inner.state
         self._consolidated = None
         copy_options(self._inner.param_groups, self.param_groups)

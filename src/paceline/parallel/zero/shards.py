@@ -39,6 +39,16 @@ class Shard:
         """The shape of `updated`."""
         return self.shape if self.is_whole else torch.Size([self._stop - self._first])
 
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The first element in the order of memory, and the one after the last."""
+        return self._first, self._stop
+
+    @property
+    def is_first_part(self) -> bool:
+        """Whether no other shard has earlier elements of the parameter."""
+        return self._first == 0
+
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this shard's elements of a tensor with the parameter's layout; they share its memory."""
         return tensor if self.is_whole else flat(tensor)[self._first : self._stop]

@@ -1,0 +1,154 @@
+"""What a rank wants of a checkpoint, and where it is to be put."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from paceline.checkpoint.element_types import type_of
+from paceline.checkpoint.format.checkpoint import Checkpoint
+from paceline.checkpoint.format.regions import Flat, Region, count, whole
+from paceline.checkpoint.format.values import Json, TensorRef, decode
+from paceline.checkpoint.names import SEPARATOR, of_rank
+from paceline.checkpoint.trees import put_together
+from paceline.errors import CheckpointError
+
+_AFTER_SEPARATOR = chr(ord(SEPARATOR) + 1)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A region of a tensor, and the memory for it: elements of the saved type in one piece on the CPU.
+
+    `by_all` says that every rank wants the same, so that it is read once and sent to the others.
+    """
+
+    name: str
+    region: Region
+    memory: torch.Tensor
+    by_all: bool
+
+
+class Filling:
+    """Collects what is wanted; when it has been read, `finish` puts everything where it belongs.
+
+    Args:
+        checkpoint: where it is read from.
+        rank: this rank.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+        self.checkpoint = checkpoint
+        self.tensors = checkpoint.manifest.tensors
+        self.values = cast("dict[str, Json]", checkpoint.manifest.values)
+        self.wanted: list[Wanted] = []
+        self._names = sorted({*self.tensors, *self.values})
+        self._rank = rank
+        self._last: list[Callable[[], None]] = []
+
+    def names_below(self, name: str) -> dict[str, str]:
+        """Returns the names of tensors and values within `name`, by the rest of them."""
+        first, stop = (bisect.bisect_left(self._names, name + end) for end in (SEPARATOR, _AFTER_SEPARATOR))
+        return {each[len(name) + 1 :]: each for each in self._names[first:stop]}
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of that name, or within it."""
+        known = (self.tensors, self.values)
+        return any(each in names for names in known for each in self._own(name)) or bool(self.names_below(name))
+
+    def top_names(self) -> list[str]:
+        """Returns the names of what was saved, without what is within it."""
+        return sorted({each.partition(SEPARATOR)[0].partition("@")[0] for each in self._names})
+
+    def finally_do(self, work: Callable[[], None]) -> None:
+        """Has `work` done when everything has been read."""
+        self._last.append(work)
+
+    def finish(self) -> None:
+        """Does what was to be done when everything has been read."""
+        for work in self._last:
+            work()
+
+    def into(self, name: str, target: torch.Tensor, *, by_all: bool = True) -> None:
+        """Wants all of a tensor to be put into `target`.
+
+        Raises:
+            CheckpointError: the checkpoint has it with another shape.
+        """
+        saved = self.tensors[name]
+        if tuple(target.shape) != saved.shape:
+            raise CheckpointError(
+                f"{name!r} has the shape {list(saved.shape)} in {self.checkpoint.describe()}, and "
+                f"{list(target.shape)} here; load it into the same model, or leave it out"
+            )
+        dtype = type_of(saved.dtype)
+        if target.dtype == dtype and target.is_cpu and target.is_contiguous():
+            self.wanted.append(Wanted(name, whole(saved.shape), target.detach().view(-1), by_all))
+            return
+        read = self.region(name, whole(saved.shape), by_all=by_all)
+
+        def copy() -> None:
+            with torch.no_grad():
+                target.copy_(read.view(saved.shape))
+
+        self.finally_do(copy)
+
+    def region(self, name: str, region: Region, *, by_all: bool = False) -> torch.Tensor:
+        """Returns memory in which the elements of a region will be."""
+        memory = torch.empty(count(region), dtype=type_of(self.tensors[name].dtype), device="cpu")
+        self.wanted.append(Wanted(name, region, memory, by_all))
+        return memory
+
+    def tensor(self, name: str, *, by_all: bool = True) -> torch.Tensor:
+        """Returns memory in which the tensor will be, in its shape."""
+        shape = self.tensors[name].shape
+        return self.region(name, whole(shape), by_all=by_all).view(shape)
+
+    def tree(self, name: str) -> Callable[[], Any]:
+        """Returns a function that returns the tree of that name when everything has been read.
+
+        If each rank kept its own, it is this rank's, or the first one's if there is none of this rank.
+        """
+        known = next((each for each in self._own(name) if each in self.values or each in self.tensors), name)
+        by_all = known == name
+        if known in self.tensors and known not in self.values:
+            tensor = self.tensor(known, by_all=by_all)
+            return lambda: tensor
+        value = decode(self.values[known])
+        found: dict[str, torch.Tensor] = {}
+        for each in _references(value):
+            found[each] = self.tensor(each, by_all=by_all)
+        return lambda: put_together(value, found.__getitem__)
+
+    def _own(self, name: str) -> list[str]:
+        return [of_rank(name, self._rank), name, of_rank(name, 0)]
+
+
+def _references(value: object) -> list[str]:
+    if isinstance(value, TensorRef):
+        return [value.name]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [name for each in value for name in _references(each)] if isinstance(value, (list, tuple)) else []
+
+
+def pieces_of(wanted: Wanted, filling: Filling, unit_nbytes: int) -> list[tuple[int, int]]:
+    """Returns the bytes of a wanted whole tensor, in order, in parts that one rank reads as it likes.
+
+    They begin where pieces of the file do and are as long as the blocks that have digests, so that no block is read
+    twice.
+    """
+    entry = filling.tensors[wanted.name]
+    size = wanted.memory.element_size()
+    total = wanted.memory.numel() * size
+    flat = [each.region for each in entry.pieces]
+    if not all(isinstance(each, Flat) for each in flat):
+        return [(0, total)]
+    parts = []
+    for each in sorted((each.start * size, each.stop * size) for each in flat if isinstance(each, Flat)):
+        parts += [(start, min(start + unit_nbytes, each[1])) for start in range(each[0], each[1], unit_nbytes)]
+    return parts or [(0, total)]

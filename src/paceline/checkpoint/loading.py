@@ -1,0 +1,107 @@
+"""Loads a checkpoint into the objects of a training loop, on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from paceline.checkpoint.adopting import adopt
+from paceline.checkpoint.background import BACKGROUND
+from paceline.checkpoint.filling import Filling
+from paceline.checkpoint.foreign.opening import open_foreign
+from paceline.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
+from paceline.checkpoint.objects import State
+from paceline.checkpoint.outcomes import heard, told
+from paceline.checkpoint.reading import fill
+from paceline.checkpoint.restoring import Restoring
+from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
+from paceline.group.process_group import ProcessGroup
+
+_FOREIGN = "foreign:"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the step that the checkpoint was saved with, and how many bytes this rank has read."""
+
+    step: int | None
+    nbytes_read: int
+
+
+def load(
+    state: State, path: str | os.PathLike[str], *, strict: bool = True, group: ProcessGroup | None = None
+) -> int | None:
+    """Loads a checkpoint into `state`; every rank calls this, and their number need not be that which saved it.
+
+    Modules, optimizers, tensors and everything with `load_state_dict` are filled in place, and plain values are
+    replaced in the dict. Each byte that all ranks need is read by one of them and sent to the others; of what is
+    divided among the ranks, such as ZeRO's state, each reads its own part.
+
+    Args:
+        state: by the names with which it was saved; it may have fewer of them.
+        path: the directory that was given to `save`, whose newest whole checkpoint is taken, or one of its checkpoints;
+            or what another library saved: a file of `torch.save`, a directory of `torch.distributed.checkpoint`, or a
+            safetensors file.
+        strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
+        group: the ranks; the default group if None. A process without a group loads alone.
+
+    Returns:
+        The step that the checkpoint was saved with, None if it was saved without one.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it is one of other objects; raised on every rank.
+        CheckpointDamagedError: a file does not hold what was written. What was loaded until then stays.
+
+    Example::
+
+        state = {"model": model, "optimizer": optimizer, "epoch": 0}
+        paceline.load(state, "checkpoints")
+        epoch = state["epoch"]
+    """
+    BACKGROUND.finish()
+    talk = talk_of(group)
+    answer = told(lambda: _found(path).encode(), talk.me) if talk.rank == 0 else b""
+    where = heard(talk.announce(answer)).decode()
+    if where.startswith(_FOREIGN):
+        foreign = open_foreign(where[len(_FOREIGN) :])
+        assert foreign is not None
+        adopt(state, foreign, strict=strict)
+        return None
+    return load_from(state, where, talk, strict=strict).step
+
+
+def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
+    """Loads the checkpoint whose path or address is `where`, the same on every rank."""
+    with ExitStack() as closing:
+        opened: list[Checkpoint] = []
+
+        def open_it() -> bytes:
+            opened.append(closing.enter_context(open_checkpoint(where)))
+            return b""
+
+        _all_well(told(open_it, talk.me), talk)
+        filling = Filling(opened[0], talk.rank)
+        with ExitStack() as contexts:
+
+            def want() -> bytes:
+                Restoring(filling, strict, contexts).want(state)
+                return b""
+
+            _all_well(told(want, talk.me), talk)
+            fill(filling, talk)
+            filling.finish()
+        return Loaded(opened[0].manifest.step, opened[0].nbytes_read)
+
+
+def _found(where: str | os.PathLike[str]) -> str:
+    """Returns the path of a checkpoint, given it or that of the directory it is in."""
+    if os.path.exists(where) and (foreign := open_foreign(where)) is not None:
+        return _FOREIGN + foreign.path
+    with open_checkpoint(where) as checkpoint:
+        return checkpoint.describe()
+
+
+def _all_well(outcome: bytes, talk: GroupTalk | Alone) -> None:
+    for each in talk.exchange(outcome):
+        heard(each)

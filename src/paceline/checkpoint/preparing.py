@@ -1,0 +1,155 @@
+"""What the ranks agree on before a checkpoint is written: that they have the same state, and who writes what of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xxhash
+
+from paceline.checkpoint.captured import Captured, Held, Object, flat, whole_of
+from paceline.checkpoint.dealing import Share, deal
+from paceline.checkpoint.element_types import name_of
+from paceline.checkpoint.format.drafts import Draft
+from paceline.checkpoint.format.regions import Flat
+from paceline.checkpoint.format.root import Root
+from paceline.checkpoint.format.values import Json, encode
+from paceline.checkpoint.names import of_rank
+from paceline.checkpoint.objects import State, capture
+from paceline.checkpoint.outcomes import fault_of, heard, told
+from paceline.checkpoint.talking import Alone, GroupTalk
+from paceline.checkpoint.trees import take_apart
+from paceline.errors import CheckpointError
+from paceline.parallel.digests import memory_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What this rank writes, in which draft, and the plain values that it contributes."""
+
+    draft: Draft
+    held: Sequence[Held]
+    values: dict[str, Json]
+
+
+def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone) -> Prepared:
+    """Returns what this rank has to write; every rank calls this. Nothing is copied yet.
+
+    Raises:
+        CheckpointError: a rank's state cannot be saved, the ranks' states differ in their tensors, or there is no
+            room; raised on every rank.
+    """
+    captured = Captured()
+    digests: dict[str, str] = {}
+
+    def take() -> bytes:
+        nonlocal captured
+        captured = capture(state, talk.rank == 0)
+        digests.update({name: _digest(name, each) for name, each in captured.objects.items()})
+        for name, value in captured.values.items():
+            encode(value, name)
+        return b""
+
+    fault = fault_of(told(take, talk.me))
+    facts = {
+        "fault": fault,
+        "step": step,
+        "tensors": _described(captured),
+        "nbytes": sum(each.nbytes for each in captured.held),
+        "objects": digests,
+    }
+    everyone = [json.loads(each) for each in talk.exchange(json.dumps(facts).encode())]
+    _require_alike(everyone, talk.me)
+    is_alike = {name: all(each["objects"].get(name) == digest for each in everyone) for name, digest in digests.items()}
+    _settle_objects(captured, is_alike, talk.rank)
+    loads = [each["nbytes"] for each in everyone]
+    total = sum(loads) + sum(each.nbytes for each in captured.everywhere.values())
+    draft = agreed_draft(root, step, total, talk)
+    values = {name: encode(value, name) for name, value in captured.values.items()}
+    return Prepared(draft, [*captured.held, *_dealt(captured, loads, talk.rank)], values)
+
+
+def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Alone) -> Draft:
+    """Returns the draft that rank 0 begins.
+
+    Raises:
+        CheckpointError: it could not; raised on every rank.
+    """
+    answer = b""
+    if talk.rank == 0:
+        answer = told(lambda: root.begin(step, nbytes=nbytes).to_bytes(), talk.me)
+    return Draft.from_bytes(heard(talk.announce(answer)))
+
+
+def _described(captured: Captured) -> list[list[Any]]:
+    return [[name, name_of(each.dtype), list(each.shape)] for name, each in captured.everywhere.items()]
+
+
+def _digest(name: str, one: Object) -> str:
+    total = xxhash.xxh3_128(json.dumps(encode(one.value, name), sort_keys=True).encode())
+    for tensor in one.tensors.values():
+        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(memory_of(tensor))
+    return total.hexdigest()
+
+
+def _require_alike(everyone: Sequence[dict[str, Any]], me: str) -> None:
+    faults = [each["fault"] for each in everyone if each["fault"] is not None]
+    if faults:
+        raise CheckpointError(f"the checkpoint cannot be saved: {faults[0]}")
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        if other["step"] != first["step"]:
+            raise CheckpointError(
+                f"{me}: rank 0 of the group saves step {first['step']}, rank {rank} saves step {other['step']}; every "
+                "rank must call save in the same step"
+            )
+        if other["tensors"] != first["tensors"]:
+            raise CheckpointError(
+                f"{me}: the ranks' states differ: {_first_difference(first['tensors'], other['tensors'], rank)}. Every "
+                "rank must save the same modules and optimizers"
+            )
+
+
+def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
+    ours, theirs = ({name: f"{dtype}{shape}" for name, dtype, shape in each} for each in (first, other))
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            seen, expected = theirs.get(name, "no such tensor"), ours.get(name, "no such tensor")
+            return f"rank 0 of the group has {name!r} as {expected}, rank {rank} has {seen}"
+    return f"rank {rank} of the group has the same tensors as rank 0 in another order"
+
+
+def _settle_objects(captured: Captured, is_alike: dict[str, bool], rank: int) -> None:
+    """Decides for each object whether its state is one for all, or this rank's own."""
+    for name, one in captured.objects.items():
+        if is_alike[name]:
+            captured.everywhere.update({each: tensor.detach() for each, tensor in one.tensors.items()})
+            if not (len(one.tensors) == 1 and name in one.tensors):
+                captured.values[name] = one.value
+            continue
+        own, tensors = of_rank(name, rank), dict[str, Any]()
+        captured.values[own] = take_apart(own, one.state, tensors)
+        captured.held += [whole_of(each, tensor) for each, tensor in tensors.items()]
+
+
+def _dealt(captured: Captured, loads: Sequence[int], rank: int) -> list[Held]:
+    """Returns this rank's part of what all have."""
+    tensors = list(captured.everywhere.items())
+    shares = deal([tensor.nbytes for _, tensor in tensors], loads)[rank]
+    return [_part(tensors[share.item][0], tensors[share.item][1], share) for share in shares]
+
+
+def _part(name: str, tensor: Any, share: Share) -> Held:
+    all_of_it = whole_of(name, tensor)
+    if share.stop - share.start == tensor.nbytes:
+        return all_of_it
+    start, stop = share.start // tensor.element_size(), share.stop // tensor.element_size()
+    return replace(
+        all_of_it,
+        region=Flat(start, stop),
+        nbytes=share.stop - share.start,
+        elements=lambda: flat(tensor)[start:stop],
+    )

@@ -1,0 +1,156 @@
+"""Saves a checkpoint: every rank writes its part, and rank 0 makes it visible once all parts are on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.checkpoint.background import BACKGROUND, SaveHandle
+from paceline.checkpoint.captured import Held
+from paceline.checkpoint.format.manifest import Part
+from paceline.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
+from paceline.checkpoint.format.parts import Outgoing, write_part
+from paceline.checkpoint.format.root import Root
+from paceline.checkpoint.memory import memory_with
+from paceline.checkpoint.objects import State
+from paceline.checkpoint.outcomes import heard, told
+from paceline.checkpoint.preparing import Prepared, prepare
+from paceline.checkpoint.talking import Alone, GroupTalk, StoreTalk, Talk, talk_of
+from paceline.durations import to_seconds
+from paceline.group.default import default_world
+from paceline.group.process_group import ProcessGroup
+
+_SHOWN_EVERY_S = 5.0
+
+
+def save(
+    state: State,
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    keep: int = 1,
+    group: ProcessGroup | None = None,
+    asynchronous: bool = False,
+) -> SaveHandle | None:
+    """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
+
+    Every rank writes its part: of what all have, such as a model's parameters, an equal share, and of what is divided
+    among the ranks, such as ZeRO's state, its own. The checkpoint becomes visible at once when all of it is on the
+    disk, and only then are older ones removed, so there is always a whole one. Any number of ranks can load it.
+
+    Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
+    differs between ranks.
+
+    Args:
+        state: by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers, everything with
+            `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
+        path: the directory, on a disk that all ranks share. It is made if it does not exist.
+        step: the number of the training step, for the checkpoint's name.
+        keep: how many checkpoints of the directory to keep.
+        group: the ranks; the default group if None. A process without a group saves alone.
+        asynchronous: whether to return when a copy of the state has been taken. A thread then writes it, at a low
+            priority; the next save waits for it.
+
+    Returns:
+        None, or with `asynchronous` a handle with `wait` and `done`.
+
+    Raises:
+        CheckpointError: the state cannot be saved, or a rank could not write its part; raised on every rank.
+
+    Example::
+
+        paceline.save({"model": model, "optimizer": optimizer, "epoch": epoch}, "checkpoints", step=step)
+    """
+    BACKGROUND.finish()
+    talk = talk_of(group)
+    root = Root(path)
+    prepared = prepare(state, root, step, talk)
+    if asynchronous:
+        return write_later(root, prepared, keep, talk)
+    write(root, prepared, keep, talk)
+    return None
+
+
+def write_later(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alone) -> SaveHandle:
+    """Copies what this rank has to write, and returns while a thread writes it."""
+    copies: list[Held] = []
+
+    def copy() -> bytes:
+        copies.extend(BACKGROUND.staging.copied(prepared.held))
+        return b""
+
+    try:
+        # No rank goes on before all have their copies: ranks may share the memory that the next step changes.
+        for outcome in talk.exchange(told(copy, talk.me)):
+            heard(outcome)
+    except BaseException:
+        if talk.rank == 0:
+            root.abandon(prepared.draft)
+        raise
+    later: Talk = talk
+    if isinstance(talk, GroupTalk):
+        later = StoreTalk(talk.group, default_world().store, prepared.draft.token, to_seconds(talk.group.timeout))
+    staged = Prepared(prepared.draft, copies, prepared.values)
+    return BACKGROUND.start(lambda: write(root, staged, keep, later), prepared.draft.name)
+
+
+def write(root: Root, prepared: Prepared, keep: int, talk: Talk) -> None:
+    """Writes this rank's part, and has rank 0 make the checkpoint visible.
+
+    Raises:
+        CheckpointError: a rank failed; raised on every rank.
+    """
+    part = told(lambda: _written(root, prepared, talk), talk.me)
+    if talk.rank > 0:
+        talk.collect(part)
+        heard(talk.announce(b""))
+        return
+    is_published = False
+    try:
+        verdict = told(lambda: _published(root, prepared, talk.collect(part), talk), talk.me)
+        is_published = verdict[:1] == b"+"
+        heard(talk.announce(verdict))
+    finally:
+        if not is_published:
+            root.abandon(prepared.draft)
+    root.retire(keep)
+
+
+def _written(root: Root, prepared: Prepared, talk: Talk) -> bytes:
+    shown = _Progress(f"{talk.me}: checkpoint {prepared.draft.name}")
+    outgoing = [_outgoing(each) for each in prepared.held]
+    part = write_part(root.place, prepared.draft, talk.rank, outgoing, progress=shown)
+    return json.dumps([part_to_bytes(part).decode(), prepared.values]).encode()
+
+
+def _published(root: Root, prepared: Prepared, everyone: Sequence[bytes], talk: Talk) -> bytes:
+    parts: list[Part] = []
+    values: dict[str, Any] = {}
+    for each in reversed(everyone):  # where several ranks have a value, that of the first one counts
+        part, own = json.loads(heard(each))
+        parts.append(part_from_bytes(part.encode()))
+        values |= own
+    root.publish(prepared.draft, parts[::-1], values, world_size=talk.size)
+    return b""
+
+
+def _outgoing(held: Held) -> Outgoing:
+    return Outgoing(held.name, held.dtype, held.shape, held.region, lambda: memory_with(held.elements().cpu()))
+
+
+class _Progress:
+    """Shows on stderr how far a long write is."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._shown_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= _SHOWN_EVERY_S:
+            self._shown_s = now_s
+            sys.stderr.write(f"paceline: {self._what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB are written\n")

@@ -1,0 +1,65 @@
+"""Copies of what a checkpoint is to hold, taken at once, so that the training may go on while it is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from paceline.checkpoint.captured import Held
+from paceline.checkpoint.element_types import type_of
+
+_ALIGNMENT = 256
+_CHUNK_NBYTES = 16 << 20  # that one thread copies at a time
+_MOST_THREADS = 4  # more do not make memory faster
+
+
+class Staging:
+    """Memory for copies, which is used again for the next checkpoint: new memory costs more than the copy itself."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def copied(self, held: Sequence[Held]) -> list[Held]:
+        """Returns what `held` is now, in this memory; earlier copies are overwritten."""
+        rooms = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in held]
+        total = sum(rooms)
+        if self._memory.numel() < total:
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes first
+            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
+        starts = [0, *accumulate(rooms)]
+        copies = [
+            self._memory[start : start + each.nbytes].view(type_of(each.dtype))
+            for each, start in zip(held, starts, strict=False)
+        ]
+        _copy_all([(copy, each) for copy, each in zip(copies, held, strict=True)])
+        return [replace(each, elements=_returning(copy)) for each, copy in zip(held, copies, strict=True)]
+
+
+def _returning(tensor: torch.Tensor):  # type: ignore[no-untyped-def]
+    return lambda: tensor
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, Held]]) -> None:
+    threads = min(_MOST_THREADS, _cores_to_spare())
+    if threads < 2 or sum(each.nbytes for _, each in pairs) < _CHUNK_NBYTES:
+        for copy, held in pairs:
+            copy.copy_(held.elements())
+        return
+    with ThreadPoolExecutor(threads, "paceline-copying") as pool:
+        works = []
+        for copy, held in pairs:
+            elements = held.elements()
+            size = max(1, _CHUNK_NBYTES // max(1, elements.element_size()))
+            works += [pool.submit(a.copy_, b) for a, b in zip(copy.split(size), elements.split(size), strict=True)]
+        for work in works:
+            work.result()
+
+
+def _cores_to_spare() -> int:
+    """Returns how many cores this rank may use while the others of its host do the same."""
+    return len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

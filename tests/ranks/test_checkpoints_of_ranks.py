@@ -1,0 +1,204 @@
+"""Checkpoints that 4 ranks save and any number of ranks loads, of every kind of training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_training import KINDS, Contents, Loop, Net, load_all_kinds, save_all_kinds
+from torch import nn
+from world import RankFailed, Ranks, close_worlds
+
+import paceline as dist
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Contents]]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    first, *_ = Ranks(4)(save_all_kinds, root)
+    yield root, first  # type: ignore[misc]
+    close_worlds()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_four_ranks_save_and_any_number_loads(saved: tuple[Path, dict[str, Contents]], size: int) -> None:
+    root, expected = saved
+    first: Any = Ranks(size)(load_all_kinds, root)[0]
+    for kind in KINDS:
+        found, plain = first[kind]
+        assert plain == {"steps": (1, 2.5), 7: None}
+        for name, contents in expected[kind].items():
+            assert found[name] == contents, f"{name} of {kind}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_byte_is_written_once(saved: tuple[Path, dict[str, Contents]], kind: str) -> None:
+    root, _ = saved
+    (step,) = (root / kind).glob("step_*")
+    manifest = json.loads((step / "manifest.json").read_bytes())
+    writers = {name.split("_")[1] for name in manifest["files"]}
+    assert len(writers) == 4
+    written = sum(path.stat().st_size for path in step.glob("*.safetensors"))
+    model = sum(each.nbytes for each in Net().state_dict().values())
+    assert written < 3 * model + 64 * 1024  # parameters and two moments of the optimizer, and the headers
+
+
+def load_and_count(root: Path) -> tuple[int, int]:
+    from paceline.checkpoint.loading import load_from
+    from paceline.checkpoint.talking import talk_of
+
+    dist.init_process_group()
+    model = nn.Linear(4096, 2048)
+    (step,) = root.glob("step_*")
+    loaded = load_from({"model": model}, str(step), talk_of(None))
+    assert float(model.weight.sum()) == 4096 * 2048
+    return loaded.nbytes_read, sum(each.nbytes for each in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_byte_is_read_about_once(ranks: type[Ranks], tmp_path: Path, size: int) -> None:
+    model = nn.Linear(4096, 2048)
+    nn.init.ones_(model.weight)
+    dist.save({"model": model}, tmp_path, step=1)
+    counted: Any = ranks(size)(load_and_count, tmp_path)
+    assert sum(read for read, _ in counted) == counted[0][1]
+
+
+def save_what_differs(root: Path) -> None:
+    dist.init_process_group()
+    torch.manual_seed(dist.get_rank())
+    mine = {"rank": dist.get_rank(), "random": dist.RandomState(), "same": 5}
+    dist.save(mine, root)
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    got: dict[str, Any] = {"rank": None, "random": dist.RandomState(), "same": None}
+    dist.load(got, root)
+    assert (got["rank"], got["same"]) == (dist.get_rank(), 5)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_differs_is_kept_for_each_rank(ranks: type[Ranks], tmp_path: Path) -> None:
+    ranks(3)(save_what_differs, tmp_path)
+
+
+def save_different_models(root: Path) -> None:
+    dist.init_process_group()
+    width = 3 + dist.get_rank() // 2
+    with pytest.raises(dist.CheckpointError, match=r"'model/weight' as F32\[2, 3\], rank 2 has F32\[2, 4\]"):
+        dist.save({"model": nn.Linear(width, 2)}, root)
+    state = {"odd": object() if dist.get_rank() == 1 else 1}
+    with pytest.raises(dist.CheckpointError, match=r"rank 1: odd is a builtins\.object.*cannot hold"):
+        dist.save(state, root)
+    assert not [*root.iterdir()]
+    dist.save({"odd": 1}, root)  # the group is still usable
+
+
+def test_all_ranks_learn_of_one_ranks_mistake(ranks: type[Ranks], tmp_path: Path) -> None:
+    ranks(3)(save_different_models, tmp_path)
+
+
+def save_where_nobody_may(root: Path) -> None:
+    dist.init_process_group()
+    with pytest.raises(dist.CheckpointError, match=r"^rank 0 .*taken: Not a directory"):
+        dist.save({"model": nn.Linear(2, 2)}, root / "taken")
+
+
+def test_a_place_that_cannot_be_written_is_named(ranks: type[Ranks], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    ranks(2)(save_where_nobody_may, tmp_path)
+
+
+def test_wrong_models_are_refused_by_name(tmp_path: Path) -> None:
+    dist.save({"model": nn.Linear(3, 2)}, tmp_path)
+    with pytest.raises(dist.CheckpointError, match=r"shape \[2, 3\] in .*, and \[2, 5\] here"):
+        dist.load({"model": nn.Linear(5, 2)}, tmp_path)
+    with pytest.raises(dist.CheckpointError, match=r"has \['bias'\] besides"):
+        dist.load({"model": nn.Linear(3, 2, bias=False)}, tmp_path)
+    with pytest.raises(dist.CheckpointError, match="has no 'optimizer'; it has 'model'"):
+        dist.load({"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())}, tmp_path)
+    dist.load({"model": nn.Linear(3, 2, bias=False), "other": 1}, tmp_path, strict=False)
+
+
+def test_a_rank_that_fails_shows_its_traceback(ranks: type[Ranks], tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+        ranks(2)(save_what_raises, tmp_path)
+
+
+class Raises:
+    def state_dict(self) -> float:
+        return 1 / 0
+
+    def load_state_dict(self, state: object) -> None:
+        pass
+
+
+def save_what_raises(root: Path) -> None:
+    dist.init_process_group()
+    dist.save({"bad": Raises() if dist.get_rank() == 1 else 3}, root)
+
+
+def resume_in_shards(root: Path, steps: int, saves: bool, loads: bool) -> list[int]:
+    dist.init_process_group()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.ReLU(), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    shards = dist.LogicalShards(model, 4)
+    data = torch.randn(96, 6, generator=torch.Generator().manual_seed(7))
+    loader = dist.ShardLoader(torch.utils.data.TensorDataset(data), 3, shards)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    state = {"model": shards, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+    if loads:
+        dist.load(state, root)
+    while steps:
+        for batches in loader:
+            optimizer.zero_grad()
+            shards.backward(lambda x: model(x[0]).square().mean(), batches)
+            optimizer.step()
+            schedule.step()
+            steps -= 1
+            if not steps:
+                break
+    if saves:
+        dist.save(state, root)
+    return [each for tensor in model.state_dict().values() for each in tensor.view(-1).view(torch.uint8).tolist()]
+
+
+def test_a_resumed_training_has_the_same_bits(ranks: type[Ranks], tmp_path: Path) -> None:
+    expected = ranks(2)(resume_in_shards, tmp_path, 12, False, False)[0]
+    ranks(4)(resume_in_shards, tmp_path, 7, True, False)
+    assert ranks(3)(resume_in_shards, tmp_path, 5, False, True)[0] == expected
+
+
+def save_with_torch(root: Path) -> None:
+    """What torch's DCP saves and loads is what ours does."""
+    import torch.distributed.checkpoint as dcp
+
+    loop = Loop("plain", seed=3)
+    loop.train(2)
+    dist.save({"model": loop.model}, root / "ours")
+    dcp.save({"model": loop.model.module.state_dict()}, checkpoint_id=str(root / "torchs"), no_dist=True)
+
+
+def load_with_torch(root: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    ours, theirs = Net(), Net()
+    dist.load({"model": ours}, root / "ours")
+    state = {"model": theirs.state_dict()}
+    dcp.load(state, checkpoint_id=str(root / "torchs"), no_dist=True)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, state["model"][name]), name
+
+
+def save_and_load_with_torch(root: Path) -> None:
+    dist.init_process_group()
+    save_with_torch(root)
+    load_with_torch(root)
+
+
+def test_what_is_loaded_is_what_torchs_dcp_loads(ranks: type[Ranks], tmp_path: Path) -> None:
+    ranks(1)(save_and_load_with_torch, tmp_path)
