@@ -131,6 +131,20 @@ def test_the_cause_of_a_failure_is_told_last(said, tmp_path, capsys, fault, caus
         assert (found["ranks"], found["world_size"]) == (1 if missing else 2, 2)
 
 
+def test_what_a_signal_to_the_job_set_off_is_no_failure(said, tmp_path, capsys):
+    said("raise")
+    directory = tmp_path / "runs" / "job"
+    for told in directory.rglob("error.json"):
+        told.unlink()  # what is left is what the ranks saw of each other
+    facts = json.loads((directory / "job.json").read_text())
+    causes = {}
+    for state in ("failed", "stopped"):
+        (directory / "job.json").write_text(json.dumps({**facts, "state": state}))
+        main(["analyze", "--json", str(directory)])
+        causes[state] = [each["cause"] for each in json.loads(capsys.readouterr().out)["verdicts"]]
+    assert causes["failed"] and not causes["stopped"]
+
+
 def test_an_exception_is_told_before_its_process_ends(said):
     told = said("linger", "rank 1 failed: ValueError: bad sample (script.py:")  # its end comes after a minute
     assert "rank 1 failed first (" not in told, "which is said at the end"

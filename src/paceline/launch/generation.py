@@ -175,5 +175,5 @@ class Generation:
 
     def _signal(self, number: int) -> None:
         self._was_asked_to_end = True
-        self.signal(signal.SIGCONT)  # a stopped worker would not hear it
         self.signal(number)
+        self.signal(signal.SIGCONT)  # a stopped worker hears it now, before anything else of its program runs

@@ -14,6 +14,8 @@ from paceline.observe.evidence import Ending, Manner, Rank, Scene
 from paceline.observe.picture import Picture, decode, scene_of
 from paceline.observe.reading import read_directory
 from paceline.observe.recording import Recording
+from paceline.observe.runs import State as RunState
+from paceline.observe.runs import read_run
 from paceline.observe.witnesses import witness
 
 PICTURES = "stall-*.json"  # what the launchers saw of the latest stall
@@ -45,8 +47,9 @@ def remains(*directories: str | os.PathLike[str]) -> Remains:
     failures = [path for directory in directories for path in Path(directory).rglob(_FAILURES)]
     endings = {rank: ending for path in failures for rank, ending in _failures(path)}
     ranks = aligned([witness(each) for each in recordings], [each.clock.identity for each in recordings])
+    is_stopped = any(_is_stopped(Path(each)) for each in directories)
     ended = [
-        replace(rank, ending=endings.get(rank.rank) or _ending(rank, ranks, recording))
+        replace(rank, ending=endings.get(rank.rank) or (None if is_stopped else _ending(rank, ranks, recording)))
         for rank, recording in zip(ranks, recordings, strict=True)
     ]
     size = max((each.world_size or 0 for each in recordings), default=0)
@@ -54,6 +57,12 @@ def remains(*directories: str | os.PathLike[str]) -> Remains:
     is_a_stall = bool(stall.ranks) and not any(rank.ending is not None for rank in ended)
     scene = _with_the_unseen(stall, ended) if is_a_stall else Scene(0.0, tuple(replace(r, since_s=None) for r in ended))
     return Remains(scene, tuple(ranks), size, len(recordings) + len(pictures) + len(endings))
+
+
+def _is_stopped(directory: Path) -> bool:
+    """Returns whether a signal ended the job. Its workers then saw each other end, in an order that means nothing."""
+    run = read_run(directory)
+    return run is not None and run.state is RunState.STOPPED
 
 
 def _latest(recordings: Sequence[Recording]) -> list[Recording]:

@@ -142,8 +142,8 @@ class Crew:
         self._forker.cancel()
         for member in [each for each in self.members.values() if each.worker is None]:
             self._forget(member)
-        self.signal(signal.SIGCONT)
         self.signal(number)
+        self.signal(signal.SIGCONT)  # a stopped worker hears it now, before anything else of its program runs
 
     def kill(self) -> None:
         """Kills the workers at once."""
