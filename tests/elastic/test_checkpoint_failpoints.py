@@ -27,8 +27,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest
 
 
-def die_in_a_save(directory: Path, failpoints: str, undisturbed: str, asynchronous: bool) -> dict[str, int]:
-    """Returns the workers' exit codes; checks what they leave."""
+def die_in_a_save(
+    directory: Path, failpoints: str, undisturbed: str, asynchronous: bool, steps: tuple[int, ...] = (LAST_STEP,)
+) -> dict[str, int]:
+    """Returns the workers' exit codes; checks what they leave, and that the newest checkpoint is of one of `steps`."""
     outcome = elastic_job.run(
         elastic_programs.train_and_save,
         EPOCHS,
@@ -41,7 +43,7 @@ def die_in_a_save(directory: Path, failpoints: str, undisturbed: str, asynchrono
     assert {*outcome.results.values()} == {undisturbed}, outcome
     found, skipped = Root(directory).newest_whole(digests=True)
     assert found is not None and skipped == []
-    assert found.step == LAST_STEP
+    assert found.step in steps
     return outcome.ended
 
 
@@ -57,7 +59,9 @@ def test_a_worker_may_die_while_it_saves(tmp_path: Path, undisturbed: str, point
 def test_any_worker_may_die_at_any_operation(
     tmp_path: Path, undisturbed: str, point: str, count: int, asynchronous: bool
 ) -> None:
+    # A worker may die in the last save when training is over; then nobody saves that step again.
+    steps = (LAST_STEP - 3, LAST_STEP) if asynchronous else (LAST_STEP,)
     for worker in ("0.0.0", "0.2.0"):
-        die_in_a_save(tmp_path / worker, f"{worker}:{point}@{count}=kill", undisturbed, asynchronous)
+        die_in_a_save(tmp_path / worker, f"{worker}:{point}@{count}=kill", undisturbed, asynchronous, steps)
     both = f"0.0.0:{point}@{count}=kill,0.1.0:{point}@{count}=kill"
-    die_in_a_save(tmp_path / "both", both, undisturbed, asynchronous)
+    die_in_a_save(tmp_path / "both", both, undisturbed, asynchronous, steps)
