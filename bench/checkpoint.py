@@ -1,6 +1,6 @@
 """What does a training lose by a checkpoint, how fast is it written, and how much does each rank read?
 
-    python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 3] [--directory DIR] [--cases save load]
+    python bench/checkpoint.py [--ranks 2] [--gigabytes 1] [--rounds 3] [--steps 16] [--directory DIR]
 
 "save": a training of linear layers with AdamW, whose parameters and optimizer's state are 1 GB, makes some steps
 without a checkpoint, and the same steps with one after the first: with `paceline.save` (asynchronous and not), with
@@ -27,7 +27,6 @@ from report import parser, show
 from torch import nn
 from turns import leave_rows, rows_of_ranks
 
-STEPS = 16
 WIDTH = 2048
 Save = Callable[[dict[str, Any], Path], Callable[[], object]]  # returns what waits until the checkpoint is durable
 
@@ -75,7 +74,7 @@ def torchs(state: dict[str, Any], path: Path) -> Callable[[], object]:
     return lambda: None
 
 
-def save_main(rank: int, gigabytes: float, rounds: int, where: str, directory: str) -> None:
+def save_main(rank: int, gigabytes: float, rounds: int, steps: int, where: str, directory: str) -> None:
     import paceline as dist
 
     torch.set_num_threads(1)
@@ -88,7 +87,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, where: str, directory: s
     model = dist.DistributedDataParallel(build(gigabytes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     state = {"model": model, "optimizer": optimizer}
-    x = torch.randn(8, WIDTH)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(rank))
     contestants: dict[str, Save | None] = {
         "no checkpoint": None,
         "paceline, asynchronous": ours(True),
@@ -110,7 +109,7 @@ def save_main(rank: int, gigabytes: float, rounds: int, where: str, directory: s
     for turn in range(rounds + 1):
         for name, save in contestants.items():
             path = Path(where, f"{name} {turn}".replace(" ", "_"))
-            measured[name].append(run(step, state, save, path))
+            measured[name].append(run(step, steps, state, save, path))
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
@@ -131,7 +130,9 @@ def save_main(rank: int, gigabytes: float, rounds: int, where: str, directory: s
     leave_rows(rows, directory)
 
 
-def run(step: Callable[[], None], state: dict[str, Any], save: Save | None, path: Path) -> tuple[float, float, float]:
+def run(
+    step: Callable[[], None], steps: int, state: dict[str, Any], save: Save | None, path: Path
+) -> tuple[float, float, float]:
     """The seconds of all steps, of the call that saves, and until the checkpoint is durable; of the slowest rank."""
     import paceline as dist
 
@@ -144,7 +145,7 @@ def run(step: Callable[[], None], state: dict[str, Any], save: Save | None, path
         began = time.perf_counter()
         finish = save(state, path)
         call = time.perf_counter() - began
-    for _ in range(STEPS - 1):
+    for _ in range(steps - 1):
         step()
     if finish is not None:
         finish()
@@ -212,13 +213,14 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--gigabytes", type=float, default=1.0)
     arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--steps", type=int, default=16, help="of each turn; a checkpoint should end within them")
     arguments.add_argument("--directory", help="where checkpoints are written; a temporary directory by default")
     arguments.add_argument("--cases", nargs="+", default=["save", "load"], choices=["save", "load"])
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as where:
         if "save" in options.cases:
-            rows += rows_of_ranks(save_main, options.ranks, options.gigabytes, options.rounds, where)
+            rows += rows_of_ranks(save_main, options.ranks, options.gigabytes, options.rounds, options.steps, where)
         if "load" in options.cases:
             rows += load_case(options.gigabytes / 4, where)
     show(f"Checkpoints of {options.gigabytes:g} GB on {options.ranks} ranks of one thread", rows, options.json)

@@ -34,7 +34,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 shards = dist.LogicalShards(model, 4)
 loader = dist.ShardLoader(torch.utils.data.TensorDataset(inputs), 4, shards)
 {make}
-with dist.CheckpointManager({path!r}, every=2, keep=2) as manager:
+with dist.CheckpointManager({path!r}, every={every}, keep=2) as manager:
     manager.restore(state)
     for epoch in {epochs}:
         for batches in loader:
@@ -59,10 +59,10 @@ ELASTIC = {
 }
 
 
-def write(path: Path, parts: dict[str, str], then: str = "pass", checkpoints: str = "checkpoints") -> str:
+def write(path: Path, parts: dict[str, str], then: str = "pass", every: int = 2) -> str:
     """`epochs` is evaluated after `restore`."""
-    script = path / f"train_{checkpoints}.py"
-    script.write_text(SCRIPT.format(**parts, path=str(path / checkpoints), then=then))
+    script = path / "train.py"
+    script.write_text(SCRIPT.format(**parts, path=str(path / "checkpoints"), then=then, every=every))
     return str(script)
 
 
@@ -109,6 +109,22 @@ def test_an_elastic_job_goes_on_from_a_checkpoint(tmp_path: Path, undisturbed: s
     first = launching.run("--elastic", "--nproc-per-node", "2", write(tmp_path, ELASTIC, end))
     assert first.returncode != 0
     again = launching.run("--elastic", "--nproc-per-node", "3", write(tmp_path, ELASTIC))
+    assert again.returncode == 0, again.stderr
+    assert digests(again.stdout) == undisturbed
+
+
+def test_an_elastic_job_that_is_asked_to_end_saves(tmp_path: Path, undisturbed: set[str]) -> None:
+    then = (
+        'if step == 13 and os.environ["PACELINE_WORKER"] == "0.0.0": os.kill(os.getppid(), signal.SIGTERM)\n'
+        "            if step >= 13: time.sleep(min(step - 12, 5))"
+    )
+    flags = ("--elastic", "--nproc-per-node", "2", "--start-method=spawn", "--shutdown-timeout", "1000")
+    first = launching.run(*flags, write(tmp_path, ELASTIC, then, every=1000))
+    assert not digests(first.stdout), "the job went on to its end"
+    assert re.search(r"the job is to end; the checkpoint of step \d+ is in ", first.stderr), first.stderr
+    (saved,) = (tmp_path / "checkpoints").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) >= 13
+    again = launching.run("--elastic", "--nproc-per-node", "2", write(tmp_path, ELASTIC))
     assert again.returncode == 0, again.stderr
     assert digests(again.stdout) == undisturbed
 

@@ -72,6 +72,7 @@ class CheckpointManager:
         self._every, self._keep, self._asynchronous, self._group = every, keep, asynchronous, group
         self._saved: int | None = None  # the step that was saved last
         self._saved_s = time.monotonic()
+        self._latest: tuple[int, State] = 0, {}  # what an elastic job has made last
         self._signals = EndingSignals()
         self._is_elastic = False
 
@@ -189,6 +190,8 @@ class CheckpointManager:
         rounds = elastic.rounds
         assert rounds is not None
         self._is_elastic = True
+        self._latest = step, state
+        rounds.on_dismissed = self._save_alone
         if not (force or (self._saved != step and self.should_save(step))):
             return False
 
@@ -201,6 +204,20 @@ class CheckpointManager:
         rounds.agree_on(attempt)
         self._saved = step
         return True
+
+    def _save_alone(self) -> None:
+        """Saves the step that was made last, when all workers of an elastic job end; each of them has all of it."""
+        with contextlib.suppress(*_OF_LOST_WORKERS):
+            BACKGROUND.finish()
+        step, state = self._latest
+        if not self._is_saved(step):
+            self._write(step, state, Alone(), asynchronous=False)
+            sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint of a step is there, or another worker is writing one."""
+        place, name = self._root.place, f"step_{step:010d}"
+        return any(each.startswith(name) or (name in each and place.is_held(each)) for each in place.names())
 
     def _choose(self, talk: GroupTalk | Alone, damaged: dict[str, str]) -> str | None:
         """Returns the newest checkpoint that is not known to be damaged, None if there are no checkpoints at all."""

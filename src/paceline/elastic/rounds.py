@@ -89,6 +89,7 @@ class Rounds:
         self._others_have = False  # a member that is in the same round has begun its batch
         self._guest_until = 0  # the round before which this worker is a guest, see `Status`
         self.is_leaving = False  # this worker was asked to end
+        self.on_dismissed: Callable[[], None] | None = None  # is called between batches before the job ends for all
         self._agreed = 0  # the generation of a view that all members have heard of
 
     @property
@@ -179,6 +180,8 @@ class Rounds:
                 return self.dealings.begin(self.number, dealt.members)
             self._catching_up = None
         if (order := self._connection.dismissed) is not None:  # all leave, so that no view follows; or the job is over
+            if self.on_dismissed is not None:
+                self.on_dismissed()
             self._end(order.reason, order.code)
         self._donor.begin_batch(self._agreed, self.number, self._committed, self.dealings.latest)
         self._until_it_holds(attempt)
