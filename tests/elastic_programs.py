@@ -62,6 +62,26 @@ def train(
     return state.digest()
 
 
+def train_and_save(epochs: int, directory: str, asynchronous: bool) -> str:
+    """Trains a network and saves a checkpoint every third step, of which there are four in an epoch."""
+    dist.init_process_group(elastic=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    dataset = torch.utils.data.TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    logical = dist.LogicalShards(model, SHARDS)
+    loader = dist.ShardLoader(dataset, 3, logical)
+    state = dist.ElasticState(logical, optimizer=optimizer, loader=loader)
+    with dist.CheckpointManager(directory, every=3, keep=2, asynchronous=asynchronous) as manager:
+        for epoch in state.epochs(epochs):
+            for batches in loader:
+                optimizer.zero_grad()
+                logical.backward(lambda x: model(x[0]).square().mean(), batches)
+                optimizer.step()
+                manager.save(4 * epoch + loader.state_dict()["step"], {"all": state})
+    return state.digest()
+
+
 def count_shards(steps: int) -> int:
     """Trains one epoch; returns how many shards this worker has computed."""
     dist.init_process_group(elastic=True)

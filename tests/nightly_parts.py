@@ -86,7 +86,7 @@ def _pictures_in_a_browser(root: Path) -> Part:
 def _examples() -> Part:
     commands = [
         [str(_BIN / "paceline"), "run", "--nproc-per-node", ranks, f"examples/{script}"]
-        for script in ("digits.py", "char_lm.py")
+        for script in ("digits.py", "char_lm.py", "checkpoints.py", "checkpoints_by_hand.py")
         for ranks in ("1", "2", "4")
     ]
     return Part("examples", "runs the examples in full on 1, 2 and 4 ranks", commands, _HOUR_S)

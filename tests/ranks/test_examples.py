@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.checkpoint.format.root import Root
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         (["examples/digits.py", "--epochs", "1"], "all ranks hold the same bits   yes"),
         (["examples/char_lm.py", "--steps", "2", "--batch-size", "2"], "text it has not seen:"),
         (["examples/slow_network.py", "--steps", "5", "--batch-size", "2", "--every", "4"], "text it has not seen:"),
+        (["examples/checkpoints_by_hand.py"], "paceline.save: step 5, manifest.json, rank_00000_000.safetensors"),
     ],
 )
 def test_an_example_runs_on_two_ranks(arguments, shown):
@@ -31,6 +34,22 @@ def test_an_example_runs_on_two_ranks(arguments, shown):
     )
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+
+
+def test_the_example_of_checkpoints_leaves_whole_ones(tmp_path):
+    arguments = ["examples/checkpoints.py", "--steps", "3", "--every", "2", "--directory", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", *arguments],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks begin at step 0" in done.stdout
+    found, skipped = Root(tmp_path).newest_whole(digests=True)
+    assert found is not None and (found.step, skipped) == (3, [])
 
 
 def test_the_digits_example_is_an_ordinary_script_too():

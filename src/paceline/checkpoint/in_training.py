@@ -26,6 +26,9 @@ from paceline.errors import CheckpointDamagedError, CheckpointError, CollectiveE
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 
+# What an unfinished checkpoint raises in an elastic job, whose workers may die; it was printed when it happened.
+_OF_LOST_WORKERS = (CheckpointError, CollectiveError, StoreError)
+
 
 class CheckpointManager:
     """Saves the state of a training regularly, and restores the newest whole checkpoint when the script starts again.
@@ -71,6 +74,7 @@ class CheckpointManager:
         self._saved_s = time.monotonic()
         self._latest: tuple[int, State] = 0, {}  # what an elastic job has made last
         self._signals = EndingSignals()
+        self._is_elastic = False
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -151,11 +155,15 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the checkpoint that is being written, and stops heeding signals; may be called again.
 
+        In an elastic job a worker may die while the last one is written. That was printed; the others go on to their
+        end, and the checkpoint before is the newest.
+
         Raises:
             CheckpointError: it could not be written.
         """
         self._signals.close()
-        BACKGROUND.finish()
+        with contextlib.suppress(*_OF_LOST_WORKERS if self._is_elastic else ()):
+            BACKGROUND.finish()
 
     def _agreed(self, step: int, talk: GroupTalk | Alone) -> tuple[bool, bool]:
         """Returns whether it is time to save, and whether the ranks are to end: the same on every rank."""
@@ -181,13 +189,14 @@ class CheckpointManager:
             )
         rounds = elastic.rounds
         assert rounds is not None
+        self._is_elastic = True
         self._latest = step, state
         rounds.on_dismissed = self._save_alone
         if not (force or (self._saved != step and self.should_save(step))):
             return False
 
         def attempt(group: ProcessGroup) -> list[torch.Tensor]:
-            with contextlib.suppress(CheckpointError, CollectiveError, StoreError):  # a lost one was printed
+            with contextlib.suppress(*_OF_LOST_WORKERS):
                 BACKGROUND.finish()
             self._write(step, state, GroupTalk(group), self._asynchronous)
             return [torch.tensor([step])]
@@ -198,7 +207,7 @@ class CheckpointManager:
 
     def _save_alone(self) -> None:
         """Saves the step that was made last, when all workers of an elastic job end; each of them has all of it."""
-        with contextlib.suppress(CheckpointError, CollectiveError, StoreError):
+        with contextlib.suppress(*_OF_LOST_WORKERS):
             BACKGROUND.finish()
         step, state = self._latest
         if not self._is_saved(step):

@@ -1,0 +1,63 @@
+"""Trains on handwritten digits, and goes on from its newest checkpoint when started again, on any number of ranks.
+
+paceline run --nproc-per-node 2 examples/checkpoints.py --steps 200      (end it by Ctrl-C, kill it, or let it finish)
+paceline run --nproc-per-node 3 examples/checkpoints.py --steps 400      (goes on where the other one was)
+paceline checkpoint inspect build/digits-checkpoints
+
+A checkpoint is there when all of it is, so whatever kills the training, the next start finds a whole one.
+"""
+
+import argparse
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline as dist
+
+arguments = argparse.ArgumentParser(description="Handwritten digits, with checkpoints")
+arguments.add_argument("--steps", type=int, default=200)
+arguments.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
+arguments.add_argument("--directory", default="build/digits-checkpoints")
+options = arguments.parse_args()
+
+dist.init_process_group()
+torch.manual_seed(0)
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+
+model = dist.DistributedDataParallel(
+    nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10),
+    )
+)  # fmt: skip
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+# The position in the epoch is part of the checkpoint: no sample is trained on twice or left out after a restart.
+loader = dist.StatefulLoader(TensorDataset(images, labels), batch_size=32, remainder="repeat")
+
+state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
+with dist.CheckpointManager(options.directory, every=options.every, keep=3) as manager:
+    step = manager.restore(state) or 0
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks begin at step {step}")
+    while step < options.steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            began = time.perf_counter()
+            if manager.save(step, state, force=step == options.steps) and dist.get_rank() == 0:
+                stall_ms = (time.perf_counter() - began) * 1e3
+                print(f"step {step:4}  loss {loss.item():.3f}  saving takes {stall_ms:.1f} ms of the loop's time")
+            if step == options.steps:
+                break
+dist.destroy_process_group()

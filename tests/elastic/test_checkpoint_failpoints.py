@@ -1,0 +1,67 @@
+"""Workers of an elastic job are killed while they save: the others go on, and the last checkpoint is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import elastic_job
+import elastic_programs
+import pytest
+
+from paceline.checkpoint.format.root import Root
+from paceline.elastic.failpoints import POINTS_OF_CHECKPOINTS
+
+EPOCHS = 3
+LAST_STEP = 12
+# In the suite a few; at night each operation of the first two saves.
+FEW = [("checkpoint.create", 2), ("checkpoint.sync", 3), ("checkpoint.rename", 1)]
+ALL = [(point, count) for point in POINTS_OF_CHECKPOINTS for count in range(1, 12)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of one worker alone."""
+    directory = str(tmp_path_factory.mktemp("undisturbed"))
+    (digest,) = elastic_job.run(elastic_programs.train_and_save, EPOCHS, directory, True, workers=1).results.values()
+    assert isinstance(digest, str)
+    return digest
+
+
+def die_in_a_save(
+    directory: Path, failpoints: str, undisturbed: str, asynchronous: bool, steps: tuple[int, ...] = (LAST_STEP,)
+) -> dict[str, int]:
+    """Returns the workers' exit codes; checks what they leave, and that the newest checkpoint is of one of `steps`."""
+    outcome = elastic_job.run(
+        elastic_programs.train_and_save,
+        EPOCHS,
+        str(directory),
+        asynchronous,
+        failpoints=failpoints,
+        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+    )
+    assert (outcome.code, outcome.errors) == (0, {}), outcome
+    assert {*outcome.results.values()} == {undisturbed}, outcome
+    found, skipped = Root(directory).newest_whole(digests=True)
+    assert found is not None and skipped == []
+    assert found.step in steps
+    return outcome.ended
+
+
+@pytest.mark.parametrize(("point", "count"), FEW)
+def test_a_worker_may_die_while_it_saves(tmp_path: Path, undisturbed: str, point: str, count: int) -> None:
+    ended = die_in_a_save(tmp_path, f"0.0.0:{point}@{count}=kill", undisturbed, True)
+    assert ended["0.0.0"] == -9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("point", "count"), ALL)
+def test_any_worker_may_die_at_any_operation(
+    tmp_path: Path, undisturbed: str, point: str, count: int, asynchronous: bool
+) -> None:
+    # A worker may die in the last save when training is over; then nobody saves that step again.
+    steps = (LAST_STEP - 3, LAST_STEP) if asynchronous else (LAST_STEP,)
+    for worker in ("0.0.0", "0.2.0"):
+        die_in_a_save(tmp_path / worker, f"{worker}:{point}@{count}=kill", undisturbed, asynchronous, steps)
+    both = f"0.0.0:{point}@{count}=kill,0.1.0:{point}@{count}=kill"
+    die_in_a_save(tmp_path / "both", both, undisturbed, asynchronous, steps)
