@@ -185,8 +185,8 @@ class Channel(Protocol):
         """Runs a call whose inputs and outputs are dense, of `count` elements each, at these addresses; see `run`."""
         nbytes = count * ITEM_SIZES[dtype]
         total = 0 if operation == Operation.ALL_TO_ALL else count
-        flat = [[[address, nbytes] for address in addresses] for addresses in (inputs, outputs)]
-        return self.run(Call(Operation(operation), dtype, reduce_op, root, total, timeout_ns, *flat))
+        read, written = ([[address, nbytes] for address in addresses] for addresses in (inputs, outputs))
+        return self.run(Call(Operation(operation), dtype, reduce_op, root, total, timeout_ns, read, written))
 
     def run(self, call: Call, /) -> Outcome | None:
         """Runs a call to its end; None when it went well."""

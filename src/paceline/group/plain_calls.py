@@ -115,8 +115,9 @@ class PlainCallsGroup(TreeSummingGroup):
         limit_ns = self.timeout_ns
         outcome = self._channel.run_equal(operation, code, reduce_code, root, count, limit_ns, read, written)
         if outcome is not None:
-            flat = [[[address, nbytes] for address in addresses] for addresses in (read, written)]
-            raise self._abandon(outcome, Call(operation, code, reduce_code, root, count, limit_ns, *flat), kept)
+            inputs, outputs = ([[address, nbytes] for address in addresses] for addresses in (read, written))
+            call = Call(operation, code, reduce_code, root, count, limit_ns, inputs, outputs)
+            raise self._abandon(outcome, call, kept)
 
     def run_on_cpu(self, call: Call, kept: Sequence[torch.Tensor]) -> None:
         """Makes a call on tensors on the CPU, `kept`, that its caller has checked; no profiler may watch."""
