@@ -180,10 +180,10 @@ def init_device_mesh(
         CollectiveMismatchError: the ranks want different meshes.
         RendezvousTimeoutError: a rank did not call this.
 
-    Example:
-        >>> mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-        >>> mesh["tp"].size()
-        1
+    Example::
+
+        mesh = paceline.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        paceline.all_reduce(tensor, group=mesh.get_group("tp"))
     """
     world, shape = default_group(), tuple(mesh_shape)
     if not shape or min(shape) < 1 or math.prod(shape) != world.size():

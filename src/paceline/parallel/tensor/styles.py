@@ -53,8 +53,9 @@ class ColwiseParallel(ParallelStyle):
         output_layouts: `Shard(-1)` by default: each rank has its own features. `Replicate()` gathers them.
         use_local_output: torch's argument; tensors are always plain here.
 
-    Example:
-        >>> plan = {"up": dist.ColwiseParallel(), "down": dist.RowwiseParallel()}
+    Example::
+
+        plan = {"up": paceline.ColwiseParallel(), "down": paceline.RowwiseParallel()}
     """
 
     def __init__(
