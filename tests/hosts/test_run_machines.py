@@ -269,8 +269,15 @@ def by_slurm(here: Machines, host: int, *arguments: str):
 
 
 MEETS = """
+import contextlib
 from paceline.rendezvous.rendezvous import rendezvous
-print("met", rendezvous(None, None, -1, -1, 100).world_size)
+met = rendezvous(None, None, -1, -1, 100)
+print("met", met.world_size, flush=True)
+if met.rank == 0:
+    met.store.wait(["the other has met"])  # whose store ends with this process
+else:
+    with contextlib.suppress(OSError, RuntimeError):
+        met.store.set("the other has met", b"")
 """
 
 
