@@ -113,6 +113,7 @@ def survive(hosts, directory: Path, seed: int) -> None:
             victims = []
         happened = time.time()
         told = run.join(60, expect_dead=set(victims))
+    named: list[bool] = []
     for number in set(range(4)) - set(victims):
         error, message, at = told[number]
         place = f"seed {seed}, {event} {victims}, rank {number}: {error} {message}"
@@ -126,7 +127,10 @@ def survive(hosts, directory: Path, seed: int) -> None:
         # In the group of two nobody died: one of them may have heard of the deaths elsewhere, and left.
         if number in PAIR and "left the group" in message:
             others += [f"rank {member} (h{member // 2}, pid {run.pids[member]})" for member in PAIR if member != number]
-        assert not others or any(other in message for other in others), place
+        named.append(not others or any(other in message for other in others))
+        # Of a rank that is stopped nobody knows. Whose time is up first may blame one that itself waits for it.
+        assert named[-1] or not is_known, place
+    assert short or any(named), f"seed {seed}, {event} {victims}: {told}"
 
 
 @pytest.mark.parametrize("seed", range(len(EVENTS)), ids=[each.replace(" ", "-") for each in EVENTS])
