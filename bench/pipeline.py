@@ -5,8 +5,8 @@
 Every rank has one thread, and `depth` linear layers of `width` features with ReLU, so all stages take the same time. A
 rank's own forwards and backwards are timed without messages, on all ranks at the same time; "theory" is the step that
 the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute.
-Steps of all schedules take turns; n is the number of turns. torch's schedules run on gloo, in the same turns; one that
-does not end within 30 s is said to hang.
+Steps of all schedules take turns; n is the number of turns. torch's schedules run on gloo, in the same turns, unless
+one does not end within 30 s: it is said to hang, and those after it are left out, since gloo is of no use then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -53,6 +54,15 @@ def of_torch(
     return step
 
 
+def ends(step: Callable[[], object]) -> bool:
+    """Whether a step over gloo ends before gloo's time-out."""
+    try:
+        step()
+    except RuntimeError:
+        return False
+    return True
+
+
 def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: str) -> None:
     import paceline as dist
     from paceline.parallel.pipeline.plan import Phase, Plan, Task
@@ -77,15 +87,22 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         pipeline.zero_grad()
         pipeline.step(x, x)
 
+    hanging: list[dict[str, object]] = []
     kinds: dict[str, Callable[[], object]] = {name: lambda p=p: ours(p) for name, p in pipelines.items()}
     if with_torch:
         import torch.distributed as torch_dist
 
-        torch_dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=ranks)
+        meeting = f"file://{directory}/meeting"
+        torch_dist.init_process_group("gloo", meeting, timedelta(seconds=30), rank=rank, world_size=ranks)
         model = layers(ranks, width, depth)
         for name, kind in THEIRS.items():
-            step = of_torch(kind, rank, ranks, depth, model, parts)
-            kinds[name] = lambda step=step: step(x)
+            step = partial(of_torch(kind, rank, ranks, depth, model, parts), x)
+            is_over = torch.tensor(ends(step))
+            dist.all_reduce(is_over, dist.ReduceOp.BAND)
+            if not is_over:
+                hanging.append({"schedule": name, "n": 0, "outcome": "hangs"})
+                break
+            kinds[name] = step
 
     def work(name: str) -> dict[Phase, float]:
         """Returns what each phase of a micro-batch takes on this rank."""
@@ -131,7 +148,7 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
                 times[name].append(took)
                 if name in OURS:
                     alone[name].append((theory.length, sum(theory.busy) / ranks))
-    rows = []
+    rows = hanging
     for name, seconds in times.items():
         row: dict[str, object] = {"schedule": name, "n": len(seconds), "p50 ms": statistics.median(seconds) * 1e3}
         row["p95 ms"] = sorted(seconds)[int(0.95 * (len(seconds) - 1))] * 1e3

@@ -12,20 +12,18 @@ feedback. Throughputs are those of one thread, in bytes of float32 a second of i
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from pathlib import Path
 
+import char_text
 import torch
 from report import parser, show
-from torch import nn
 
 from paceline import _core
 from paceline.engine.codes import DTYPE_CODES, WIRE_CODES
 
 FLOAT32 = DTYPE_CODES[torch.float32]
-CONTEXT, WIDTH, LAYERS, BATCH = 96, 128, 3, 16  # of examples/char_lm.py
+BATCH = 16
 CALLS = 100
 SPEED_ELEMENTS, ROUNDS = 1 << 20, 15
 
@@ -53,36 +51,16 @@ def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact.double()).pow(2).mean().sqrt() / exact.double().pow(2).mean().sqrt())
 
 
-class Model(nn.Module):
-    """That of examples/char_lm.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.character = nn.Embedding(128, WIDTH)
-        self.place = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(self.character(x) + self.place, mask=self.mask, is_causal=True)
-        return self.norm(hidden) @ self.character.weight.t()
-
-
 def gradients(steps: int, hosts: int) -> list[torch.Tensor]:
     """Gradients of as many batches after `steps` steps, each of all parameters in the order of their buckets."""
     torch.manual_seed(0)
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))
-    text = torch.tensor(list("\n".join(path.read_text(errors="ignore") for path in sources).encode("ascii", "ignore")))
-    model = Model()
-    nn.init.normal_(model.character.weight, std=0.05)
+    text = char_text.Text.read().train
+    model = char_text.Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     found = []
     for step in range(steps + hosts):
-        at = torch.randint(len(text) - CONTEXT, (BATCH, 1)) + torch.arange(CONTEXT)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(text[at]).flatten(0, 1), text[at + 1].flatten()).backward()
+        char_text.loss_of(model, *char_text.batch(text, BATCH, torch.default_generator)).backward()
         if step < steps:
             optimizer.step()
         else:

@@ -202,8 +202,9 @@ class Pipeline(nn.Module):
 
     def _average(self, averages: list[Work], stage: Stage) -> None:
         """Starts to average the gradients of a stage over the replicas."""
-        grads = [each.grad for each in stage.parameters if each.grad is not None]
-        if self._replicas is not None and grads:
+        if self._replicas is None:
+            return
+        if grads := [each.grad for each in stage.parameters if each.grad is not None]:
             work = all_reduce_coalesced(grads, ReduceOp.AVG, self._replicas, async_op=True)
             assert work is not None, "it was started in the background"
             averages.append(work)

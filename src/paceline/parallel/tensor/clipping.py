@@ -10,6 +10,7 @@ from paceline.group.default import Group, resolve
 from paceline.group.process_group import ProcessGroup
 from paceline.group.reduce_op import ReduceOp
 from paceline.parallel.tensor.slices import slice_of
+from paceline.parallel.zero.gradients import clip_scale
 
 
 def clip_grad_norm_(
@@ -55,7 +56,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients is {norm.item()}; with error_if_nonfinite=False they would be "
             "scaled by it"
         )
-    scale = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    scale = clip_scale(norm, max_norm)
     for gradients in by_group.values():
         for gradient in gradients:
             gradient.mul_(scale)

@@ -59,13 +59,6 @@ def summed_into_parts(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> to
     return _applied(_SummedIntoParts, tensor, dim % tensor.ndim, group)
 
 
-def total_length(length: int, group: ProcessGroup) -> int:
-    """Returns the sum of the ranks' lengths."""
-    total = torch.tensor(length, device="cpu")
-    group.all_reduce(total)
-    return int(total)
-
-
 class _Copied(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -110,12 +103,7 @@ class _Joined(Function):
         return _applied(_Split, grad, ctx.dim, ctx.group), None, None, None
 
 
-class _JoinedForParts(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, length: int, group: ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _join(tensor, dim, length, group)
-
+class _JoinedForParts(_Joined):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         return _applied(_SummedIntoParts, grad, ctx.dim, ctx.group), None, None, None
