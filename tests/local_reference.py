@@ -51,6 +51,7 @@ class Reference:
         self.speeds = [torch.zeros_like(each) for each in self.outer]
         self.runs = cut([each.numel() for each in self.outer], self.fragments)
         self.begun: dict[tuple[int, int], list[torch.Tensor]] = {}  # by step of use and fragment, the means
+        self.before: dict[tuple[int, int], list[list[torch.Tensor]]] = {}  # and what each rank's model was
 
     def train(self, first: int, last: int) -> None:
         """Makes the steps from `first` to `last`, counted from 1."""
@@ -71,18 +72,21 @@ class Reference:
                 mine = [list(model.parameters()) for model in self.models]
                 means = [self.outer[at] - sum(each[at] for each in mine) / self.ranks for at in run]
                 self.begun[step + self.delay, fragment] = [each.clone() for each in means]
+                self.before[step + self.delay, fragment] = [[each[at].clone() for at in run] for each in mine]
             self._use(step, fragment)
 
     def _use(self, step: int, fragment: int) -> None:
         means = self.begun.pop((step, fragment), None)
         if means is None:
             return
-        for at, mean in zip(self.runs[fragment], means, strict=True):
+        befores = self.before.pop((step, fragment))
+        for place, (at, mean) in enumerate(zip(self.runs[fragment], means, strict=True)):
             self.speeds[at] = self.momentum * self.speeds[at] + mean
             self.outer[at] = self.outer[at] - self.outer_lr * (mean + self.momentum * self.speeds[at])
-            for model in self.models:
+            for model, before in zip(self.models, befores, strict=True):
                 param = list(model.parameters())[at]
-                param.copy_(self.outer[at] + self.mix * (param - self.outer[at]))
+                start = self.outer[at] + self.mix * (before[place] - self.outer[at])
+                param.copy_(start + (param - before[place]))
 
     @torch.no_grad()
     def use_rest(self) -> None:

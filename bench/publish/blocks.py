@@ -13,6 +13,7 @@ Results = Mapping[str, Result]
 Contestants = Mapping[str, Row]
 
 NAMES = {"unused": "a quarter of the parameters unused"}
+MPI_LIBRARIES = {"openmpi": "Open MPI", "mpich": "MPICH", "Intel MPI": "Intel MPI"}
 
 
 def all_reduce(results: Results) -> str:
@@ -69,15 +70,19 @@ def shards(results: Results) -> str:
     )
 
 
-def shared_model(results: Results) -> str:
-    columns: dict[str, Cell] = {
-        "model": "model",
-        "step": "step",
-        "ms": lambda row: spread_of(row, "ms"),
-        "speed": "ratio",
-    }
-    result = results["shared_model"]
-    return "\n\n".join([table(result.rows(), columns), source(result)])
+def shared_model(name: str) -> Callable[[Results], str]:
+    """Returns the block of a result of `bench/shared_model.py`."""
+
+    def block(results: Results) -> str:
+        columns: dict[str, Cell] = {
+            "model": "model",
+            "step": "step",
+            "ms": lambda row: spread_of(row, "ms"),
+            "speed": "ratio",
+        }
+        return "\n\n".join([table(results[name].rows(), columns), source(results[name])])
+
+    return block
 
 
 def engines(results: Results) -> str:
@@ -94,13 +99,14 @@ def persistent(results: Results) -> str:
         "persistent": "`all_reduce_init`, called",
         "start and wait": "`all_reduce_init`, `start` and `wait`",
     }
-    libraries = {"openmpi": "Open MPI", "mpich": "MPICH"}
+    libraries = MPI_LIBRARIES
 
     def name(row: Row) -> str:
-        library, _, kind = str(row["by"]).partition(" ")
-        if library not in libraries:
+        library = next((each for each in libraries if str(row["by"]).startswith(each)), None)
+        if library is None:
             return names[row["by"]]
-        calls = "`MPI_Allreduce_init`, `MPI_Start` and `MPI_Wait`" if kind else "`MPI_Allreduce`"
+        is_persistent = str(row["by"]).endswith(" init")
+        calls = "`MPI_Allreduce_init`, `MPI_Start` and `MPI_Wait`" if is_persistent else "`MPI_Allreduce`"
         return f"{libraries[library]}: {calls}"
 
     rows = result.rows(call="all_reduce", size="4 B")
@@ -113,6 +119,24 @@ def persistent(results: Results) -> str:
         "p50 / persistent": "p50 / persistent",
     }
     return "\n\n".join([table(rows, columns), source(result)])
+
+
+def all_reduce_mpi(results: Results) -> str:
+    result = results["all_reduce_mpi"]
+
+    def time_of(who: str) -> Cell:
+        return lambda row: f"{number(row[f'{who} p50 µs'])} ({number(row[f'{who} p95 µs'])})"
+
+    columns: dict[str, Cell] = {
+        "size": "size",
+        "beside": lambda row: MPI_LIBRARIES[row["library"]] + (" (the fastest)" if row.get("fastest") == "*" else ""),
+        "library µs": time_of("library"),
+        "`all_reduce` µs": time_of("paceline"),
+        "`all_reduce_init` µs": time_of("persistent"),
+        "library / `all_reduce`": "library / paceline",
+        "library / `all_reduce_init`": lambda row: row["library p50 µs"] / row["persistent p50 µs"],
+    }
+    return "\n\n".join([table(result.rows(), columns), source(result)])
 
 
 def plugin(results: Results) -> str:
@@ -212,9 +236,11 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "ddp": training_steps("ddp"),
     "ddp-4-ranks": training_steps("ddp-4-ranks"),
     "shards": shards,
-    "shared_model": shared_model,
+    "shared_model": shared_model("shared_model"),
+    "shared_model-4-ranks": shared_model("shared_model-4-ranks"),
     "engines": engines,
     "persistent": persistent,
+    "all_reduce_mpi": all_reduce_mpi,
     "plugin": plugin,
     "store": store,
     "hosts": hosts("hosts", "hosts", "rate", "size"),

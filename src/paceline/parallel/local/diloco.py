@@ -60,8 +60,10 @@ class DiLoCo:
         wire: how outer gradients travel between hosts: "bf16", "int8" or "int4", with error feedback; as they are if
             None.
         delay: how many inner steps after the beginning of an exchange its result is used; until then the exchange goes
-            on beside the training. By default half the steps between two exchanges.
-        mix: the share of its own parameters that a rank keeps when it goes on from the outer ones.
+            on beside the training, and what the rank trains meanwhile is added to the result (Zhou et al. 2020, DaSGD).
+            By default half the steps between two exchanges.
+        mix: the share of its own parameters, as they were when the exchange began, that a rank keeps when it goes on
+            from the outer ones.
         grace_s: how long an exchange waits for other ranks after the first has come to it. A late rank does not take
             part, and its progress counts in the next exchange of the fragment. If None, all ranks are waited for, as
             they are until each has called `step` for the first time.
@@ -103,6 +105,7 @@ class DiLoCo:
         self.module, self.inner, self.outer = model, inner, outer
         self.wire, self.grace_s = wire, grace_s
         self._mix, self._wait_s = mix, 0.0
+        self._before: dict[int, list[torch.Tensor]] = {}  # of exchanges under way, what this rank gave to them
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._names = [name for name, _ in named]
         params = [param for _, param in named]
@@ -241,6 +244,7 @@ class DiLoCo:
             used = rhythm.begun_after(steps)
         self._exchanges.start(used)
         self._course = Course(rhythm, steps, used, used)
+        self._before.clear()
         for name, (_, copy) in zip(self._names, self.outer_module.pairs(), strict=True):
             copy.copy_(parameters[name])
         self.outer.load_state_dict(state["outer"])
@@ -270,6 +274,7 @@ class DiLoCo:
         for buffer, value in zip(self.module.buffers(), state["buffers"], strict=True):
             buffer.copy_(value)
         self._course = Course(self._course.rhythm, *state["course"])
+        self._before.clear()
         for fragment in range(self._course.rhythm.fragments):
             self.outer_module.reset(fragment, 0.0)
 
@@ -278,8 +283,10 @@ class DiLoCo:
         self._course.catch_up(self._exchanges.decided())
         while (action := self._course.due()) is not None:
             if isinstance(action, Begin):
-                offer = self.content.offer(self.rhythm.fragment(action.exchange))
-                self._exchanges.begin(action.exchange, offer)
+                fragment = self.rhythm.fragment(action.exchange)
+                if self.rhythm.delay:
+                    self._before[action.exchange] = self.outer_module.trained(fragment)
+                self._exchanges.begin(action.exchange, self.content.offer(fragment))
             else:
                 began_s = time.perf_counter()
                 outcome = self._exchanges.outcome(action.exchange)
@@ -290,10 +297,10 @@ class DiLoCo:
     def _use(self, outcome: Outcome) -> None:
         """Updates the outer parameters, and goes on from them."""
         fragment, outer = self.rhythm.fragment(outcome.exchange), self.outer_module
-        progress = None if outcome.took_part else outer.progress(fragment)
+        before = self._before.pop(outcome.exchange, None)
+        if not outcome.took_part:
+            before = outer.outer(fragment)  # all that this rank has trained counts in a later exchange
         outer.step(fragment, outcome.mean[0], self.outer)
-        if progress is None:
-            outer.reset(fragment, self._mix)
+        outer.reset(fragment, self._mix if outcome.took_part else 0.0, before)
+        if outcome.took_part:
             self.content.set_buffers(outcome.mean)
-        else:
-            outer.reset_keeping(fragment, progress)

@@ -83,21 +83,29 @@ class OuterParameters(nn.Module):
                 copy.grad = None
 
     @torch.no_grad()
-    def reset(self, fragment: int, mix: float) -> None:
-        """Sets the rank's parameters to the outer ones, with the share `mix` of what they were."""
-        for param, copy in self._pairs_of(fragment):
-            param.copy_(torch.lerp(copy, param.to(copy), mix) if mix else copy)
+    def trained(self, fragment: int) -> list[torch.Tensor]:
+        """Returns a fragment as this rank has trained it so far."""
+        return [param.to(copy, copy=True) for param, copy in self._pairs_of(fragment)]
 
     @torch.no_grad()
-    def progress(self, fragment: int) -> list[torch.Tensor]:
-        """Returns what this rank has added to the outer parameters of a fragment."""
-        return [param.to(copy) - copy for param, copy in self._pairs_of(fragment)]
+    def outer(self, fragment: int) -> list[torch.Tensor]:
+        """Returns the outer parameters of a fragment as they are now."""
+        return [copy.detach().clone() for _, copy in self._pairs_of(fragment)]
 
     @torch.no_grad()
-    def reset_keeping(self, fragment: int, progress: Sequence[torch.Tensor]) -> None:
-        """Sets the rank's parameters to the outer ones, and what it had added to them before."""
-        for (param, copy), added in zip(self._pairs_of(fragment), progress, strict=True):
-            param.copy_(copy + added)
+    def reset(self, fragment: int, mix: float, before: Sequence[torch.Tensor] | None = None) -> None:
+        """Sets the rank's parameters to the outer ones, and adds what it has trained since `before`.
+
+        Args:
+            fragment: which parameters.
+            mix: the share of `before` in place of the outer parameters.
+            before: the rank's parameters from which on training counts; as they are now if None.
+        """
+        for at, (param, copy) in enumerate(self._pairs_of(fragment)):
+            now = param.to(copy)
+            then = now if before is None else before[at]
+            start = torch.lerp(copy, then, mix) if mix else copy
+            param.copy_(start if before is None else start + (now - then))
 
     def _pairs_of(self, fragment: int) -> list[tuple[nn.Parameter, nn.Parameter]]:
         indices = self._fragments[fragment]
