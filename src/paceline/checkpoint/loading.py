@@ -13,6 +13,7 @@ from paceline.checkpoint.foreign.opening import open_foreign
 from paceline.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
 from paceline.checkpoint.objects import State
 from paceline.checkpoint.outcomes import heard, told
+from paceline.checkpoint.preparing import agreed_numberings
 from paceline.checkpoint.reading import fill
 from paceline.checkpoint.restoring import Restoring
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
@@ -66,7 +67,7 @@ def load(
     if where.startswith(_FOREIGN):
         foreign = open_foreign(where[len(_FOREIGN) :])
         assert foreign is not None
-        adopt(state, foreign, strict=strict)
+        adopt(state, foreign, agreed_numberings(state, talk), strict=strict)
         return None
     return load_from(state, where, talk, strict=strict).step
 
@@ -81,11 +82,12 @@ def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool
             return b""
 
         _all_well(told(open_it, talk.me), talk)
+        numberings = agreed_numberings(state, talk)
         filling = Filling(opened[0], talk.rank)
         with ExitStack() as contexts:
 
             def want() -> bytes:
-                Restoring(filling, strict, contexts).want(state)
+                Restoring(filling, strict, contexts, numberings).want(state)
                 return b""
 
             _all_well(told(want, talk.me), talk)
