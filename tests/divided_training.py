@@ -124,7 +124,7 @@ def divided(
             schedule=layout.schedule,
             stages_per_rank=per_rank,
             group=stages,
-            data_parallel_group=replicas if layout.replicas > 1 and not layout.zero else None,
+            data_parallel_group=replicas if layout.replicas > 1 else None,
             whole=model,
         )
     chosen = grouped(whole)

@@ -44,20 +44,9 @@ def train(state: dict[str, Any], layout: Layout, step: int, replica: int) -> Non
     inputs, targets = (each[rows] for each in batch(step, 8))
     if isinstance(model, dist.Pipeline):
         model.step(inputs, targets)
-        if layout.zero:
-            average(model, layout, replica)
     else:
         nn.functional.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
-
-
-def average(model: dist.Pipeline, layout: Layout, replica: int) -> None:
-    """ZeRO that is given parameters expects averaged gradients; ranks of a replica are neighbours here."""
-    world = dist.get_world_size()
-    groups = [dist.new_group([at, at + world // layout.replicas]) for at in range(world // layout.replicas)]
-    mine = groups[dist.get_rank() % len(groups)]
-    for each in model.parameters():
-        dist.all_reduce(each.grad, dist.ReduceOp.AVG, group=mine)
 
 
 def test_a_training_changes_its_layout_in_its_course(ranks: type[Ranks], tmp_path: Path) -> None:

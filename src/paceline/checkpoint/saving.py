@@ -39,8 +39,9 @@ def save(
     """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
     Every rank writes its part: of what all have, such as a model's parameters, an equal share, and of what is divided
-    among the ranks, such as ZeRO's state, its own. The checkpoint becomes visible at once when all of it is on the
-    disk, and only then are older ones removed, so there is always a whole one. Any number of ranks can load it.
+    among the ranks, such as ZeRO's state or the layers of a `Pipeline`, its own. The checkpoint becomes visible at once
+    when all of it is on the disk, and only then are older ones removed, so there is always a whole one. Any number of
+    ranks can load it.
 
     Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
     differs between ranks.
