@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
 
 _TIMEOUT_S = 60.0
 
@@ -48,6 +49,13 @@ class ThreadGroup(ProcessGroup):
                 with torch.no_grad():
                     mine.copy_(theirs)
         self._meeting.barrier.wait()
+
+    def all_reduce(self, tensors: Any, op: ReduceOp = ReduceOp.SUM, **_: object) -> None:  # type: ignore[override]
+        listed = tensors if isinstance(tensors, list) else [tensors]
+        everyone = self._exchange([each.clone() for each in listed])
+        for number, tensor in enumerate(listed):
+            together = torch.stack([own[number] for own in everyone])
+            tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._meeting.brought[self._number] = mine
