@@ -111,8 +111,8 @@ def _own_part(module: nn.Module, found: Mapping[str, Any], strict: bool) -> dict
             f"what was saved is another model's: {some(expected - found.keys())} are not in it, and "
             f"{some(found.keys() - expected)} are in it besides. Load it into the same model, or give strict=False"
         )
-    return {
-        key: part_of_saved(found[names[key]], value, names[key]) if isinstance(value, torch.Tensor) else found[names[key]]
-        for key, value in own.items()
-        if names[key] in found
-    }
+    parts = {}
+    for key, value in own.items():
+        if (name := names[key]) in found:
+            parts[key] = part_of_saved(found[name], value, name) if isinstance(value, torch.Tensor) else found[name]
+    return parts

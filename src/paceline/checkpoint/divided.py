@@ -106,9 +106,9 @@ def is_part(tensor: torch.Tensor, parameter: torch.Tensor, name: str) -> bool:
     if tensor.numel() == 1:
         return False
     raise TypeError(
-        f"{name!r} has the shape {list(tensor.shape)}, and this rank's part of the parameter has {list(parameter.shape)}; "
-        "of a parameter that parallelize_module divided, a checkpoint can hold what an optimizer keeps for each element, "
-        "as Adam does"
+        f"{name!r} has the shape {list(tensor.shape)}, and this rank's part of the parameter has "
+        f"{list(parameter.shape)}; of a parameter that parallelize_module divided, a checkpoint can hold what an "
+        "optimizer keeps for each element, as Adam does"
     )
 
 
@@ -167,8 +167,9 @@ def require_undivided(name: str, module: nn.Module | None, value: object) -> Non
     if isinstance(holder, (nn.Module, Optimizer)) and is_divided(holder):
         raise TypeError(
             f"{name!r} belongs to a model that is divided by Pipeline or parallelize_module, in an ElasticState. An "
-            "elastic job goes on with whichever workers are left, so each must have the whole model; save the model and "
-            "the optimizer of a divided one without ElasticState, and start again from the checkpoint with --max-restarts"
+            "elastic job goes on with whichever workers are left, so each must have the whole model; save the model "
+            "and the optimizer of a divided one without ElasticState, and start again from the checkpoint with "
+            "--max-restarts"
         )
 
 

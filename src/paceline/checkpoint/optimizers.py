@@ -121,18 +121,16 @@ def own_state_dict(
     """
     if isinstance(optimizer, PartitionedOptimizer):
         raise TypeError(
-            f"{name!r} is a {type(optimizer).__name__} of a divided model, into which only a checkpoint that paceline.save "
-            "wrote can be loaded. Load the file into the undivided model's optimizer first, and save that"
+            f"{name!r} is a {type(optimizer).__name__} of a divided model, into which only a checkpoint that "
+            "paceline.save wrote can be loaded. Load the file into the undivided model's optimizer first, and save that"
         )
     groups = own_groups(list(found["param_groups"]), optimizer, numbering)
     keys = list(chain.from_iterable(group["params"] for group in groups))
-    state = {
-        key: {
-            what: _own_part(each, parameter, join(name, "state", key, what)) for what, each in found["state"][key].items()
-        }
-        for key, parameter in zip(keys, parameters_of(optimizer), strict=False)
-        if key in found["state"]
-    }
+    state = {}
+    for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # other lengths are refused in loading
+        if key in found["state"]:
+            kept = found["state"][key]
+            state[key] = {what: _own_part(each, parameter, join(name, "state", key, what)) for what, each in kept.items()}
     return {**found, "state": state, "param_groups": groups}
 
 

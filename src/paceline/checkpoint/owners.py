@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.checkpoint.dealing import ALIGNMENT_NBYTES, Share, deal
 from paceline.checkpoint.format.regions import Box, Flat, Region, untiled
@@ -25,21 +26,23 @@ class Offer:
     nbytes: int
     of_first: bool
 
-    def packed(self) -> list[object]:
+    def packed(self) -> list[Any]:
         """Returns this as JSON has it."""
         where = self.region
         ends = [where.start, where.stop] if isinstance(where, Flat) else [list(where.offset), list(where.shape)]
         return [self.name, self.dtype, list(self.shape), *ends, self.nbytes, self.of_first]
 
     @staticmethod
-    def unpacked(packed: Sequence[object]) -> Offer:
+    def unpacked(packed: Sequence[Any]) -> Offer:
         """Returns what `packed` was called on."""
         name, dtype, shape, first, second, nbytes, of_first = packed
-        region = Box(tuple(first), tuple(second)) if isinstance(first, list) else Flat(first, second)  # type: ignore[arg-type]
-        return Offer(name, dtype, tuple(shape), region, nbytes, of_first)  # type: ignore[arg-type]
+        region = Box(tuple(first), tuple(second)) if isinstance(first, list) else Flat(first, second)
+        return Offer(name, dtype, tuple(shape), region, nbytes, of_first)
 
 
-def owned(offers: Sequence[Sequence[Offer]], loads: Sequence[int], alignment: int = ALIGNMENT_NBYTES) -> list[list[Share]]:
+def owned(
+    offers: Sequence[Sequence[Offer]], loads: Sequence[int], alignment: int = ALIGNMENT_NBYTES
+) -> list[list[Share]]:
     """Returns which bytes of its offers each rank writes, so that each byte is written once.
 
     Each rank computes the same without asking the others. What few ranks have is dealt out first, so that what many
@@ -86,8 +89,8 @@ def _require_fit(offers: Sequence[Sequence[Offer]]) -> None:
             before, known = first.setdefault(offer.name, (rank, offer))
             if (known.dtype, known.shape) != (offer.dtype, offer.shape):
                 raise CheckpointError(
-                    f"rank {before} of the group has a part of {offer.name!r} as {known.dtype}{list(known.shape)}, rank "
-                    f"{rank} has one as {offer.dtype}{list(offer.shape)}; every rank must save its part of the same "
+                    f"rank {before} of the group has a part of {offer.name!r} as {known.dtype}{list(known.shape)}, "
+                    f"rank {rank} has one as {offer.dtype}{list(offer.shape)}; every rank must save its part of the same "
                     "model"
                 )
             regions.setdefault(offer.name, {}).setdefault(offer.region, rank)

@@ -145,8 +145,8 @@ def _require_all_layers(everyone: Sequence[Mapping[str, tuple[Sequence[str], int
         found, total = set(chain.from_iterable(having)), everyone[0][name][1]
         if len(found) != total:
             raise CheckpointError(
-                f"the {len(everyone)} ranks that save have {len(found)} of the {total} layers of the pipeline {name!r}; "
-                "all ranks of the mesh must save together"
+                f"the {len(everyone)} ranks that save have {len(found)} of the {total} layers of the pipeline "
+                f"{name!r}; all ranks of the mesh must save together"
             )
 
 

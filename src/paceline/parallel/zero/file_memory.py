@@ -34,8 +34,8 @@ class FileMemory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{me}: offload: no file can be made in {self._directory}: {error.strerror}; give a directory on a local "
-                "disk that this process may write to",
+                f"{me}: offload: no file can be made in {self._directory}: {error.strerror}; give a directory on a "
+                "local disk that this process may write to",
             ) from error
         weakref.finalize(self, self._file.close)
         self._nbytes = 0

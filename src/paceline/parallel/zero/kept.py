@@ -56,8 +56,8 @@ class Kept:
         """Makes the file, if there is to be one; returns why this rank cannot keep anything for these parameters."""
         if self._offload == _CPU and any(each.is_cpu for each in params):
             return ValueError(
-                f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; give a directory, to keep "
-                "the optimizer's state in a file"
+                f"{self._me}: offload='cpu' has no meaning for parameters that are on the CPU; give a directory, to "
+                "keep the optimizer's state in a file"
             )
         try:
             if self._offload is not None and self._offload != _CPU:

@@ -103,9 +103,9 @@ class Shard:
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Takes over elements of the parameter that were changed by others, such as by loading it, since `round_master`.
+        """Takes over the elements of the parameter that others have changed since `round_master`, as by loading it.
 
-        The others are those that the copy rounds to, and it keeps its digits.
+        All other elements are what the copy rounds to, and it keeps its digits.
         """
         if self.master is None or self.updated is None:
             return
