@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
         self.brought: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
 
 
 class ThreadGroup(ProcessGroup):
@@ -56,6 +59,13 @@ class ThreadGroup(ProcessGroup):
         for number, tensor in enumerate(listed):
             together = torch.stack([own[number] for own in everyone])
             tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0, is_async: bool = False) -> Any:  # type: ignore[override]
+        self._meeting.mail[self._number, to].put(tensor.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0, is_async: bool = False) -> None:  # type: ignore[override]
+        tensor.copy_(self._meeting.mail[source, self._number].get(timeout=_TIMEOUT_S))
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._meeting.brought[self._number] = mine

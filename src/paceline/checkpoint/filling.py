@@ -14,6 +14,7 @@ from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.regions import Flat, Region, count, whole
 from paceline.checkpoint.format.values import Json, TensorRef, decode
 from paceline.checkpoint.names import SEPARATOR, of_rank
+from paceline.checkpoint.sources import Elsewhere
 from paceline.checkpoint.trees import put_together
 from paceline.errors import CheckpointError
 
@@ -41,7 +42,7 @@ class Filling:
         rank: this rank.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+    def __init__(self, checkpoint: Checkpoint | Elsewhere, rank: int) -> None:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.manifest.tensors
         self.values = cast("dict[str, Json]", checkpoint.manifest.values)

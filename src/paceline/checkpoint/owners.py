@@ -28,16 +28,26 @@ class Offer:
 
     def packed(self) -> list[Any]:
         """Returns this as JSON has it."""
-        where = self.region
-        ends = [where.start, where.stop] if isinstance(where, Flat) else [list(where.offset), list(where.shape)]
-        return [self.name, self.dtype, list(self.shape), *ends, self.nbytes, self.of_first]
+        return [self.name, self.dtype, list(self.shape), packed_region(self.region), self.nbytes, self.of_first]
 
     @staticmethod
     def unpacked(packed: Sequence[Any]) -> Offer:
         """Returns what `packed` was called on."""
-        name, dtype, shape, first, second, nbytes, of_first = packed
-        region = Box(tuple(first), tuple(second)) if isinstance(first, list) else Flat(first, second)
-        return Offer(name, dtype, tuple(shape), region, nbytes, of_first)
+        name, dtype, shape, region, nbytes, of_first = packed
+        return Offer(name, dtype, tuple(shape), unpacked_region(region), nbytes, of_first)
+
+
+def packed_region(region: Region) -> list[Any]:
+    """Returns a region as JSON has it."""
+    if isinstance(region, Flat):
+        return [region.start, region.stop]
+    return [list(region.offset), list(region.shape)]
+
+
+def unpacked_region(packed: Sequence[Any]) -> Region:
+    """Returns what `packed_region` was given."""
+    first, second = packed
+    return Box(tuple(first), tuple(second)) if isinstance(first, list) else Flat(first, second)
 
 
 def owned(

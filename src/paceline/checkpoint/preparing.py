@@ -11,7 +11,8 @@ from typing import Any
 import xxhash
 
 from paceline.checkpoint.captured import Captured, Held, Object, Offered, cut, whole_of
-from paceline.checkpoint.dealing import deal
+from paceline.checkpoint.dealing import Share, deal
+from paceline.checkpoint.disks import Disks, begin
 from paceline.checkpoint.element_types import name_of
 from paceline.checkpoint.format.drafts import Draft
 from paceline.checkpoint.format.root import Root
@@ -29,15 +30,24 @@ from paceline.parallel.digests import memory_of
 
 @dataclass(frozen=True)
 class Prepared:
-    """What this rank writes, in which draft, and the plain values that it contributes."""
+    """What this rank writes, in which draft, and the plain values that it contributes.
+
+    `disks` are None if all ranks share one.
+    """
 
     draft: Draft
     held: Sequence[Held]
     values: dict[str, Json]
+    disks: Disks | None = None
 
 
-def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone) -> Prepared:
+def prepare(
+    state: State, root: Root, step: int | None, talk: GroupTalk | Alone, disks: Disks | None = None
+) -> Prepared:
     """Returns what this rank has to write; every rank calls this. Nothing is copied yet.
+
+    Args:
+        disks: those of the hosts; None if all ranks share one.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' states differ in their tensors, or there is no
@@ -71,15 +81,16 @@ def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone)
     _settle_objects(captured, [each["objects"] for each in everyone], talk.rank)
     offers = [[Offer.unpacked(each) for each in one["offered"]] for one in everyone]
     shares = owned(offers, [each["nbytes"] for each in everyone])
-    loads = [
-        each["nbytes"] + sum(share.stop - share.start for share in own)
-        for each, own in zip(everyone, shares, strict=True)
-    ]
-    total = sum(loads) + sum(each.nbytes for each in captured.everywhere.values())
-    draft = agreed_draft(root, step, total, talk)
+    loads = [each["nbytes"] + _size(its) for each, its in zip(everyone, shares, strict=True)]
+    tensors = list(captured.everywhere.items())
+    dealt = deal([tensor.nbytes for _, tensor in tensors], loads)
+    nbytes = [load + _size(its) for load, its in zip(loads, dealt, strict=True)]
+    draft = agreed_draft(root, step, sum(nbytes), talk) if disks is None else begin(root, step, nbytes, disks, talk)
     values = {name: encode(value, name) for name, value in captured.values.items()}
-    own = [part for item, start, stop in shares[talk.rank] for part in cut(captured.offered[item].held, start, stop)]
-    return Prepared(draft, [*captured.held, *own, *_dealt(captured, loads, talk.rank)], values)
+    own = [(captured.offered[item].held, start, stop) for item, start, stop in shares[talk.rank]]
+    own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in dealt[talk.rank]]
+    held = [*captured.held, *(part for each in own for part in cut(*each))]
+    return Prepared(draft, held, values, disks)
 
 
 def agreed_numberings(state: State, talk: GroupTalk | Alone) -> dict[str, Numbering]:
@@ -183,8 +194,5 @@ def _settle_objects(captured: Captured, digests: Sequence[Mapping[str, str]], ra
         captured.held += [whole_of(each, tensor) for each, tensor in tensors.items()]
 
 
-def _dealt(captured: Captured, loads: Sequence[int], rank: int) -> list[Held]:
-    """Returns this rank's part of what all have."""
-    tensors = list(captured.everywhere.items())
-    shares = deal([tensor.nbytes for _, tensor in tensors], loads)[rank]
-    return [part for item, start, stop in shares for part in cut(whole_of(*tensors[item]), start, stop)]
+def _size(shares: Sequence[Share]) -> int:
+    return sum(share.stop - share.start for share in shares)
