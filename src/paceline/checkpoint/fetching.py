@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -102,7 +103,7 @@ def _exchange(
         work = None
         if sends is not None:
             sent = torch.zeros(sum(asked[at].nbytes for at in sends), dtype=torch.uint8)
-            answer = told(lambda: _fill(filling, [asked[at] for at in sends], sent), talk.me)  # noqa: B023
+            answer = told(partial(_fill, filling, [asked[at] for at in sends], sent), talk.me)
             fault = answer if answer[:1] != b"+" else fault  # zeros are sent, and all learn of it at the end
             work = talk.group.send(sent, to, 0, True)
         if receives is not None:
