@@ -105,9 +105,7 @@ class Layout:
         return self.replicas, self.stages, self.parts
 
 
-def divided(
-    layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def divided(layout: Layout, groups: Sequence[ProcessGroup], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """A rank's part of an untrained model and its optimizer; `groups` are those of the mesh's dimensions."""
     replicas, stages, parts = groups
     model = built(dtype)

@@ -82,7 +82,9 @@ class ThreadMesh:
         self.size = int(torch.tensor(shape).prod())
         numbers = torch.arange(self.size).view(shape)
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
-        self.groups = [[self._group(rank, numbers.movedim(dim, -1)) for dim in range(len(shape))] for rank in range(self.size)]
+        self.groups = [
+            [self._group(rank, numbers.movedim(dim, -1)) for dim in range(len(shape))] for rank in range(self.size)
+        ]
         self.worlds = [self._group(rank, numbers.view(1, -1)) for rank in range(self.size)]
 
     def _group(self, rank: int, rows: torch.Tensor) -> ThreadGroup:

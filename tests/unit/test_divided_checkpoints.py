@@ -141,7 +141,9 @@ def test_the_command_works_on_a_divided_models_checkpoint(whole, tmp_path, capsy
 def test_a_file_of_torch_save_is_divided_as_it_is_read(layout, whole, tmp_path):
     _, expected = whole
     file = tmp_path / "whole.pt"
-    torch.save({"model": expected["model"].state_dict(), "optimizer": expected["optimizer"].state_dict(), "steps": 2}, file)
+    torch.save(
+        {"model": expected["model"].state_dict(), "optimizer": expected["optimizer"].state_dict(), "steps": 2}, file
+    )
 
     def program(world: ThreadGroup, groups: list[ThreadGroup]) -> None:
         state = divided(layout, groups)
@@ -227,10 +229,16 @@ def test_a_list_of_other_layers_is_refused():
     model = built()
     with pytest.raises(ValueError, match=r"none of the layers has 'blocks\.2\.down\.bias' of the whole model"):
         dist.Pipeline(
-            [model.embedding, *model.blocks[:2], model.head], nn.functional.mse_loss, micro_batches=1, group=group, whole=model
+            [model.embedding, *model.blocks[:2], model.head],
+            nn.functional.mse_loss,
+            micro_batches=1,
+            group=group,
+            whole=model,
         )
     with pytest.raises(ValueError, match="layer 0, a Linear, is no module of the whole model"):
-        dist.Pipeline([nn.Linear(2, 2), *model.layers()], nn.functional.mse_loss, micro_batches=1, group=group, whole=model)
+        dist.Pipeline(
+            [nn.Linear(2, 2), *model.layers()], nn.functional.mse_loss, micro_batches=1, group=group, whole=model
+        )
 
 
 @st.composite
@@ -285,7 +293,12 @@ def test_numbers_are_those_of_the_whole_models_optimizer(group_of, ranks, random
     """The parameter at each place of the model is in a group, and on one or more ranks."""
     having = [random.sample(range(ranks), random.randint(1, ranks)) for _ in group_of]
     outlines = [
-        {"optimizer": [[place for place, its in enumerate(group_of) if its == group and rank in having[place]] for group in range(3)]}
+        {
+            "optimizer": [
+                [place for place, its in enumerate(group_of) if its == group and rank in having[place]]
+                for group in range(3)
+            ]
+        }
         for rank in range(ranks)
     ]
     numbering = agreed([json.dumps(each).encode() for each in outlines])["optimizer"]

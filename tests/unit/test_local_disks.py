@@ -25,7 +25,14 @@ from paceline.checkpoint.format import saving
 from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.talking import GroupTalk
 
-LAYOUTS = [Layout(4, 1, 1), Layout(4, 1, 1, zero=1), Layout(1, 1, 4), Layout(1, 4, 1), Layout(2, 1, 2, zero=1), Layout(3, 1, 1)]
+LAYOUTS = [
+    Layout(4, 1, 1),
+    Layout(4, 1, 1, zero=1),
+    Layout(1, 1, 4),
+    Layout(1, 4, 1),
+    Layout(2, 1, 2, zero=1),
+    Layout(3, 1, 1),
+]
 
 
 def hosts_of(root: Path, hosts: str) -> list[Path]:
@@ -147,7 +154,9 @@ def test_damage_on_another_host_is_named_and_the_older_taken(tmp_path, capfd):
 
 def test_an_address_that_all_hosts_reach_is_refused():
     pytest.importorskip("fsspec")
-    with pytest.raises(ValueError, match=r"shared=False is for disks that hosts do not share; memory://.*all hosts reach"):
+    with pytest.raises(
+        ValueError, match=r"shared=False is for disks that hosts do not share; memory://.*all hosts reach"
+    ):
         dist.save({"a": 1}, "memory://run", shared=False)
 
 

@@ -38,7 +38,9 @@ class Net(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(2)
             self.wide = nn.Parameter(torch.randn(60, 40, dtype=dtype))
-            self.image = nn.Parameter(torch.randn(6, 4, 3, 5, dtype=dtype).contiguous(memory_format=torch.channels_last))
+            self.image = nn.Parameter(
+                torch.randn(6, 4, 3, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+            )
             self.exact = nn.Parameter(torch.randn(7))
             self.small = nn.Parameter(torch.randn(13, dtype=dtype))
 
@@ -71,7 +73,12 @@ class Reference:
 def made(model: nn.Module, kind: str, group: ThreadGroup, **arguments: Any) -> dist.ZeroRedundancyOptimizer:
     optimizer_class, options = OPTIMIZERS[kind]
     return dist.ZeroRedundancyOptimizer(
-        list(model.parameters()), optimizer_class, process_group=group, master_dtype=torch.float32, **arguments, **options
+        list(model.parameters()),
+        optimizer_class,
+        process_group=group,
+        master_dtype=torch.float32,
+        **arguments,
+        **options,
     )
 
 
@@ -292,7 +299,9 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     memory = FileMemory(tmp_path, "rank 3")
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"rank 3: offload: the optimizer needs 17 MB more in .*: No space left .* make room"):
+    with pytest.raises(
+        OSError, match=r"rank 3: offload: the optimizer needs 17 MB more in .*: No space left .* make room"
+    ):
         memory.zeros(torch.Size([5]), (1,), torch.float32)
 
 
@@ -306,7 +315,15 @@ def test_arguments_without_a_meaning_are_refused(tmp_path: Path) -> None:
 
 
 @settings(max_examples=examples(20))
-@given(st.lists(st.tuples(st.permutations(range(3)), st.tuples(*[st.integers(0, 40)] * 3), st.sampled_from([torch.float32, torch.bfloat16]))))
+@given(
+    st.lists(
+        st.tuples(
+            st.permutations(range(3)),
+            st.tuples(*[st.integers(0, 40)] * 3),
+            st.sampled_from([torch.float32, torch.bfloat16]),
+        )
+    )
+)
 def test_tensors_in_a_file_do_not_overlap(tmp_path_factory, wanted):
     memory = FileMemory(tmp_path_factory.mktemp("file"), "rank 0")
     tensors = []

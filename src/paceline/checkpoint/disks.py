@@ -114,7 +114,8 @@ def abandon(root: Root, draft: Draft, disks: Disks | None, rank: int) -> None:
 def _require_local(place: Place) -> None:
     if not place.renames:
         raise ValueError(
-            f"shared=False is for disks that hosts do not share; {place.describe()} is an address, which all hosts reach"
+            f"shared=False is for disks that hosts do not share; {place.describe()} is an address, which all "
+            "hosts reach"
         )
 
 

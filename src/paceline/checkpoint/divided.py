@@ -32,9 +32,7 @@ def region_of(parameter: torch.Tensor) -> Region:
     mine = slice_of(parameter)
     if mine is None:
         return whole(tuple(parameter.shape))
-    extent = tuple(
-        mine.stop - mine.start if dim == mine.dim else length for dim, length in enumerate(mine.shape)
-    )
+    extent = tuple(mine.stop - mine.start if dim == mine.dim else length for dim, length in enumerate(mine.shape))
     return simplified(Box(_begin(mine), extent), mine.shape)
 
 

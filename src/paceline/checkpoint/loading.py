@@ -107,9 +107,7 @@ def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool
 def load_spread(state: State, root: Root, spread: Spread, talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
     """Loads a checkpoint whose files are on the disks of several hosts."""
     with opened(root, spread, talk) as checkpoint:
-        return _load_opened(
-            state, checkpoint, talk, strict, lambda filling, talk: fetch(filling, spread.holders, talk)
-        )
+        return _load_opened(state, checkpoint, talk, strict, lambda filling, talk: fetch(filling, spread.holders, talk))
 
 
 def _load_opened(

@@ -65,9 +65,7 @@ class Numbering:
                 f"{here}; load it into the optimizer of the same model with the same groups"
             )
         own = self.of_own(optimizer)
-        return [
-            {**_without_names(group), "params": numbers} for group, numbers in zip(groups, own, strict=True)
-        ]
+        return [{**_without_names(group), "params": numbers} for group, numbers in zip(groups, own, strict=True)]
 
 
 def outline_of(entries: Iterable[tuple[str, object]]) -> bytes:

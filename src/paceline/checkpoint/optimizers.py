@@ -130,7 +130,9 @@ def own_state_dict(
     for key, parameter in zip(keys, parameters_of(optimizer), strict=False):  # other lengths are refused in loading
         if key in found["state"]:
             kept = found["state"][key]
-            state[key] = {what: _own_part(each, parameter, join(name, "state", key, what)) for what, each in kept.items()}
+            state[key] = {
+                what: _own_part(each, parameter, join(name, "state", key, what)) for what, each in kept.items()
+            }
     return {**found, "state": state, "param_groups": groups}
 
 

@@ -100,8 +100,8 @@ def _require_fit(offers: Sequence[Sequence[Offer]]) -> None:
             if (known.dtype, known.shape) != (offer.dtype, offer.shape):
                 raise CheckpointError(
                     f"rank {before} of the group has a part of {offer.name!r} as {known.dtype}{list(known.shape)}, "
-                    f"rank {rank} has one as {offer.dtype}{list(offer.shape)}; every rank must save its part of the same "
-                    "model"
+                    f"rank {rank} has one as {offer.dtype}{list(offer.shape)}; every rank must save its part of the "
+                    "same model"
                 )
             regions.setdefault(offer.name, {}).setdefault(offer.region, rank)
     for name, parts in regions.items():

@@ -98,7 +98,9 @@ def write_later(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alo
     staged = replace(prepared, held=copies)
     talks: list[Talk] = [talk, talk]
     if isinstance(talk, GroupTalk):
-        tokens = [prepared.draft.token] if prepared.disks is None else [prepared.draft.token, f"{prepared.draft.token}/seen"]
+        tokens = (
+            [prepared.draft.token] if prepared.disks is None else [prepared.draft.token, f"{prepared.draft.token}/seen"]
+        )
         store, timeout_s = default_world().store, to_seconds(talk.group.timeout)
         talks = [StoreTalk(talk.group, store, token, timeout_s) for token in tokens]
     return BACKGROUND.start(lambda: _write(root, staged, keep, talks), prepared.draft.name)
