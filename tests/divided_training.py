@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import paceline as dist
 from paceline.group.process_group import ProcessGroup
 from paceline.parallel.tensor.slices import slice_of
 
+_MAKING = threading.Lock()  # threads share the random numbers
 WIDTH, HIDDEN, VOCABULARY = 7, 10, 11
 
 
@@ -50,7 +52,7 @@ class Net(nn.Module):
 
 
 def built(dtype: torch.dtype = torch.float32) -> Net:
-    with torch.random.fork_rng():
+    with _MAKING, torch.random.fork_rng():
         torch.manual_seed(5)
         return Net().to(dtype)
 

@@ -24,7 +24,7 @@ class _Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
         self.brought: list[Any] = [None] * size
-        self.mail: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+        self.mail: dict[tuple[int, int], Queue[list[torch.Tensor]]] = defaultdict(Queue)
 
 
 class ThreadGroup(ProcessGroup):
@@ -46,7 +46,7 @@ class ThreadGroup(ProcessGroup):
         return self._exchange(data)
 
     def broadcast(self, tensors: Any, root: int = 0, **_: object) -> None:  # type: ignore[override]
-        listed = tensors if isinstance(tensors, list) else [tensors]
+        listed = _listed(tensors)
         for mine, theirs in zip(listed, self._exchange(listed)[root], strict=True):
             if self._number != root:
                 with torch.no_grad():
@@ -54,18 +54,21 @@ class ThreadGroup(ProcessGroup):
         self._meeting.barrier.wait()
 
     def all_reduce(self, tensors: Any, op: ReduceOp = ReduceOp.SUM, **_: object) -> None:  # type: ignore[override]
-        listed = tensors if isinstance(tensors, list) else [tensors]
+        listed = _listed(tensors)
         everyone = self._exchange([each.clone() for each in listed])
         for number, tensor in enumerate(listed):
             together = torch.stack([own[number] for own in everyone])
             tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0, is_async: bool = False) -> Any:  # type: ignore[override]
-        self._meeting.mail[self._number, to].put(tensor.clone())
+    def send(self, tensors: Any, dst: int, tag: int = 0, async_op: bool = False) -> Any:  # type: ignore[override]
+        self._meeting.mail[self._number, dst].put([each.clone() for each in _listed(tensors)])
         return SimpleNamespace(wait=lambda: None)
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0, is_async: bool = False) -> None:  # type: ignore[override]
-        tensor.copy_(self._meeting.mail[source, self._number].get(timeout=_TIMEOUT_S))
+    def recv(self, tensors: Any, src: int, tag: int = 0, async_op: bool = False) -> None:  # type: ignore[override]
+        for mine, theirs in zip(
+            _listed(tensors), self._meeting.mail[src, self._number].get(timeout=_TIMEOUT_S), strict=True
+        ):
+            mine.copy_(theirs)
 
     def _exchange(self, mine: Any) -> list[Any]:
         self._meeting.brought[self._number] = mine
@@ -112,3 +115,7 @@ class ThreadMesh:
             for meeting in self._meetings.values():
                 meeting.barrier.abort()
             raise
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return tensors if isinstance(tensors, list) else [tensors]

@@ -93,7 +93,7 @@ def test_a_layouts_checkpoint_is_the_whole_models(layout, whole, tmp_path):
     assert min(sizes) > 0, "every rank writes"
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(4))
 @given(layouts, layouts)
 def test_any_layout_goes_on_as_any_other(tmp_path_factory, first, second):
     root = tmp_path_factory.mktemp("any")
@@ -263,6 +263,7 @@ def part_along(shape: tuple[int, ...], dim: int, parts: int, part: int) -> Regio
     return Box(offset, tuple(stop - start if at == dim else length for at, length in enumerate(shape)))
 
 
+@settings(max_examples=examples(40))
 @given(divisions(), st.data(), st.sampled_from([4, 16, 64]))
 def test_every_byte_of_a_divided_model_is_written_once(offers, data, alignment):
     loads = [data.draw(st.integers(0, 200)) for _ in offers]
@@ -288,6 +289,7 @@ def test_what_few_ranks_have_is_dealt_out_first():
     assert [sum(stop - start for _, start, stop in each) for each in shares] == [4000, 4000]
 
 
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4), st.randoms())
 def test_numbers_are_those_of_the_whole_models_optimizer(group_of, ranks, random):
     """The parameter at each place of the model is in a group, and on one or more ranks."""

@@ -31,11 +31,12 @@ def fill(filling: Filling, talk: GroupTalk | Alone) -> None:
     if isinstance(talk, Alone) or talk.size == 1:
         own, by_all = [*by_all, *own], []
     owners = _owners(by_all, filling, talk.size)
-    assert isinstance(filling.checkpoint, Checkpoint)
+    checkpoint = filling.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
 
     def read() -> bytes:
         for each in own:
-            filling.checkpoint.read_into(each.name, each.region, memory_with(each.memory))
+            checkpoint.read_into(each.name, each.region, memory_with(each.memory))
         for each, start, stop, owner in owners:
             if owner == talk.rank:
                 _read_bytes(filling, each, start, stop)

@@ -65,7 +65,8 @@ def newest_spread(
 
     everyone = [json.loads(heard(each)) for each in talk.exchange(told(listed, talk.me))]
     entries = [(rank, *each) for rank, own in enumerate(everyone) for each in own]
-    skipped = {token or name: fault for _, _, token, name, fault in entries if fault is not None} | damaged
+    skipped = {token or name: fault for _, _, token, name, fault in entries if fault is not None}
+    skipped.update(damaged)
     whole_here = {(sequence, token) for _, sequence, token, _, fault in entries if fault is None}
     for _, token in sorted(whole_here, reverse=True):
         if token not in damaged:
