@@ -74,7 +74,7 @@ def zero_losses(steps: int, stage: int, offload: Path | None, root: Path, clips:
     return losses
 
 
-def compare(root: Path) -> None:
+def compare_all_stages(root: Path) -> None:
     dist.init_process_group()
     expected = averaged_losses(8, clips=False)
     assert len(set(expected)) == len(expected), "it learns"
@@ -89,4 +89,4 @@ def compare(root: Path) -> None:
 
 
 def test_all_stages_have_the_bits_of_training_without_zero(ranks: type[Ranks], tmp_path: Path) -> None:
-    ranks(2)(compare, tmp_path)
+    ranks(2)(compare_all_stages, tmp_path)
