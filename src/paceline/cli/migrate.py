@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +50,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _diff(file: File) -> Iterator[str]:
-    before, after = file.before.splitlines(keepends=True), file.after.text.splitlines(keepends=True)
-    for line in difflib.unified_diff(before, after, str(file.path), str(file.path)):
+    from difflib import unified_diff  # here, since it takes time and every command imports this module
+    from io import StringIO
+
+    before, after = (list(StringIO(text, newline="\n")) for text in (file.before, file.after.text))
+    for line in unified_diff(before, after, str(file.path), str(file.path)):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.group.collectives import all_reduce
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.horovod.compression import Compressor
@@ -34,7 +35,6 @@ class _Bucket:
     missing: int = 0  # parameters whose gradients are not complete
     work: Work | None = None
     reduced: list[tuple[torch.Tensor, torch.dtype | None]] = field(default_factory=list)
-    is_begun: bool = False
 
 
 class GradientReducer:
@@ -89,7 +89,7 @@ class GradientReducer:
         self._to_come = dict.fromkeys(self._bucket_of, self.passes)
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing, bucket.work, bucket.reduced, bucket.is_begun = len(bucket.params), None, [], False
+            bucket.missing, bucket.work, bucket.reduced = len(bucket.params), None, []
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         bucket = self._bucket_of[param]
@@ -121,8 +121,7 @@ class GradientReducer:
         tensors = [tensor for tensor, _ in bucket.reduced]
         bucket.work = self._group.all_reduce(tensors, self._how.op, async_op=True) if tensors else None
         for gradient in sparse:
-            self._group.all_reduce(gradient, self._how.op)
-        bucket.is_begun = True
+            all_reduce(gradient, self._how.op, self._group)
 
     def _take_back(self, bucket: _Bucket) -> None:
         """Puts what was reduced into the gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import libcst as cst
 
@@ -10,6 +11,7 @@ from paceline.migrate.names import Way
 from paceline.migrate.reading import Reading, dotted
 
 _GLOO, _OURS = "gloo", "paceline"
+_ASKED_FOR = "get_default_backend_for_device"
 
 
 class Mixture(ValueError):
@@ -45,7 +47,15 @@ def names_in(node: cst.CSTNode) -> set[str]:
     return set() if name is None else {name.rpartition(".")[2]}
 
 
-def elsewhere(reading: Reading, names: set[str], way: Way, is_named: bool) -> dict[cst.CSTNode, cst.BaseExpression]:
+@dataclass(frozen=True)
+class Elsewhere:
+    """The replacements outside of calls that make groups, and whether the file shows where the variables get values."""
+
+    found: dict[cst.CSTNode, cst.BaseExpression]
+    shows_values: bool
+
+
+def elsewhere(reading: Reading, names: set[str], way: Way, is_named: bool) -> Elsewhere:
     """Returns the replacements where the file gives these variables a value, or compares a backend with one.
 
     Comparisons stay as they are if gloo is neither among the values nor, as `is_named` says, in a call.
@@ -55,7 +65,7 @@ def elsewhere(reading: Reading, names: set[str], way: Way, is_named: bool) -> di
     """
     finder = _Values(reading, names, way)
     reading.module.visit(finder)
-    return finder.found if finder.gives_a_value or is_named else {}
+    return Elsewhere(finder.found if finder.has_gloo or is_named else {}, finder.shows_values)
 
 
 class _Values(cst.CSTVisitor):
@@ -64,7 +74,7 @@ class _Values(cst.CSTVisitor):
         self._names, self._way = names, way
         self._asks = {use.node for use in reading.uses if use.name.endswith(".get_backend")}
         self.found: dict[cst.CSTNode, cst.BaseExpression] = {}
-        self.gives_a_value = False
+        self.has_gloo = self.shows_values = False
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
         if any(self._is_one(target.target) for target in node.targets):
@@ -103,7 +113,9 @@ class _Values(cst.CSTVisitor):
     def _take(self, value: cst.CSTNode) -> None:
         new = replaced(value, self._way)
         self.found |= new
-        self.gives_a_value = self.gives_a_value or bool(new)
+        self.has_gloo = self.has_gloo or bool(new)
+        is_asked_for = isinstance(value, cst.Call) and (dotted(value.func) or "").endswith(_ASKED_FOR)
+        self.shows_values = self.shows_values or is_asked_for or any(True for _ in _strings(value))
 
 
 def _strings(node: cst.CSTNode) -> Iterator[cst.SimpleString]:

@@ -94,8 +94,6 @@ def _backends(reading: Reading, way: Way, edits: Edits, verdicts: Verdicts) -> N
         call = reading.calls.get(use.node)
         if use.name not in _BACKEND_AT or call is None:
             continue
-        if _is_given(call, "pg_options", 7 if use.name in _MAKES_THE_GROUP else 3):
-            verdicts.reasons[use.node] = "Paceline's engines have no pg_options; leave them out"
         backend = _argument(call, "backend", _BACKEND_AT[use.name])
         if backend is None:
             if way is Way.PLUGIN and use.name in _MAKES_THE_GROUP:
@@ -109,6 +107,9 @@ def _backends(reading: Reading, way: Way, edits: Edits, verdicts: Verdicts) -> N
                 'allow "paceline" alone, for CPU tensors'
             )
             continue
+        has_options = _is_given(call, "pg_options", 7 if use.name in _MAKES_THE_GROUP else 3)
+        if has_options and (new or way is Way.IMPORT):
+            verdicts.reasons[use.node] = "Paceline's engines have no pg_options; leave them out"
         is_named = is_named or bool(new)
         edits.expressions |= new
         if names := backends.names_in(backend):
@@ -121,12 +122,12 @@ def _variables(
 ) -> None:
     names = set[str]().union(*sources.values())
     try:
-        new = backends.elsewhere(reading, names, way, is_named)
+        elsewhere = backends.elsewhere(reading, names, way, is_named)
     except backends.Mixture:
-        new = {}
-    edits.expressions |= new
+        return
+    edits.expressions |= elsewhere.found
     for node, origin in sources.items():
-        if not new:
+        if not elsewhere.shows_values:
             verdicts.notes[node] = (
                 f'the backend comes from {", ".join(sorted(origin))}; for Paceline\'s engine it has to be "paceline"'
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.migrate.places import MARK, Migrated, Place, comment_lines
 
-_ARGUMENT = r"""(?=[ \t]+(?:[-$\\"'{<]|[^\s#]+\.py\b)|[ \t]*\\?$)"""
+_ARGUMENT = r"""(?=[ \t]+(?:[-$\\"'{<]|[^\s#]+\.py\b)|[ \t]*\\$)"""
 _NO_COMMAND = re.compile(
     r"^\s*(?:#|//|(?:@?echo|printf|pip3?|conda|import|from)\b|-?\s*(?:name|title|description|jobName|displayName)\s*:)"
 )
@@ -43,7 +43,7 @@ _RULES = (
     ),
     _Rule(
         "torchrun",
-        re.compile(r"""^(\s*)- (["']?)torchrun\2[ \t]*$""", re.MULTILINE),
+        re.compile(r"""^([ \t]*)- (["']?)torchrun\2[ \t]*$""", re.MULTILINE),
         lambda match: f"{match[1]}- {match[2]}paceline{match[2]}\n{match[1]}- {match[2]}run{match[2]}",
     ),
     _Rule(
@@ -68,7 +68,7 @@ _RULES = (
     ),
     _Rule(
         "torch.distributed.run",
-        re.compile(r"""^(\s*)- (["']?)-m\2[ \t]*\n\1- (["']?)torch\.distributed\.run\3[ \t]*$""", re.MULTILINE),
+        re.compile(r"""^([ \t]*)- (["']?)-m\2[ \t]*\n\1- (["']?)torch\.distributed\.run\3[ \t]*$""", re.MULTILINE),
         lambda match: f"{match[1]}- {match[2]}-m{match[2]}\n{match[1]}- paceline\n{match[1]}- run",
     ),
     _Rule(
@@ -95,7 +95,7 @@ _LEFT = (
      "DeepSpeed's launcher and engine stay; Paceline's ZeroRedundancyOptimizer has the stages 1 to 3"),
 )  # fmt: skip
 _ETCD = re.compile(r"--rdzv[-_]backend[ \t=]+etcd")
-_NODES = re.compile(r"--nnodes[ \t=\"',]+(?!1(?::1)?\b)\S")
+_NODES = re.compile(r"--nnodes[ \t=\"',]+(?!1(?::1)?(?![\w:]))\S")
 _SECRET = (
     "the machines prove a secret to each other: set PACELINE_SECRET to the same value on all of them (see "
     "docs/launcher.md, Several machines)"

@@ -16,6 +16,7 @@ class Edits:
     """What is to change, by the nodes of the file.
 
     Attributes:
+        module: the file.
         expressions: what takes the place of an expression.
         arguments: arguments that a call is given in addition.
         imports: the statements that take the place of an import statement.
@@ -23,6 +24,7 @@ class Edits:
         modules: modules that the file is to import besides.
     """
 
+    module: cst.Module
     expressions: dict[cst.CSTNode, cst.BaseExpression] = field(default_factory=dict)
     arguments: dict[cst.CSTNode, list[tuple[str, str]]] = field(default_factory=dict)
     imports: dict[cst.CSTNode, list[cst.BaseSmallStatement]] = field(default_factory=dict)
@@ -33,16 +35,18 @@ class Edits:
         """Adds a comment above a statement, unless it is there already."""
         if statement is None:
             return
-        lines = cast("Sequence[cst.EmptyLine]", getattr(statement, "leading_lines", ()))
+        is_first = bool(self.module.body) and statement is self.module.body[0]  # what is above it is the module's
+        header = self.module.header if is_first else ()
+        lines = cast("Sequence[cst.EmptyLine]", (*header, *getattr(statement, "leading_lines", ())))
         if any(line.comment is not None and MARK in line.comment.value for line in lines):
             return  # by an earlier run
         reasons = self.comments.setdefault(statement, [])
         if reason not in reasons:
             reasons.append(reason)
 
-    def made_in(self, module: cst.Module) -> str:
+    def made(self) -> str:
         """Returns the file's new text."""
-        edited = module.visit(_Editor(self))
+        edited = self.module.visit(_Editor(self))
         missing = sorted(self.modules - _bound(edited))
         for name in missing:
             edited = _with_import(edited, name)

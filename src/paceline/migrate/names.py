@@ -147,8 +147,8 @@ def _of_torch(rest: str) -> str | None:
 def _of_horovod(name: str) -> str | None:
     if name in ("horovod", HOROVOD):
         return "paceline.horovod"
-    if name.startswith("horovod.run"):
-        return "paceline.horovod" + name[len("horovod") :]
+    if name == "horovod.run":
+        return "paceline.horovod.run"
     if not name.startswith(f"{HOROVOD}."):
         return None
     rest = name[len(HOROVOD) + 1 :]

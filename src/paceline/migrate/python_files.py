@@ -22,7 +22,7 @@ def migrate_python(reading: Reading, way: Way) -> Migrated:
     """Returns the new text of a file that was read, and its places."""
     if not any(True for _ in reading.concerning()) and not any(reported(use.name) for use in reading.uses):
         return Migrated(reading.module.code)
-    edits = Edits()
+    edits = Edits(reading.module)
     verdicts = judge(reading, way, edits)
     table = _Names(way, verdicts.stay)
     places = [_import_place(reading, each, table, edits) for each in reading.imports if concerns_us(each.name)]
@@ -38,7 +38,7 @@ def migrate_python(reading: Reading, way: Way) -> Migrated:
     for line, module in reading.stars:
         if concerns_us(module):
             places.append(_star(reading, line, module, table, edits))
-    return Migrated(edits.made_in(reading.module), tuple(sorted(places, key=lambda each: each.line)))
+    return Migrated(edits.made(), tuple(sorted(places, key=lambda each: each.line)))
 
 
 class _Names:

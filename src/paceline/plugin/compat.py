@@ -20,11 +20,10 @@ _MIXES_FROM = (2, 14)  # the first release of torch in which a backend in Python
 _MAKER = "_new_process_group_helper"
 
 
+@functools.cache
 def take_over() -> None:
     """Makes torch.distributed create Paceline's groups for CPU tensors wherever it would create gloo's; idempotent."""
     original = getattr(c10d, _MAKER)
-    if hasattr(original, "__wrapped__"):
-        return
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -33,7 +32,7 @@ def take_over() -> None:
         asked = c10d.Backend(str(given.arguments["backend"]))
         has_options = any(given.arguments.get(name) is not None for name in ("backend_options", "pg_options"))
         ours = None if has_options else in_place_of(asked)
-        if not given.arguments["global_ranks_in_group"] and given.arguments["group_rank"] in (0, -1):
+        if not given.arguments["global_ranks_in_group"] and given.arguments["group_rank"] == 0:
             _tell(asked, ours, given.arguments["group_size"], has_options)
         if ours is None:
             return original(*args, **options)
