@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.group.collectives import all_reduce
 from paceline.group.reduce_op import ReduceOp
 from paceline.group.work import Work
 from paceline.horovod.compression import Compressor
@@ -121,7 +120,7 @@ class GradientReducer:
         tensors = [tensor for tensor, _ in bucket.reduced]
         bucket.work = self._group.all_reduce(tensors, self._how.op, async_op=True) if tensors else None
         for gradient in sparse:
-            all_reduce(gradient, self._how.op, self._group)
+            self._group.all_reduce(gradient, self._how.op)
 
     def _take_back(self, bucket: _Bucket) -> None:
         """Puts what was reduced into the gradients."""

@@ -44,7 +44,7 @@ def names_in(node: cst.CSTNode) -> set[str]:
     if isinstance(node, cst.IfExp):
         return names_in(node.body) | names_in(node.orelse)
     name = dotted(node)
-    return set() if name is None else {name.rpartition(".")[2]}
+    return set() if name is None or ".Backend." in name else {name.rpartition(".")[2]}
 
 
 @dataclass(frozen=True)

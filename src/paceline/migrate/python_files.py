@@ -20,7 +20,8 @@ _ELASTIC = (
 
 def migrate_python(reading: Reading, way: Way) -> Migrated:
     """Returns the new text of a file that was read, and its places."""
-    if not any(True for _ in reading.concerning()) and not any(reported(use.name) for use in reading.uses):
+    names = [*(each.name for each in reading.concerning()), *(module for _, module in reading.stars)]
+    if not any(map(concerns_us, names)) and not any(reported(use.name) for use in reading.uses):
         return Migrated(reading.module.code)
     edits = Edits(reading.module)
     verdicts = judge(reading, way, edits)
