@@ -1,4 +1,4 @@
-"""`paceline.horovod` does what Horovod's documentation says: its results by computation, its refusals by their words."""
+"""`paceline.horovod` does what Horovod's documentation says; results are compared with what is computed here."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def roots_state_is_everybodys() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=1)
     states = hvd.allgather_object([optimizer.state_dict(), model.state_dict()])
     assert optimizer.param_groups[0]["lr"] == 0.2
-    for (state, parameters) in states:
+    for state, parameters in states:
         assert all(torch.equal(parameters[name], value) for name, value in model.state_dict().items())
         moments = zip(state["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
         assert all(torch.equal(theirs["exp_avg"], mine["exp_avg"]) for theirs, mine in moments)
@@ -247,9 +247,7 @@ print(hvd.allreduce(torch.ones(2)).tolist(), hvd.size(), hvd.__name__)
 def test_a_script_of_horovod_runs_as_it_is(script):
     done = run("--compat", "horovod", "--nproc-per-node", "2", script(ALONE))
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] [1.0, 1.0] 2 paceline.horovod" for rank in range(2)
-    ]
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] [1.0, 1.0] 2 paceline.horovod" for rank in range(2)]
     assert (done.stdout + done.stderr).count("--compat horovod") == 1
 
 

@@ -167,7 +167,9 @@ def test_a_program_comes_over_as_a_whole(tmp_path, capsys):
     (folder / "model.py").write_text("from torch.distributed.fsdp import fully_shard\n")
     assert main(["migrate", "--write", str(folder)]) == 0
     assert "model.py:1 uses torch.distributed.fsdp.fully_shard" in capsys.readouterr().err
-    assert (folder / "train.py").read_text() == 'import torch.distributed as dist\ndist.init_process_group("paceline")\n'
+    assert (
+        folder / "train.py"
+    ).read_text() == 'import torch.distributed as dist\ndist.init_process_group("paceline")\n'
 
 
 def test_a_module_beside_a_lone_file_counts(tmp_path, capsys):

@@ -15,7 +15,19 @@ from paceline.cli.top import command as top
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace", "report", "top", "checkpoint", "migrate")
+COMMANDS = (
+    "run",
+    "join",
+    "launch-script",
+    "doctor",
+    "analyze",
+    "runs",
+    "trace",
+    "report",
+    "top",
+    "checkpoint",
+    "migrate",
+)
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -98,9 +110,9 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
     migrating = commands.add_parser(
         "migrate",
         help="rewrite a program of torch.distributed or Horovod, and the files that start it",
-        description="Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use Paceline. "
-        "Prints the changes as a diff, or with --write makes them; what is left to do becomes a comment with the reason. "
-        "Needs paceline[migrate].",
+        description="Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use "
+        "Paceline. Prints the changes as a diff, or with --write makes them; what is left to do becomes a comment with "
+        "the reason. Needs paceline[migrate].",
     )
     migrate.add_arguments(migrating)
     return whole

@@ -82,4 +82,4 @@ def _report(program: Program) -> Iterator[str]:
 def _way(choice: Choice) -> str:
     if not choice.reason:
         return ""
-    return f", with torch.distributed and its backend \"paceline\": {choice.reason}"
+    return f', with torch.distributed and its backend "paceline": {choice.reason}'

@@ -2,8 +2,8 @@
 
 A thin layer over `group` and `functional`, which it may use, with `launch.spawn` for `run`. `ranks.py` has `init` and
 the ranks, `calls.py` and `varying.py` the collectives, `handles.py` the asynchronous ones' handles, `optimizer.py`
-`DistributedOptimizer`, whose gradients `gradients.py` averages; `stand_in/` is what `paceline run --compat horovod` puts
-on the path. Start reading at `calls.py`. `docs/migrating.md` says what differs from Horovod.
+`DistributedOptimizer`, whose gradients `gradients.py` averages; `stand_in/` is what `paceline run --compat horovod`
+puts on the path. Start reading at `calls.py`. `docs/migrating.md` says what differs from Horovod.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ __all__ = [
 ]
 
 _ABSENT = {
-    "elastic": "Horovod's elastic state goes back to its last commit when a worker dies; paceline.ElasticState loses no "
-    "step and has another form (docs/elastic.md)",
+    "elastic": "Horovod's elastic state goes back to its last commit when a worker dies; paceline.ElasticState loses "
+    "no step and has another form (docs/elastic.md)",
     "start_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
     "stop_timeline": "`paceline trace` writes the timeline of any job after it has ended (docs/observe.md)",
 }

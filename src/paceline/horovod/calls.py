@@ -137,9 +137,8 @@ def grouped_allreduce(
     pairs = [compression.compress(tensor) for tensor in tensors]
     compressed = [tensor for tensor, _ in pairs]
     handle = grouped_allreduce_async(compressed, average, name, op, prescale_factor, postscale_factor, process_set)
-    return [
-        compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(synchronize(handle), pairs, strict=True)
-    ]
+    reduced = synchronize(handle)
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
 
 
 def grouped_allreduce_(

@@ -94,9 +94,9 @@ class GradientReducer:
         bucket = self._bucket_of[param]
         if self._to_come[param] <= 0:
             raise AssertionError(
-                f"rank {self._group.rank()}: a gradient was computed more than backward_passes_per_step = {self.passes} "
-                "times before optimizer.step(); call step() or synchronize() after that many backwards, or increase "
-                "backward_passes_per_step"
+                f"rank {self._group.rank()}: a gradient was computed more than backward_passes_per_step = "
+                f"{self.passes} times before optimizer.step(); call step() or synchronize() after that many "
+                "backwards, or increase backward_passes_per_step"
             )
         self._to_come[param] -= 1
         if self._to_come[param] == 0:

@@ -44,7 +44,7 @@ class _Distributed(torch.optim.Optimizer):
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits until the gradients are reduced, and makes the optimizer's own step."""
         if self._synchronizes:
             if self._is_synchronized:
@@ -89,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> AnyOptimizer:
-    """Returns an optimizer like `optimizer`, with its parameters and state, whose gradients are averaged over the ranks.
+    """Returns an optimizer with the parameters and state of `optimizer`, whose gradients are averaged over the ranks.
 
     Args:
         optimizer: the optimizer to take over; use what is returned in its place.
@@ -112,8 +112,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1")
     params = _parameters(optimizer, named_parameters)
     kind = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {"__doc__": type(optimizer).__doc__})
-    taken_over: Any = kind.__new__(kind)
-    # A scheduler that was made before has put a `step` of its own into the optimizer, which would pass by that of `kind`.
+    taken_over: Any = object.__new__(kind)
+    # A scheduler that was made before has put a `step` of its own into the optimizer, which would pass by ours.
     taken_over.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     how = Reducing(by, compression, gradient_predivide_factor, sparse_as_dense, process_set)
     reduces = process_set.included() and process_set.size() > 1
@@ -135,7 +135,9 @@ def _parameters(
         raise ValueError("named_parameters takes pairs of a name and a parameter, as model.named_parameters() gives")
     names = [name for name, _ in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"names in named_parameters must differ from each other; these occur twice: {', '.join(twice)}")
+        raise ValueError(
+            f"names in named_parameters must differ from each other; these occur twice: {', '.join(twice)}"
+        )
     known = {id(param) for _, param in named}
     if unnamed := sum(id(param) not in known for param in mine):
         raise ValueError(f"named_parameters has no name for {unnamed} of the {len(mine)} parameters of the optimizer")

@@ -78,7 +78,7 @@ _added = 0
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes the group of a process set, or of the ranks given, and returns the set. Every rank of the job calls this."""
+    """Makes the group of a process set, or of some ranks, and returns the set. Every rank of the job calls this."""
     global _added
     _added += 1
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)

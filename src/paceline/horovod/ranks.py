@@ -42,8 +42,9 @@ def _join() -> None:
     for name in _OTHER_LAUNCHERS:
         if os.environ.get(name, "1") != "1":
             raise ValueError(
-                f"this process is one of {os.environ[name]} ranks ({name}), whose launcher does not tell Paceline where "
-                "they meet; start the script with `paceline run --nproc-per-node N` instead of horovodrun or mpirun"
+                f"this process is one of {os.environ[name]} ranks ({name}), whose launcher does not tell Paceline "
+                "where they meet; start the script with `paceline run --nproc-per-node N` instead of horovodrun or "
+                "mpirun"
             )
     init_process_group(rank=0, world_size=1, store=HashStore())
 

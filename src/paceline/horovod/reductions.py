@@ -28,8 +28,8 @@ def reduction(op: Op | None, average: bool | None = None) -> ReduceOp:
         return Average
     if not isinstance(op, ReduceOp):
         raise ValueError(
-            f"the reduction {op} is not available in paceline.horovod: Adasum adds gradients pairwise with weights that "
-            "depend on their angle, which Paceline's engines do not compute; use op=Average, with a learning rate that "
-            "fits the number of ranks"
+            f"the reduction {op} is not available in paceline.horovod: Adasum adds gradients pairwise with weights "
+            "that depend on their angle, which Paceline's engines do not compute; use op=Average, with a learning rate "
+            "that fits the number of ranks"
         )
     return op

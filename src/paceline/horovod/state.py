@@ -25,7 +25,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0) -> None:
         ValueError: an entry is no tensor.
     """
     named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    tensors = [each[1] if isinstance(each, tuple) else each for each in named]
+    tensors: list[Any] = [each[1] if isinstance(each, tuple) else each for each in named]
     if (other := next((each for each in tensors if not isinstance(each, torch.Tensor)), None)) is not None:
         raise ValueError(f"broadcast_parameters got a {type(other).__name__}; it takes tensors")
     if tensors:

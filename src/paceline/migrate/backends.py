@@ -40,7 +40,7 @@ def replaced(node: cst.CSTNode, way: Way) -> dict[cst.CSTNode, cst.BaseExpressio
 
 
 def names_in(node: cst.CSTNode) -> set[str]:
-    """Returns the variables and attributes that an expression for a backend takes its value from, by their last word."""
+    """Returns the variables and attributes that a backend's expression takes its value from, by their last word."""
     if isinstance(node, cst.IfExp):
         return names_in(node.body) | names_in(node.orelse)
     name = dotted(node)
@@ -49,7 +49,7 @@ def names_in(node: cst.CSTNode) -> set[str]:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The replacements outside of calls that make groups, and whether the file shows where the variables get values."""
+    """The replacements outside of calls that make groups, and whether the file gives the variables their values."""
 
     found: dict[cst.CSTNode, cst.BaseExpression]
     shows_values: bool

@@ -24,7 +24,7 @@ _LIGHTNING = (
     "lightning.fabric.strategies"
 )
 _OWN_GROUP = (
-    'it makes a group of gloo; call torch.distributed.init_process_group("paceline") before it, on CPU, and it uses that'
+    'it makes a group of gloo; on CPU call torch.distributed.init_process_group("paceline") first, and it uses that'
 )
 
 # What other libraries make a group by; their own arguments decide about the backend.
@@ -34,7 +34,7 @@ _REPORTED = {
     "accelerate.PartialState": _OWN_GROUP,
     "transformers.Trainer": _OWN_GROUP,
     "transformers.Seq2SeqTrainer": _OWN_GROUP,
-    "deepspeed.initialize": "DeepSpeed has backends of its own; Paceline's ZeroRedundancyOptimizer has its stages 1 to 3",
+    "deepspeed.initialize": "DeepSpeed has backends of its own; paceline.ZeroRedundancyOptimizer has stages 1 to 3",
     "lightning.Trainer": _LIGHTNING,
     "lightning.pytorch.Trainer": _LIGHTNING,
     "pytorch_lightning.Trainer": _LIGHTNING,

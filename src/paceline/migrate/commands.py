@@ -73,13 +73,15 @@ _RULES = (
     ),
     _Rule(
         "torch.distributed.launch",
-        re.compile(r"""(-m[ \t]+|(["'])-m\2\s*,\s*["']|- ["']?-m["']?\n\s*- ["']?)torch\.distributed\.launch\b(?![.\w])"""),
+        re.compile(r"""(-m[ \t]+|(["'])-m\2\s*,\s*["']|- ["']?-m["']?\n\s*- ["']?)torch\.distributed\.launch\b"""
+            r"(?![.\w])"),
         lambda match: f"{match[1]}paceline.launch",
     ),
     _Rule(
         "horovodrun",
         re.compile(
-            r"(?<![\w./-])horovodrun(?:[ \t]+(?:(?:-np|--num-proc)[ \t=]+\S+|--gloo|--mpi|--verbose|-H[ \t]+localhost(?::\S+)?))+"
+            r"(?<![\w./-])horovodrun(?:[ \t]+(?:(?:-np|--num-proc)[ \t=]+\S+|--gloo|--mpi|--verbose|"
+            r"-H[ \t]+localhost(?::\S+)?))+"
             r"[ \t]+(?:\\\n[ \t]*)?(?:python[\d.]*[ \t]+(?:-u[ \t]+)?)"
         ),
         _horovodrun,
@@ -140,7 +142,9 @@ def _reason(text: str, at: int) -> str | None:
     """Returns why the command at `at` needs more than another launcher."""
     whole = text[at : _end_of_command(text, at)]
     if _ETCD.search(whole):
-        return "the machines meet at one of themselves: --rdzv-backend c10d instead of etcd, and its address as endpoint"
+        return (
+            "the machines meet at one of themselves: --rdzv-backend c10d instead of etcd, and its address as endpoint"
+        )
     if _NODES.search(whole) and not _SHARES_A_SECRET.search(text):
         return _SECRET
     return None

@@ -132,7 +132,7 @@ def _with_arguments(call: cst.Call, arguments: Sequence[tuple[str, str]]) -> cst
 
 def _with_comments(node: cst.CSTNode, reasons: Sequence[str]) -> cst.CSTNode:
     lines = [cst.EmptyLine(comment=cst.Comment(line)) for reason in reasons for line in comment_lines(reason)]
-    return cast("cst.CSTNode", node.with_changes(leading_lines=[*getattr(node, "leading_lines", ()), *lines]))
+    return node.with_changes(leading_lines=[*getattr(node, "leading_lines", ()), *lines])
 
 
 def _top_level_imports(module: cst.Module) -> list[tuple[int, cst.Import | cst.ImportFrom]]:

@@ -140,7 +140,7 @@ def _of_torch(rest: str) -> str | None:
     first = rest.partition(".")[0]
     if not rest:
         return "paceline"
-    is_ours = first in paceline.__all__ and first not in _BUILT_ON_TORCHS_GROUPS
+    is_ours = first in dir(paceline) and first not in _BUILT_ON_TORCHS_GROUPS
     return f"paceline.{rest}" if is_ours else None
 
 

@@ -165,7 +165,9 @@ def _choice(readings: dict[Path, Reading]) -> Choice:
         return choice
     for path in _modules_beside(readings):
         if "torch.distributed" in (_text(path) or ""):
-            reason = f"{path} mentions torch.distributed and is not among the files to migrate; name its folder for both"
+            reason = (
+                f"{path} mentions torch.distributed and is not among the files to migrate; name its folder for both"
+            )
             return Choice(Way.PLUGIN, reason)
     return choice
 

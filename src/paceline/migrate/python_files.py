@@ -28,7 +28,7 @@ def migrate_python(reading: Reading, way: Way) -> Migrated:
     table = _Names(way, verdicts.stay)
     places = [_import_place(reading, each, table, edits) for each in reading.imports if concerns_us(each.name)]
     for use in reading.uses:
-        if use.node not in verdicts.reasons and (not concerns_us(use.name) or table.is_foreign(use.root)):
+        if use.node not in verdicts.reasons and (not concerns_us(use.name) or table.is_foreign(use)):
             continue  # the import of a part of Horovod that is not for PyTorch says it once for all of its names
         missing = _rewrite_use(use, table, edits)
         reason = verdicts.reasons.get(use.node, missing)
@@ -52,9 +52,10 @@ class _Names:
     def new(self, name: str) -> str | None:
         return None if name in self._stay else becomes(name, self.way)
 
-    def is_foreign(self, name: str) -> bool:
-        """Returns whether `name` is a part of Horovod for another library than PyTorch."""
-        return is_in(name, "horovod") and self.new(name) is None
+    def is_foreign(self, use: Use) -> bool:
+        """Returns whether a use is of a part of Horovod for another library than PyTorch."""
+        module = use.root if use.root is not None else ".".join(use.name.split(".")[:2])
+        return is_in(module, "horovod") and self.new(module) is None
 
     def reason(self, name: str) -> str | None:
         """Returns why a name that concerns us has no counterpart, if that leaves something to do."""
@@ -65,7 +66,7 @@ class _Names:
         if is_in(name, "horovod.torch"):
             return f"paceline.horovod has no {name[len('horovod.torch.') :]}"
         if self.way is Way.IMPORT and needs_torchs_groups(name):
-            return f"Paceline has no {name}; with the backend \"paceline\" of torch.distributed it works (--way plugin)"
+            return f'Paceline has no {name}; with the backend "paceline" of torch.distributed it works (--way plugin)'
         return _OTHERS_OF_HOROVOD if is_in(name, "horovod") else None
 
 
@@ -78,7 +79,7 @@ def _import_place(reading: Reading, imported: Imported, table: _Names, edits: Ed
 
 def _rewrite_use(use: Use, table: _Names, edits: Edits) -> str | None:
     """Rewrites a dotted name if its import does not do so; returns why not, if it has no counterpart."""
-    new, root = table.new(use.name), table.new(use.root)
+    new, root = table.new(use.name), None if use.root is None else table.new(use.root)
     if new is None and root is not None and not is_in(use.name, "horovod"):
         edits.expressions[use.node] = expression(use.name)  # the word that it begins with means Paceline from now on
         edits.modules.add("torch.distributed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -25,12 +25,15 @@ class Imported:
 
 @dataclass(frozen=True)
 class Use:
-    """A dotted expression that leads to something imported, and how the file writes it."""
+    """A dotted expression that leads to something imported, and how the file writes it.
+
+    `root` is the full name of what its first word was imported as; None if the word comes from `import a.b`.
+    """
 
     node: cst.Name | cst.Attribute
     name: str
     written: str
-    root: str  # the full name of what the first word stands for
+    root: str | None
     line: int
 
 
@@ -91,7 +94,7 @@ def bindings(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.Impor
         if statement.relative or statement.module is None:
             return
         prefix = f"{dotted(statement.module)}."
-    for alias in cast("Sequence[cst.ImportAlias]", statement.names):
+    for alias in statement.names:
         name = dotted(alias.name) or ""
         local = dotted(alias.asname.name) if alias.asname is not None else None
         yield alias, prefix + name, local or name
@@ -163,12 +166,15 @@ class _Collector(cst.CSTVisitor):
         scope = self.get_metadata(ScopeProvider, node, None)
         if scope is None:
             return
-        for assignment in scope[first]:
-            if not isinstance(assignment, ImportAssignment):
-                continue
-            statement = cast("cst.Import | cst.ImportFrom", assignment.node)
-            for _, name, local in bindings(statement):
-                if local.partition(".")[0] == first:
-                    root = name if local == first else first  # `import a.b` gives the file the name `a`
-                    self.found.uses.append(Use(node, root + dot + rest, written, root, self._line(node)))
-                    return
+        assigned = [each for each in scope[first] if isinstance(each, ImportAssignment)]
+        bound = [pair for each in assigned for pair in _named(cast("cst.Import | cst.ImportFrom", each.node), first)]
+        if bound:
+            root = min((name for name, is_whole in bound if is_whole), default=None)
+            self.found.uses.append(Use(node, (root or first) + dot + rest, written, root, self._line(node)))
+
+
+def _named(statement: cst.Import | cst.ImportFrom, first: str) -> Iterator[tuple[str, bool]]:
+    """Yields what a statement gives the name `first`, and whether that is the whole: `import a.b` gives `a` too."""
+    for _, name, local in bindings(statement):
+        if local.partition(".")[0] == first:
+            yield name, local == first

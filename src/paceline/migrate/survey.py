@@ -12,8 +12,8 @@ from paceline.migrate.reading import Reading
 def choose_way(readings: Mapping[str, Reading]) -> Choice:
     """Returns the way for a program of these files, by their names.
 
-    What is built on torch's groups (FSDP, DTensor, torch's checkpoints, other libraries) needs torch's default group, so
-    the whole program then stays with torch.distributed and changes its backend.
+    What is built on torch's groups (FSDP, DTensor, torch's checkpoints, other libraries) needs torch's default group.
+    The whole program then stays with torch.distributed and changes its backend.
     """
     for file, reading in sorted(readings.items()):
         for each in sorted(reading.concerning(), key=lambda each: each.line):

@@ -67,13 +67,15 @@ def release() -> tuple[int, int]:
 def _tell(asked: str, ours: str | None, size: int, has_options: bool) -> None:
     """Says in one line, on rank 0, what has become of the default group."""
     named = "no backend" if asked == "undefined" else f"the backend {asked}"
-    who = f"paceline: --compat torch: the script's group of {size} ranks of torch.distributed, for which it names {named},"
+    who = f"paceline: --compat torch: torch.distributed's group of {size} ranks, for which the script names {named},"
     if ours is not None:
         text = f"{who} uses Paceline's engine for CPU tensors"
     elif has_options:
         text = f"{who} stays as it is, since it has pg_options, which are for that backend only"
     elif c10d.BackendConfig(c10d.Backend(asked)).get_device_backend_map().get("cpu") == _GLOO:
-        text = f"{who} stays as it is: with nccl beside it, this takes PyTorch 2.14 or newer (this is {torch.__version__})"
+        text = (
+            f"{who} stays as it is: with nccl beside it, this takes PyTorch 2.14 or newer (this is {torch.__version__})"
+        )
     else:
         text = f"{who} stays as it is: it has no gloo, which Paceline would take the place of"
     print(text, file=sys.stderr, flush=True)
