@@ -88,6 +88,10 @@ IMPORTS = {
         "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main(): pass\n",
         None,
     ),
+    "a model of a library": (
+        "from transformers import GPT2LMHeadModel\nimport torch.distributed as dist\n",
+        "from transformers import GPT2LMHeadModel\nimport paceline as dist\n",
+    ),
     "another name": ("def f(dist):\n    return dist.get_rank()\n", None),
     "a name that hides the import": (
         "import torch.distributed as dist\ndef f(dist):\n    return dist.Store\ndist.Store\n",
@@ -146,6 +150,7 @@ TORCHS = (
     "from torch.distributed import *",
     "import torchmetrics",
     "from lightning.pytorch import Trainer",
+    "from transformers import TrainingArguments",
 )
 
 

@@ -1,6 +1,6 @@
 """Horovod's interface for PyTorch over Paceline: `import paceline.horovod as hvd`.
 
-A thin layer over `group` and `functional`, which it may use, with `launch.spawn` for `run`. `ranks.py` has `init` and
+This is a thin layer. May use: `group`, `functional` and `parallel`, and `launch` for `run`. `ranks.py` has `init` and
 the ranks, `calls.py` and `varying.py` the collectives, `handles.py` the asynchronous ones' handles, `optimizer.py`
 `DistributedOptimizer`, whose gradients `gradients.py` averages; `stand_in/` is what `paceline run --compat horovod`
 puts on the path. Start reading at `calls.py`. `docs/migrating.md` says what differs from Horovod.

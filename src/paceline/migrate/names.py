@@ -75,8 +75,8 @@ _STAYS = (
     f"{_TORCH}.utils",
 )
 
-# Libraries that use torch's default group by themselves, so that it has to exist.
-GROUP_USERS = {
+# Libraries that use torch's default group by themselves, so that it has to exist. Of some it is only a part.
+_GROUP_USERS = {
     "accelerate": "Accelerate",
     "apex": "Apex",
     "colossalai": "Colossal-AI",
@@ -95,6 +95,7 @@ GROUP_USERS = {
     "torchrec": "TorchRec",
     "transformers": "transformers",
 }
+_PARTS_WITH_GROUPS = {"timm": ("timm.utils",), "transformers": ("Trainer", "TrainingArguments")}
 
 
 def concerns_us(name: str) -> bool:
@@ -155,6 +156,13 @@ def _of_horovod(name: str) -> str | None:
     for module in ("mpi_ops", "functions", "optimizer", "compression", "sync_batch_norm"):
         rest = rest.removeprefix(f"{module}.")
     return f"paceline.horovod.{rest}" if rest.partition(".")[0] in HOROVODS_NAMES else None
+
+
+def group_user(name: str) -> str | None:
+    """Returns the library that `name` belongs to, if that part of it uses torch's default group by itself."""
+    library = name.partition(".")[0]
+    parts = _PARTS_WITH_GROUPS.get(library, ("",))
+    return _GROUP_USERS.get(library) if any(part in name for part in parts) else None
 
 
 def needs_torchs_groups(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.migrate.names import GROUP_USERS, Way, needs_torchs_groups
+from paceline.migrate.names import Way, group_user, needs_torchs_groups
 from paceline.migrate.places import Choice
 from paceline.migrate.reading import Reading
 
@@ -22,8 +22,7 @@ def choose_way(readings: Mapping[str, Reading]) -> Choice:
         for line, module in reading.stars:
             if needs_torchs_groups(f"{module}.*"):
                 return Choice(Way.PLUGIN, f"{file}:{line} imports * from {module}, whose names are not known")
-        for imported in reading.imports:
-            library = GROUP_USERS.get(imported.name.partition(".")[0])
-            if library is not None:
-                return Choice(Way.PLUGIN, f"{file}:{imported.line} imports {library}, which uses torch's default group")
+        for found in (*reading.imports, *reading.uses):
+            if (library := group_user(found.name)) is not None:
+                return Choice(Way.PLUGIN, f"{file}:{found.line} uses {library}, which uses torch's default group")
     return Choice(Way.IMPORT)
