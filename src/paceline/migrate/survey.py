@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from paceline.migrate.names import Way, group_user, needs_torchs_groups
 from paceline.migrate.places import Choice
-from paceline.migrate.reading import Reading
+from paceline.migrate.reading import Imported, Reading, Use
 
 
 def choose_way(readings: Mapping[str, Reading]) -> Choice:
@@ -22,7 +22,8 @@ def choose_way(readings: Mapping[str, Reading]) -> Choice:
         for line, module in reading.stars:
             if needs_torchs_groups(f"{module}.*"):
                 return Choice(Way.PLUGIN, f"{file}:{line} imports * from {module}, whose names are not known")
-        for found in (*reading.imports, *reading.uses):
+        everything: list[Imported | Use] = [*reading.imports, *reading.uses]
+        for found in everything:
             if (library := group_user(found.name)) is not None:
                 return Choice(Way.PLUGIN, f"{file}:{found.line} uses {library}, which uses torch's default group")
     return Choice(Way.IMPORT)
