@@ -6,6 +6,7 @@ import pytest
 from launching import run
 
 from paceline.launch.compat import compat_variables, libraries
+from paceline.plugin import compat
 
 # Prints what made the group, what torch says of it, and a sum.
 PROGRAM = """
@@ -76,6 +77,26 @@ def test_the_variables_reach_what_a_script_starts():
     assert chosen["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
     assert chosen["PYTHONPATH"].endswith(":mine")
     assert compat_variables((), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_gpus", "release", "ours"),
+    [
+        ("gloo", False, (2, 13), "paceline"),
+        ("undefined", False, (2, 13), "paceline"),
+        ("cpu:gloo,cuda:nccl", False, (2, 13), "paceline"),
+        ("gloo", True, (2, 13), "paceline"),
+        ("gloo", True, (2, 14), "cpu:paceline,cuda:gloo"),
+        ("cpu:gloo,cuda:nccl", True, (2, 13), None),
+        ("cpu:gloo,cuda:nccl", True, (2, 14), "cpu:paceline,cuda:nccl"),
+        ("nccl", True, (2, 14), None),
+        ("paceline", False, (2, 14), None),
+    ],
+)
+def test_what_takes_the_place_of_a_backend(monkeypatch, asked, has_gpus, release, ours):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpus)
+    monkeypatch.setattr(compat, "release", lambda: release)
+    assert compat.in_place_of(asked) == ours
 
 
 def test_only_known_libraries_are_stood_in_for():
