@@ -42,6 +42,11 @@ class Route:
 
 LAYERS = (
     Layer("cli", "parses commands", ("src/paceline/cli",)),
+    Layer(
+        "migrate, horovod",
+        "programs of others\nbecome ours",
+        ("src/paceline/migrate", "src/paceline/horovod"),
+    ),
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
     Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
     Layer("integrations", "strategies of\nother frameworks", ("src/paceline/integrations",)),
