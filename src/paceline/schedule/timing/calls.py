@@ -83,9 +83,9 @@ def simulate_call(
 
     alike = operation in ALIKE.get(algorithm, ()) and network.is_uniform and not record
     if fold and alike and len(set(arrivals or [0])) == len(set(speeds or [1])) == 1:
-        first = network.hosts[0]
-        scene, ranks = folded_scene(network), first
-        return _simulate(scene, map(schedule, ranks), nbytes, _each(arrivals, 0.0, n), _each(speeds, 1.0, n), record)
+        schedules = map(schedule, network.hosts[0])
+        scene = folded_scene(network)
+        return _simulate(scene, schedules, nbytes, _each(arrivals, 0.0, n), _each(speeds, 1.0, n), record)
     return simulate_schedules(map(schedule, range(n)), network, nbytes, arrivals, speeds, record)
 
 
@@ -137,7 +137,10 @@ def _simulate(
         seconds=max(ends) - max(arrivals),
         ends=tuple(ends[scene.standing(rank)] for rank in range(network.world_size)),
         bytes_per_link=_by_name(scene, carried),
-        transfers=tuple(Transfer(*scene.pairs[route], *rest) for route, *rest in transfers),
+        transfers=tuple(
+            Transfer(*scene.pairs[route], step, moved, begin_s, end_s)
+            for route, step, moved, begin_s, end_s in transfers
+        ),
     )
 
 
