@@ -1,6 +1,4 @@
 // Bindings of the simulation of a collective, for paceline.schedule.timing.
-#include "simulate/simulation.hpp"
-
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -13,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "simulate/simulation.hpp"
 
 namespace nb = nanobind;
 
@@ -36,9 +35,14 @@ std::vector<Route> to_routes(const std::vector<double>& numbers) {
     for (std::size_t at = 0; at < numbers.size();) {
         if (at + kNumbersPerRoute > numbers.size()) throw std::invalid_argument("a route is incomplete");
         const double* n = &numbers[at];
-        Route route{static_cast<std::uint32_t>(n[0]), static_cast<int>(n[1]), static_cast<std::uint32_t>(n[2]),
-                    static_cast<int>(n[3]),           n[4],                   n[5],
-                    n[6],                             {}};
+        Route route{static_cast<std::uint32_t>(n[0]),
+                    static_cast<int>(n[1]),
+                    static_cast<std::uint32_t>(n[2]),
+                    static_cast<int>(n[3]),
+                    n[4],
+                    n[5],
+                    n[6],
+                    {}};
         const auto uses = static_cast<std::size_t>(n[7]);
         at += kNumbersPerRoute;
         if (uses == 0 || at + 2 * uses > numbers.size()) throw std::invalid_argument("a route lacks its links");

@@ -93,8 +93,9 @@ void FairShares::fill() {
         }
         const auto is_fixed = [&](std::uint32_t number) {
             const Route& route = routes_[number];
-            return route.most <= least * kAlmost || std::any_of(route.uses.begin(), route.uses.end(),
-                                                                [&](const Use& use) { return links_[use.link].is_full; });
+            return route.most <= least * kAlmost ||
+                   std::any_of(route.uses.begin(), route.uses.end(),
+                               [&](const Use& use) { return links_[use.link].is_full; });
         };
         const auto fixed = std::stable_partition(unfixed_.begin(), unfixed_.end(),
                                                  [&](std::uint32_t number) { return !is_fixed(number); });

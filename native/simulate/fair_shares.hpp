@@ -1,5 +1,5 @@
-// Divides links among the transfers that cross them: max-min fairness, as of Bertsekas and Gallager 1992, section 6.5.2.
-// No transfer can be faster without making slower one that is no faster than itself.
+// Divides links among the transfers that cross them: max-min fairness, as of Bertsekas and Gallager 1992,
+// section 6.5.2. No transfer can be faster without making slower one that is no faster than itself.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@ struct Use {
 
 class FairShares {
   public:
-    // `capacities` are those of the links in bytes a second. Routes are added once, in their order; each crosses a link.
+    // `capacities` are those of the links in bytes a second. Routes are added once, in their order; each crosses a
+    // link.
     explicit FairShares(std::vector<double> capacities);
     void add_route(std::vector<Use> uses, double most);
 

@@ -26,7 +26,9 @@ RankProgress::RankProgress(std::shared_ptr<const Schedule> schedule, double bloc
 void RankProgress::place(std::uint32_t number, double block_nbytes) {
     const Step& step = schedule_->steps[number];
     StepState& state = states_[number];
-    const auto block = [&](const Slice& slice) { return slice.buffer == Buffer::wire ? block_nbytes * packed_ : block_nbytes; };
+    const auto block = [&](const Slice& slice) {
+        return slice.buffer == Buffer::wire ? block_nbytes * packed_ : block_nbytes;
+    };
     const bool packs = step.kind == Kind::pack;
     const Slice& measured = step.writes() && !packs ? step.dst : step.src;
     state.src_offset = step.src.first * block(step.src);

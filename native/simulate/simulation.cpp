@@ -28,14 +28,19 @@ class Simulation {
     void divide_links();
     void resume(std::uint32_t rank);
     void try_send(std::uint32_t stream);
+    void send_what_is_ready();
+    void send(Stream& stream, std::uint32_t number);
     void begin_piece(Stream& stream, std::uint32_t number);
+    void note_change(Stream& stream, std::uint32_t number);
     void piece_left(Stream& stream, std::uint32_t number);
     void piece_came(Stream& stream, std::uint32_t number, double nbytes);
     void try_take(std::uint32_t stream);
     void take(Stream& stream, double nbytes);
     void try_work(std::uint32_t rank, std::uint32_t step);
     void advance(std::uint32_t rank, std::uint32_t step, double nbytes);
-    std::size_t advance_along(std::uint32_t rank, const std::vector<std::uint32_t>& steps, std::size_t at, double nbytes);
+    void wake_followers(std::uint32_t rank, std::uint32_t step, bool is_finished);
+    std::size_t advance_along(std::uint32_t rank, const std::vector<std::uint32_t>& steps, std::size_t at,
+                              double nbytes);
     void schedule_departure(Stream& stream, std::uint32_t number);
 
     Rank& source(const Stream& stream) { return ranks_[stream.route->source]; }
@@ -46,6 +51,7 @@ class Simulation {
     std::vector<Rank> ranks_;
     std::vector<Stream> streams_;
     std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+    std::vector<std::uint32_t> pending_;  // streams that may go on
     std::vector<std::uint32_t> changed_;  // streams that began or ended a piece in this instant
     std::uint64_t events_so_far_ = 0;
     double now_ = 0;
@@ -53,8 +59,8 @@ class Simulation {
 };
 
 const Flow* find_flow(const executor::Schedule& schedule, int peer) {
-    const auto found = std::find_if(schedule.flows.begin(), schedule.flows.end(),
-                                    [&](const Flow& flow) { return flow.peer == peer; });
+    const auto found =
+        std::find_if(schedule.flows.begin(), schedule.flows.end(), [&](const Flow& flow) { return flow.peer == peer; });
     return found == schedule.flows.end() ? nullptr : &*found;
 }
 
@@ -73,9 +79,12 @@ void Simulation::add_route(std::uint32_t number) {
     const Route& route = scenario_.routes[number];
     const Flow* from = find_flow(ranks_.at(route.source).progress.schedule(), route.source_peer);
     const Flow* to = find_flow(ranks_.at(route.target).progress.schedule(), route.target_peer);
-    if (from == nullptr || to == nullptr) throw std::invalid_argument("a route joins programs that do not know each other");
+    if (from == nullptr || to == nullptr)
+        throw std::invalid_argument("a route joins programs that do not know each other");
     shares_.add_route(route.uses, route.most);
-    streams_.push_back({&route, &from->sends, &to->receives});
+    const executor::Schedule& schedule = ranks_[route.source].progress.schedule();
+    const int distance = (route.source_peer - schedule.rank + schedule.size) % schedule.size;
+    streams_.push_back({&route, &from->sends, &to->receives, static_cast<std::uint32_t>(distance)});
     ranks_[route.source].streams_to[route.source_peer] = number;
     ranks_[route.target].streams_from[route.target_peer] = number;
 }
@@ -94,6 +103,7 @@ Timing Simulation::run() {
             events_.pop();
             handle(event);
         }
+        send_what_is_ready();
         divide_links();
     }
     for (const Rank& rank : ranks_) {
@@ -133,6 +143,7 @@ void Simulation::handle(const Event& event) {
 void Simulation::divide_links() {
     for (const std::uint32_t number : changed_) {
         Stream& stream = streams_[number];
+        stream.has_changed = false;
         if (stream.is_moving == stream.is_shared) {
             if (stream.is_moving) schedule_departure(stream, number);
             continue;
@@ -154,7 +165,7 @@ void Simulation::divide_links() {
 
 void Simulation::schedule_departure(Stream& stream, std::uint32_t number) {
     const double takes = std::max(0.0, stream.left) / stream.rate;
-    push(now_ + takes, (*stream.sends)[stream.sending], What::moved, number, 0, ++stream.version);
+    push(now_ + takes, stream.order, What::moved, number, 0, ++stream.version);
 }
 
 // Lets all that a rank does go on.
@@ -166,7 +177,22 @@ void Simulation::resume(std::uint32_t number) {
 }
 
 void Simulation::try_send(std::uint32_t number) {
-    Stream& stream = streams_[number];
+    if (!std::exchange(streams_[number].is_pending, true)) pending_.push_back(number);
+}
+
+// Pieces begin once all that happens in an instant has happened, so that its order does not decide on their lengths.
+void Simulation::send_what_is_ready() {
+    std::sort(pending_.begin(), pending_.end(), [&](std::uint32_t one, std::uint32_t other) {
+        return std::pair(streams_[one].order, one) < std::pair(streams_[other].order, other);
+    });
+    for (const std::uint32_t number : pending_) {
+        streams_[number].is_pending = false;
+        send(streams_[number], number);
+    }
+    pending_.clear();
+}
+
+void Simulation::send(Stream& stream, std::uint32_t number) {
     Rank& from = source(stream);
     if (!from.has_come || stream.is_moving || stream.is_opening || stream.sending == stream.sends->size()) return;
     if (from.progress.ahead(*stream.sends, stream.sending, scenario_.piece_nbytes) <= kSliver) return;
@@ -175,7 +201,7 @@ void Simulation::try_send(std::uint32_t number) {
     const double begin = std::max({now_, from.out_free_s, to.in_free_s});
     from.out_free_s = to.in_free_s = begin + stream.route->overhead_s;
     stream.is_opening = true;
-    push(from.out_free_s, (*stream.sends)[stream.sending], What::opened, number);
+    push(from.out_free_s, stream.order, What::opened, number);
 }
 
 void Simulation::begin_piece(Stream& stream, std::uint32_t number) {
@@ -184,14 +210,18 @@ void Simulation::begin_piece(Stream& stream, std::uint32_t number) {
     stream.since_s = now_;
     stream.rate = stream.is_shared ? stream.rate : 0;
     stream.is_moving = true;
-    changed_.push_back(number);
+    note_change(stream, number);
     if (scenario_.records && stream.begins_s.size() == stream.sending) stream.begins_s.push_back(now_);
+}
+
+void Simulation::note_change(Stream& stream, std::uint32_t number) {
+    if (!std::exchange(stream.has_changed, true)) changed_.push_back(number);
 }
 
 void Simulation::piece_left(Stream& stream, std::uint32_t number) {
     ++stream.version;
     for (const Use& use : stream.route->uses) timing_.carried_nbytes[use.link] += use.weight * stream.piece;
-    push(now_ + stream.route->latency_s, (*stream.sends)[stream.sending], What::received, number, 0, 0, stream.piece);
+    push(now_ + stream.route->latency_s, stream.order, What::received, number, 0, 0, stream.piece);
     const std::size_t before = stream.sending;
     stream.sending = advance_along(stream.route->source, *stream.sends, before, stream.piece);
     if (scenario_.records)
@@ -200,7 +230,7 @@ void Simulation::piece_left(Stream& stream, std::uint32_t number) {
         stream.is_open &= (*stream.sends)[stream.sending] == (*stream.sends)[stream.sending - 1] + 1;
     stream.is_moving = false;
     try_send(number);
-    if (!stream.is_moving) changed_.push_back(number);
+    note_change(stream, number);
 }
 
 void Simulation::piece_came(Stream& stream, std::uint32_t number, double nbytes) {
@@ -232,7 +262,7 @@ void Simulation::try_take(std::uint32_t number) {
         const std::uint32_t step = (*stream.receives)[stream.receiving];
         if (to.progress.schedule().steps[step].kind == Kind::reduce && scenario_.gamma_s_per_byte != 0) {
             to.works_until_s = std::max(now_, to.works_until_s) + may * scenario_.gamma_s_per_byte / to.speed;
-            return push(to.works_until_s, step, What::taken, number, 0, 0, may);
+            return push(to.works_until_s, stream.order, What::taken, number, 0, 0, may);
         }
         take(stream, may);
     }
@@ -262,10 +292,14 @@ void Simulation::try_work(std::uint32_t number, std::uint32_t step) {
 
 // Moves a step on, and lets those that waited for it go on.
 void Simulation::advance(std::uint32_t number, std::uint32_t step, double nbytes) {
+    const bool is_finished = ranks_[number].progress.advance(step, nbytes);
+    if (is_finished) ranks_[number].end_s = now_;
+    wake_followers(number, step, is_finished);
+}
+
+void Simulation::wake_followers(std::uint32_t number, std::uint32_t step, bool is_finished) {
     Rank& rank = ranks_[number];
     const executor::Schedule& schedule = rank.progress.schedule();
-    const bool is_finished = rank.progress.advance(step, nbytes);
-    if (is_finished) rank.end_s = now_;
     if (is_finished && schedule.blocks == 0) return resume(number);
     for (const std::uint32_t follower : rank.progress.followers(step)) {
         const executor::Step& what = schedule.steps[follower];
@@ -278,18 +312,23 @@ void Simulation::advance(std::uint32_t number, std::uint32_t step, double nbytes
     }
 }
 
-// Moves on the steps from the one at `at`; returns the place of the first that is not finished.
-std::size_t Simulation::advance_along(std::uint32_t rank, const std::vector<std::uint32_t>& steps, std::size_t at,
+// Moves on the steps from the one at `at`; returns the place of the first that is not finished. All move before any
+// other step goes on, so that it makes no difference into how many messages a stream is divided.
+std::size_t Simulation::advance_along(std::uint32_t number, const std::vector<std::uint32_t>& steps, std::size_t at,
                                       double nbytes) {
-    const RankProgress& progress = ranks_[rank].progress;
+    Rank& rank = ranks_[number];
+    const std::size_t first = at;
+    std::size_t moved = at;
     while (at < steps.size() && nbytes > kSliver) {
-        const StepState& state = progress.state(steps[at]);
+        const StepState& state = rank.progress.state(steps[at]);
         const double part = std::min(nbytes, state.nbytes - state.done);
         nbytes -= part;
-        advance(rank, steps[at], part);
-        if (!state.is_finished) break;
+        moved = at + 1;
+        if (!rank.progress.advance(steps[at], part)) break;
+        rank.end_s = now_;
         ++at;
     }
+    for (std::size_t each = first; each < moved; ++each) wake_followers(number, steps[each], each < at);
     return at;
 }
 

@@ -113,8 +113,12 @@ def test_a_late_rank_delays_the_others_until_it_comes():
 
 def test_a_slow_rank_reduces_slowly():
     network = one_each(2, Link(0, 1e12), gamma=1e-9)
-    assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[0.5, 1]).seconds == pytest.approx(0.002, rel=0.01)
-    assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[1, 0.5]).seconds == pytest.approx(0.001, rel=0.01)
+    assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[0.5, 1]).seconds == pytest.approx(
+        0.002, rel=0.01
+    )
+    assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[1, 0.5]).seconds == pytest.approx(
+        0.001, rel=0.01
+    )
 
 
 def test_as_many_arrivals_as_ranks_must_be_given():
@@ -184,9 +188,7 @@ def test_a_ring_of_short_tensors_has_its_closed_form(network, nbytes):
 
 def test_ten_thousand_ranks_come_near_the_bound():
     """They have a full-bisection network of 25 Gbit/s a host."""
-    network = Network.uniform(
-        1250, 8, node=Link(50e-6, 25e9 / 8), within_host=Link(2e-6, 20e9), gamma_s_per_byte=1e-10
-    )
+    network = Network.uniform(1250, 8, node=Link(50e-6, 25e9 / 8), within_host=Link(2e-6, 20e9), gamma_s_per_byte=1e-10)
     for nbytes in (1 << 20, 1 << 30):
         timing = simulate_call("hierarchical", Operation.ALL_REDUCE, nbytes, network)
         assert len(timing.ends) == 10_000

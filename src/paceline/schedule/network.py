@@ -158,7 +158,9 @@ class Network:
         place = {rank: number for number, rank in enumerate(ranks)}
         kept = [number for number, host in enumerate(self.hosts) if any(rank in place for rank in host)]
         new = {host: number for number, host in enumerate(kept)}
-        groups = (replace(group, hosts=tuple(new[host] for host in group.hosts if host in new)) for group in self.groups)
+        groups = (
+            replace(group, hosts=tuple(new[host] for host in group.hosts if host in new)) for group in self.groups
+        )
         return replace(
             self,
             hosts=tuple(tuple(sorted(place[rank] for rank in self.hosts[host] if rank in place)) for host in kept),

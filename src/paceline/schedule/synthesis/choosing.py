@@ -9,6 +9,7 @@ from paceline.schedule.network import Network
 from paceline.schedule.registry import SYNTHESISED, build, offers
 from paceline.schedule.steps import Operation, Place, Schedule
 from paceline.schedule.synthesis.emitting import all_reduce
+from paceline.schedule.synthesis.ordering import arrange
 from paceline.schedule.synthesis.trees import MOST_HOSTS, pack
 from paceline.schedule.timing import simulate_schedules
 from paceline.schedule.verify.symbolic import verify
@@ -31,8 +32,8 @@ def synthesise(network: Network) -> list[Schedule]:
     Raises:
         ScheduleError: the schedules are wrong, which would be a fault of this package.
     """
-    parts, n = pack(network).parts, network.world_size
-    schedules = [all_reduce(Place(rank, n, -1, network.hosts), parts) for rank in range(n)]
+    transfers, n = arrange(network, pack(network).parts), network.world_size
+    schedules = [all_reduce(Place(rank, n, -1, network.hosts), transfers) for rank in range(n)]
     verify(schedules)
     return schedules
 

@@ -11,7 +11,7 @@ Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import permutations
 from typing import NamedTuple, TypeAlias
 
@@ -21,8 +21,9 @@ from paceline.schedule.timing.crossing import Way, cross
 PARTS_OF_A_HOST = 6
 """The tensor is cut into so many parts for each host."""
 
-MOST_HOSTS = 16
+MOST_HOSTS = 8
 _ROUNDS = 8
+_DETOUR = 1.25
 _MOST_ORDERS = 720
 
 Hop: TypeAlias = tuple[int, int]
@@ -66,25 +67,31 @@ def pack(network: Network) -> Packing:
     return Packing(tuple(sorted(best)), least)
 
 
+def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float]]]:
+    """Returns for each hop the links that it uses, by number, and the seconds that it takes of them for each byte.
+
+    The bytes are those of a tensor of so many parts, of which one makes the hop.
+    """
+    numbers: dict[Way, int] = {}
+    found: dict[Hop, list[tuple[int, float]]] = {}
+    # The ranks of a host send their slices of a part at the same time, so that one of them stands for all.
+    leaders = [host[0] for host in network.hosts]
+    for source, target in permutations(range(len(leaders)), 2):
+        crossing = cross(network, leaders[source], leaders[target])
+        found[source, target] = [
+            (numbers.setdefault(way, len(numbers)), crossing.weight / n_parts / min(rate, crossing.most))
+            for way, rate in crossing.ways
+        ]
+    return found
+
+
 class _Loads:
     """The seconds of each link's time that the parts so far take for each byte of the tensor."""
 
     def __init__(self, network: Network) -> None:
         self.n = len(network.hosts)
-        share = 1 / (self.n * PARTS_OF_A_HOST)
-        numbers: dict[Way, int] = {}
-        self.hops: dict[Hop, list[tuple[int, float]]] = {}
-        self.latencies: dict[Hop, float] = {}
-        # The ranks of a host send their slices of a part at the same time, so that its leaders stand for all of them.
-        leaders = [host[0] for host in network.hosts]
-        for source, target in permutations(range(self.n), 2):
-            crossing = cross(network, leaders[source], leaders[target])
-            self.hops[source, target] = [
-                (numbers.setdefault(way, len(numbers)), share * crossing.weight / min(rate, crossing.most))
-                for way, rate in crossing.ways
-            ]
-            self.latencies[source, target] = crossing.latency_s
-        self.loads = [0.0] * len(numbers)
+        self.hops = hop_costs(network, self.n * PARTS_OF_A_HOST)
+        self.loads = [0.0] * (1 + max(link for links in self.hops.values() for link, _ in links))
         self.unit = 1.0
 
     def most(self) -> float:
@@ -157,7 +164,7 @@ def _grow_best(loads: _Loads, root: int) -> Trees:
     for candidate in roots:
         loads.loads = list(before)
         up = tuple((target, source) for source, target in reversed(_grow(loads, candidate, up=True)))
-        trees = Trees(candidate, up, tuple(_grow(loads, candidate, up=False)))
+        trees = Trees(candidate, up, tuple(_grow(loads, candidate, up=False, back=set(up))))
         price = sum(_eighth_power(load / loads.unit) for load in loads.loads)
         if found is None or price < found[0] * (1 - 1e-12):
             found = price, trees, loads.loads
@@ -166,13 +173,21 @@ def _grow_best(loads: _Loads, root: int) -> Trees:
     return found[1]
 
 
-def _grow(loads: _Loads, root: int, *, up: bool) -> list[Hop]:
-    """Returns the hops of a tree away from the root. If it leads `up` to it, the data goes against them."""
+def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -> list[Hop]:
+    """Returns the hops of a tree away from the root. If it leads `up` to it, the data goes against them.
+
+    Hops that lead `back` along those of another tree are preferred to others that cost a little less: what a host
+    gets then comes in the order and at the rate at which it has sent.
+    """
+
+    def price(hop: Hop) -> float:
+        return loads.price(hop) * (1 if (hop[1], hop[0]) in back else _DETOUR)
+
     depth: dict[int, int] = {root: 0}
     hops: list[Hop] = []
     while len(depth) < loads.n:
         _, _, inside, outside = min(
-            (loads.price((outside, inside) if up else (inside, outside)), depth[inside], inside, outside)
+            (price((outside, inside) if up else (inside, outside)), depth[inside], inside, outside)
             for inside in depth
             for outside in range(loads.n)
             if outside not in depth
@@ -181,13 +196,3 @@ def _grow(loads: _Loads, root: int, *, up: bool) -> list[Hop]:
         depth[outside] = depth[inside] + 1
         hops.append((inside, outside))
     return hops
-
-
-def heights(hops: Sequence[Hop]) -> Mapping[Hop, int]:
-    """Returns for each hop of a tree how many of the tree's hops it follows, one after another."""
-    reached: dict[int, int] = {}
-    found: dict[Hop, int] = {}
-    for source, target in hops:
-        found[source, target] = reached.get(source, 0)
-        reached[target] = max(reached.get(target, 0), found[source, target] + 1)
-    return found

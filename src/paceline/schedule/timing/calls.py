@@ -15,6 +15,10 @@ from paceline.schedule.timing.crossing import Way
 from paceline.schedule.timing.scene import Scene, folded_scene, whole_scene
 
 
+MOST_STEPS = 30_000_000
+"""How many steps of all ranks together are simulated at most; more would not fit into a machine's memory."""
+
+
 @dataclass(frozen=True)
 class Transfer:
     """A message, from the departure of its first byte to the arrival of its last, in seconds after time 0.
@@ -86,6 +90,12 @@ def simulate_call(
         schedules = map(schedule, network.hosts[0])
         scene = folded_scene(network)
         return _simulate(scene, schedules, nbytes, _each(arrivals, 0.0, n), _each(speeds, 1.0, n), record)
+    steps = len(schedule(n - 1).steps) * n
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"{algorithm} {operation} of {n:,} ranks has some {steps:,} steps, too many to simulate: choose hierarchical "
+            "on equal hosts, or fewer ranks"
+        )
     return simulate_schedules(map(schedule, range(n)), network, nbytes, arrivals, speeds, record)
 
 

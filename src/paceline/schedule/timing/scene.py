@@ -18,9 +18,6 @@ from paceline.schedule.registry import wire_of
 from paceline.schedule.steps import Kind, Schedule
 from paceline.schedule.timing.crossing import Way, cross
 
-MOST_STEPS = 30_000_000
-"""How many steps of all ranks together are simulated at most; more than these would not fit into a machine's memory."""
-
 
 @dataclass
 class Scene:
@@ -42,14 +39,7 @@ class Scene:
 
     def add(self, schedules: Iterable[Schedule]) -> None:
         """Adds the programs in the order of their ranks."""
-        steps = 0
         for schedule in schedules:
-            steps += len(schedule.steps)
-            if steps > MOST_STEPS:
-                raise ValueError(
-                    f"{schedule.algorithm} {schedule.operation} of {schedule.world_size} ranks has more than "
-                    f"{MOST_STEPS:,} steps, too many to simulate: choose hierarchical on equal hosts, or fewer ranks"
-                )
             self.blocks = schedule.blocks
             self.schedules.append(_to_core(schedule))
             for peer in dict.fromkeys(step.peer for step in schedule.steps if step.kind is Kind.SEND):
