@@ -1,6 +1,6 @@
 """How near does an all-reduce come to the optimum where links between hosts differ, against fixed algorithms?
 
-    python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes 8388608] [--fast 400mbit] [--slow 100mbit]
+    python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes 8388608] [--fast 400mbit] [--slow RATE]
 
 Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
 the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts
@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -36,7 +38,7 @@ class Case:
     """
 
     def __init__(
-        self, shape: Callable[[Network, str], None], described: Callable[[str], object], slow: float, fast: float
+        self, shape: Callable[..., None], described: Callable[[str], dict[str, object]], slow: float, fast: float
     ) -> None:
         self.shape = shape
         self.described = described
@@ -58,7 +60,7 @@ CASES = {
 class Uneven(Hosts):
     """Hosts whose network is changed before the ranks start."""
 
-    def __init__(self, rate: str, shape: Callable[[Network], None]) -> None:
+    def __init__(self, rate: str, shape: Callable[..., None]) -> None:
         super().__init__(4, rate=rate)
         self.shape = shape
 
@@ -86,9 +88,9 @@ def rank_main(sizes: Sequence[int], described: str) -> tuple[dict[int, dict[str,
     results = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4)
-        contestants = {"paceline": lambda tensor=tensor: dist.all_reduce(tensor)}
+        contestants: dict[str, Callable[[], object]] = {"paceline": partial(dist.all_reduce, tensor)}
         for name, group in groups.items():
-            contestants[name] = lambda tensor=tensor, group=group: dist.all_reduce(tensor, group=group)
+            contestants[name] = partial(dist.all_reduce, tensor, group=group)
         for call in contestants.values():
             call()
         results[nbytes] = interleaved(contestants, dict.fromkeys(contestants, 1), ROUNDS)
@@ -113,9 +115,9 @@ def main() -> None:
     for name in options.cases:
         case = CASES[name]
         described = json.dumps({"node": f"{options.fast},0.1ms", **case.described(f"{options.slow},0.1ms")})
-        hosts = Uneven(options.fast, lambda network, case=case: case.shape(network, options.slow))
+        hosts = Uneven(options.fast, partial(case.shape, slow=options.slow))
         answers = hosts(rank_main, options.sizes, described, timeout_s=600)
-        results, explained = answers[0]
+        results, explained = cast("tuple[dict[int, dict[str, Spread]], list[str]]", answers[0])
         for nbytes, text in zip(options.sizes, explained, strict=True):
             chosen = next(line.split()[1] for line in text.splitlines() if line.startswith("->"))
             least_s = max(

@@ -163,4 +163,5 @@ def _bound(interface: str, rate: str, verb: str = "add") -> str:
         raise ValueError(f"rate={rate!r} must be like '100mbit' or '10gbit'")
     bytes_per_s = int(parts[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[parts[2]] / 8
     burst = max(int(bytes_per_s * 0.001), 1 << 17)
-    return f"qdisc {verb} dev {interface} root tbf rate {rate} burst {burst} limit {burst + int(bytes_per_s * 0.02) + 65536}"
+    limit = burst + int(bytes_per_s * 0.02) + 65536
+    return f"qdisc {verb} dev {interface} root tbf rate {rate} burst {burst} limit {limit}"

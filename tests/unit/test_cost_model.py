@@ -29,7 +29,7 @@ def test_every_offered_operation_has_a_closed_form():
 
 @pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != Operation.BARRIER])
 def test_prediction_and_simulation_differ_by_a_small_factor(algorithm, operation):
-    """What is simulated overlaps more: a rank sends, receives and reduces at the same time, a star's middle above all."""
+    """What is simulated overlaps more, a star's middle above all, and long folds go through a pipe."""
     most = 4 if algorithm == "star" else 2.7
     for n_hosts, ranks_a_host in [(1, 2), (1, 8), (1, 13), (4, 1), (3, 4), (4, 4), (8, 4)]:
         hosts, world_size = hosts_of(n_hosts, ranks_a_host), n_hosts * ranks_a_host
@@ -37,7 +37,7 @@ def test_prediction_and_simulation_differ_by_a_small_factor(algorithm, operation
         for nbytes in (64, 64 << 10, 4 * MIB):
             predicted = predict(CLUSTER, algorithm, operation, nbytes, world_size, hosts)
             simulated = simulate_call(algorithm, operation, nbytes, network).seconds
-            assert simulated / 2.01 <= predicted <= simulated * most
+            assert simulated / 2.5 <= predicted <= simulated * most
 
 
 def test_hierarchical_wins_for_long_tensors_on_several_hosts():

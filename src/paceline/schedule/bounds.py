@@ -9,8 +9,8 @@ from paceline.schedule.network import Network
 def least_all_reduce_s(network: Network, nbytes: int) -> float:
     """Returns a time below which no all-reduce ends, whatever its algorithm.
 
-    Of H hosts, on average each sends 2 (H - 1) / H of the bytes at least (Patarasuk and Yuan 2009), and the last of them
-    needs the latency of the way. The same is true of the ranks of one host.
+    Of H hosts, on average each sends 2 (H - 1) / H of the bytes at least (Patarasuk and Yuan 2009), and the last of
+    them needs the latency of the way. The same is true of the ranks of one host.
     """
     n_hosts, per_host = len(network.hosts), len(network.hosts[0])
     members, link = (n_hosts, network.node) if n_hosts > 1 else (per_host, network.within_host)

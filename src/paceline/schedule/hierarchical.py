@@ -238,7 +238,7 @@ def _within(case: Case, turns: float, nbytes: float, gamma: float = 0) -> float:
 
 
 def _rails(case: Case, gamma: float) -> float:
-    """Returns the seconds of a ring in the host over slices, block by block, and of one between hosts over the blocks."""
+    """Returns the seconds of a ring in the host over slices, block by block, and of one between hosts."""
     inside = (case.local - 1) * (case.n_hosts - 1) * case.model.within_host.alpha_s
     return (
         inside
@@ -263,7 +263,7 @@ def _even(case: Case) -> bool:
 
 
 def _all_reduce_rails(case: Case, gamma: float) -> float:
-    """Returns the seconds of a ring in the host over slices, and of the rounds between hosts over each slice's parts."""
+    """Returns the seconds of a ring in the host over slices, and of the rounds between hosts over their parts."""
     far, share = case.model.between_hosts, case.nbytes / case.local * (case.n_hosts - 1) / case.n_hosts
     segments = _segments(case.n_hosts, case.local)
     return (

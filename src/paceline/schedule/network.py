@@ -114,7 +114,7 @@ class Network:
 
     @classmethod
     def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
-        """Returns a network of these costs. A message is under way for half of its alpha, and keeps its ranks busy before.
+        """Returns a network of these costs: for half of its alpha a message keeps its ranks busy, then it is under way.
 
         Which part of a measured alpha is which is not known: it is that of a system call and of a thread's waking.
         """
@@ -224,7 +224,7 @@ def parse_links(text: str) -> dict[str, Link]:
 
 
 def _quantity(part: str) -> dict[str, float]:
-    name, equals, value = part.partition("=")
+    _, equals, value = part.partition("=")
     try:
         if equals:
             return {"loss": float(value.removesuffix("%")) / 100}

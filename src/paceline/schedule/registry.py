@@ -60,7 +60,7 @@ def number_of(algorithm: str) -> int:
 
 
 def wire_of(algorithm: str) -> int:
-    """Returns the number in native/wire/wire.hpp of what the algorithm puts on the wire between hosts; 0 for the data."""
+    """Returns the number in native/wire/wire.hpp of what the algorithm puts on the wire; 0 for the data as it is."""
     return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
 
 

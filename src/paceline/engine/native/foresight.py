@@ -43,7 +43,7 @@ class Foresight:
             return None
         self._has_spoken = True
         return (
-            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {spell_seconds(seen.least_s)} at "
-            f"least in {seen.calls} calls, but was predicted to take {spell_seconds(predicted_s)}: another algorithm may "
-            "be faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
+            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {spell_seconds(seen.least_s)} "
+            f"at least in {seen.calls} calls, but was predicted to take {spell_seconds(predicted_s)}: another algorithm "
+            "may be faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
         )

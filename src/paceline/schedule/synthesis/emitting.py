@@ -17,7 +17,7 @@ from paceline.schedule.synthesis.ordering import Transfer
 
 def all_reduce(at: Place, transfers: Sequence[Transfer]) -> Schedule:
     """Returns a rank's schedule. The hosts of `at` are those that the transfers join."""
-    hosts, host, local, me = home = find_home(at)
+    _, host, local, me = home = find_home(at)
     n_local, n_parts = len(local), 1 + max(each.part for each in transfers)
     if home.is_even:
         slices = [[Slice(Buffer.OUTPUT, owner * n_parts, n_parts)] for owner in range(n_local)]

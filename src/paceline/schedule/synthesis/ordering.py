@@ -1,8 +1,9 @@
 """Puts the transfers of packed trees into an order, in which all hosts take them.
 
-Messages of two ranks follow one another. So a message that must wait holds up those behind it, and the order decides how
-much of their time the links are idle. It is that of a plan in which each link does one transfer at a time: of those
-that could begin, the earliest comes next (list scheduling; Graham 1966, "Bounds for certain multiprocessing anomalies").
+Messages of two ranks follow one another. So a message that must wait holds up those behind it, and the order decides
+how much of their time the links are idle. There are two orders to choose from: by the number of hops before, and that of
+a plan in which each link does one transfer at a time, and of those that could begin, the earliest comes next (list
+scheduling; Graham 1966, "Bounds for certain multiprocessing anomalies").
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Transfer(NamedTuple):
     is_last: bool
 
 
-def arrange(network: Network, parts: Sequence[Trees]) -> list[Transfer]:
+def by_begin(network: Network, parts: Sequence[Trees]) -> list[Transfer]:
     """Returns the transfers of all parts in the order in which they would begin."""
     costs = hop_costs(network, len(parts))
     free: dict[int, float] = {}
@@ -50,6 +51,17 @@ def arrange(network: Network, parts: Sequence[Trees]) -> list[Transfer]:
         left[chosen.part].remove(chosen)
         arranged.append(chosen)
     return _with_last(arranged, parts)
+
+
+def by_level(parts: Sequence[Trees]) -> list[Transfer]:
+    """Returns the transfers of all parts in the order of how many others they follow, one after another."""
+    levels: dict[Transfer, int] = {}
+    for number, trees in enumerate(parts):
+        reached: dict[int, int] = {}
+        for each in _in_turn(number, trees):
+            levels[each] = reached.get(each.source, 0)
+            reached[each.target] = max(reached.get(each.target, 0), levels[each] + 1)
+    return _with_last(sorted(levels, key=lambda each: (levels[each], each)), parts)
 
 
 def _in_turn(part: int, trees: Trees) -> Iterator[Transfer]:

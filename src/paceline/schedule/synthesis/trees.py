@@ -5,14 +5,14 @@ on its way gets a load, in seconds of its time, and the time of an all-reduce of
 the most. A ring is a packing, too: part i goes around to host i, and around once more.
 
 The best ring is the start. Then part after part is taken out and put back with the trees that raise the loads least: a
-tree grows host by host, by the hop that costs least, where a link's time costs more the more of it is taken (the idea of
-Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
+tree grows host by host, by the hop that costs least, where a link's time costs more the more of it is taken (the idea
+of Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple, TypeAlias
 
 from paceline.schedule.network import Network
@@ -22,8 +22,9 @@ PARTS_OF_A_HOST = 6
 """The tensor is cut into so many parts for each host."""
 
 MOST_HOSTS = 8
+DETOURS = (2.0, 1.25)
+"""A way back is also taken if another is cheaper by this factor; which one is better depends on the network."""
 _ROUNDS = 8
-_DETOUR = 1.25
 _MOST_ORDERS = 720
 
 Hop: TypeAlias = tuple[int, int]
@@ -47,15 +48,19 @@ class Packing(NamedTuple):
     s_per_byte: float
 
 
-def pack(network: Network) -> Packing:
+def pack(network: Network, detour: float = DETOURS[0]) -> Packing:
     """Returns the best packing that was found for the hosts of a network, equal parts next to each other.
+
+    Args:
+        network: the hosts and their links.
+        detour: by how much a part's way back to a host is preferred to be the way that it came.
 
     Raises:
         ValueError: there are more than `MOST_HOSTS` hosts.
     """
     if len(network.hosts) > MOST_HOSTS:
         raise ValueError(f"trees for {len(network.hosts)} hosts would take too long to find: {MOST_HOSTS} are the most")
-    loads = _Loads(network)
+    loads = _Loads(network, detour)
     parts = _best_ring(loads)
     best, least = list(parts), loads.most()
     for _ in range(_ROUNDS):
@@ -88,7 +93,8 @@ def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float
 class _Loads:
     """The seconds of each link's time that the parts so far take for each byte of the tensor."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, detour: float) -> None:
+        self.detour = detour
         self.n = len(network.hosts)
         self.hops = hop_costs(network, self.n * PARTS_OF_A_HOST)
         self.loads = [0.0] * (1 + max(link for links in self.hops.values() for link, _ in links))
@@ -150,9 +156,9 @@ def _ring(order: Sequence[int]) -> list[Trees]:
     found = []
     for at, root in enumerate(order):
         around = [order[(at + turn) % n] for turn in range(1, n + 1)]  # ends at the root
-        up = tuple(zip(around[:-1], around[1:], strict=True))
+        up = tuple(pairwise(around))
         around = [order[(at + turn) % n] for turn in range(n)]
-        found.append(Trees(root, up, tuple(zip(around[:-1], around[1:], strict=True))))
+        found.append(Trees(root, up, tuple(pairwise(around))))
     return found
 
 
@@ -181,7 +187,7 @@ def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -
     """
 
     def price(hop: Hop) -> float:
-        return loads.price(hop) * (1 if (hop[1], hop[0]) in back else _DETOUR)
+        return loads.price(hop) * (1 if (hop[1], hop[0]) in back else loads.detour)
 
     depth: dict[int, int] = {root: 0}
     hops: list[Hop] = []

@@ -14,7 +14,6 @@ from paceline.schedule.steps import ROOTED, Operation, Schedule
 from paceline.schedule.timing.crossing import Way
 from paceline.schedule.timing.scene import Scene, folded_scene, whole_scene
 
-
 MOST_STEPS = 30_000_000
 """How many steps of all ranks together are simulated at most; more would not fit into a machine's memory."""
 
@@ -93,8 +92,8 @@ def simulate_call(
     steps = len(schedule(n - 1).steps) * n
     if steps > MOST_STEPS:
         raise ValueError(
-            f"{algorithm} {operation} of {n:,} ranks has some {steps:,} steps, too many to simulate: choose hierarchical "
-            "on equal hosts, or fewer ranks"
+            f"{algorithm} {operation} of {n:,} ranks has some {steps:,} steps, too many to simulate: choose "
+            "hierarchical on equal hosts, or fewer ranks"
         )
     return simulate_schedules(map(schedule, range(n)), network, nbytes, arrivals, speeds, record)
 
