@@ -1,6 +1,6 @@
 """How near does an all-reduce come to the optimum where links between hosts differ, against fixed algorithms?
 
-    python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes 8388608] [--fast 400mbit] [--slow RATE]
+    python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes BYTES] [--fast RATE] [--slow RATE]
 
 Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
 the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts

@@ -42,8 +42,9 @@ class Foresight:
         if seen.calls != _CALLS or predicted_s / _FAR <= seen.least_s <= predicted_s * _FAR:
             return None
         self._has_spoken = True
+        least, predicted = spell_seconds(seen.least_s), spell_seconds(predicted_s)
         return (
-            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {spell_seconds(seen.least_s)} "
-            f"at least in {seen.calls} calls, but was predicted to take {spell_seconds(predicted_s)}: another algorithm "
-            "may be faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
+            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {least} at least in {seen.calls} "
+            f"calls, but was predicted to take {predicted}: another algorithm may be faster. PACELINE_COSTS and "
+            "PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
         )

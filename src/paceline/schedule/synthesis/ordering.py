@@ -1,8 +1,8 @@
 """Puts the transfers of packed trees into an order, in which all hosts take them.
 
 Messages of two ranks follow one another. So a message that must wait holds up those behind it, and the order decides
-how much of their time the links are idle. There are two orders to choose from: by the number of hops before, and that of
-a plan in which each link does one transfer at a time, and of those that could begin, the earliest comes next (list
+how much of their time the links are idle. There are two orders to choose from: by the number of hops before, and that
+of a plan in which each link does one transfer at a time, and of those that could begin, the earliest comes next (list
 scheduling; Graham 1966, "Bounds for certain multiprocessing anomalies").
 """
 

@@ -5,8 +5,8 @@ on its way gets a load, in seconds of its time, and the time of an all-reduce of
 the most. A ring is a packing, too: part i goes around to host i, and around once more.
 
 The best ring is the start. Then part after part is taken out and put back with the trees that raise the loads least: a
-tree grows host by host, by the hop that costs least, where a link's time costs more the more of it is taken (the idea
-of Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
+tree grows host by host, by the hop that costs least, where a link's time costs more the more of it is taken (as in
+Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS_OF_A_HOST = 6
 """The tensor is cut into so many parts for each host."""
 
 MOST_HOSTS = 8
-DETOURS = (2.0, 1.25)
+DETOURS = (2.0, 1.25, 1.0)
 """A way back is also taken if another is cheaper by this factor; which one is better depends on the network."""
 _ROUNDS = 8
 _MOST_ORDERS = 720
