@@ -44,7 +44,7 @@ class Foresight:
         self._has_spoken = True
         least, predicted = spell_seconds(seen.least_s), spell_seconds(predicted_s)
         return (
-            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {least} at least in {seen.calls} "
-            f"calls, but was predicted to take {predicted}: another algorithm may be faster. PACELINE_COSTS and "
+            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {least} at least in "
+            f"{seen.calls} calls, but was predicted to take {predicted}: another algorithm may be faster. PACELINE_COSTS and "
             "PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
         )
