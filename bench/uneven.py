@@ -4,7 +4,7 @@
 
 Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
 the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts
-shares. PACELINE_NETWORK says so, and Paceline chooses by it; the fixed algorithms are forced in groups of their own. All
+shares. PACELINE_NETWORK says so, and Paceline chooses by it. Fixed algorithms are forced in groups of their own. They
 take turns in the same processes, one thread a rank. "of optimum" is the time that no schedule can beat
 (docs/uneven-networks.md derives it) over the median, where frames of 1500 bytes leave 95.6 % of a rate for the payload.
 """

@@ -45,6 +45,6 @@ class Foresight:
         least, predicted = spell_seconds(seen.least_s), spell_seconds(predicted_s)
         return (
             f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {least} at least in "
-            f"{seen.calls} calls, but was predicted to take {predicted}: another algorithm may be faster. PACELINE_COSTS and "
-            "PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
+            f"{seen.calls} calls, but was predicted to take {predicted}: another algorithm may be faster. "
+            "PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
         )
