@@ -16,5 +16,6 @@ void register_store(nanobind::module_& module);
 void register_record(nanobind::module_& module);
 void register_tls(nanobind::module_& module);
 void register_wire(nanobind::module_& module);
+void register_simulation(nanobind::module_& module);
 
 }  // namespace paceline::bindings

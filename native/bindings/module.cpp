@@ -32,4 +32,5 @@ NB_MODULE(_core, module) {
     paceline::bindings::register_record(module);
     paceline::bindings::register_tls(module);
     paceline::bindings::register_wire(module);
+    paceline::bindings::register_simulation(module);
 }

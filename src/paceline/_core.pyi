@@ -200,6 +200,24 @@ class Schedule:
     @staticmethod
     def make(algorithm: int, blocks: int, rank: int, size: int, steps: bytes, wire: int = 0) -> Schedule: ...
 
+def simulate(
+    schedules: Sequence[Schedule],
+    arrivals: bytes,
+    speeds: bytes,
+    routes: bytes,
+    capacities: bytes,
+    block_nbytes: float,
+    gamma_s_per_byte: float,
+    piece_nbytes: float,
+    records: bool,
+) -> tuple[list[float], list[float], list[tuple[int, int, float, float, float]]]:
+    """Returns when each schedule ends, the bytes on each link, and each transfer: route, step, bytes, begin, end.
+
+    All `bytes` are of doubles. Each route is eight: the number of its source in `schedules`, the rank by which the
+    source knows its peer, the same of the target, latency, overhead, the most bytes a second, and the number of links
+    that it uses; then each of these and its weight.
+    """
+
 class Message:
     """A send or a receive in progress."""
 

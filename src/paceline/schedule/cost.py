@@ -83,17 +83,25 @@ def choose(
     times = [Prediction(name, predict(model, name, operation, nbytes, world_size, hosts)) for name in offers(operation)]
     # The times are rounded so that the first one in the registry wins among algorithms that coincide in this case.
     candidates = tuple(sorted(times, key=lambda prediction: float(f"{prediction.seconds:.9g}")))
-    best = candidates[0]
-    chosen = best if forced is None else _forced(forced, operation, candidates)
-    return Choice(
-        operation,
-        nbytes,
-        world_size,
-        len(hosts or [0]),
-        chosen.algorithm,
-        candidates,
-        _reason(chosen, candidates, forced),
-    )
+    return forced_or_best(operation, nbytes, world_size, len(hosts or [0]), candidates, forced)
+
+
+def forced_or_best(
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    n_hosts: int,
+    candidates: tuple[Prediction, ...],
+    forced: str | None,
+) -> Choice:
+    """Returns the choice of the first candidate, which is the fastest, or of `forced`.
+
+    Raises:
+        ValueError: `forced` is no algorithm, or does not have the operation.
+    """
+    chosen = candidates[0] if forced is None else _forced(forced, operation, candidates)
+    reason = _reason(chosen, candidates, forced)
+    return Choice(operation, nbytes, world_size, n_hosts, chosen.algorithm, candidates, reason)
 
 
 def _reason(chosen: Prediction, candidates: Sequence[Prediction], forced: str | None) -> str:

@@ -1,10 +1,14 @@
 """Hierarchical: ranks exchange data within each host first, then between hosts, since links between hosts are slower.
 
 If all hosts have equally many ranks, the l-th ranks of all hosts form the l-th rail, which owns the l-th slice of the
-tensor: rings within the hosts reduce the slice, the rail's ring exchanges it between hosts, and rings within the hosts
+tensor: rings within the hosts reduce the slice, the rail exchanges it between hosts, and rings within the hosts
 pass the slices around, so that all ranks drive the network at once (as in Horovod's and NCCL's hierarchical all-reduce;
 Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). Otherwise, and for operations
 with a root, each host's first rank is its leader and speaks for it; on the root's host the root is the leader.
+
+An all-reduce on rails cuts the tensor into segments: while one is under way between hosts, the next one is reduced
+within them. Its rails are those of `circulant.py`, whose rounds are few, and each host's rings move the blocks in the
+order in which its rails need them.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.schedule import halving_doubling, ring, tree
+from paceline.schedule import circulant, halving_doubling, ring, tree
 from paceline.schedule.cost_model import Case, Cost, message_s, rounds
 from paceline.schedule.steps import (
     OWN_INPUT,
@@ -33,6 +37,9 @@ from paceline.schedule.steps import (
 )
 
 Hosts = Sequence[Sequence[int]]
+
+SEGMENTS = 2
+"""Into how many parts an all-reduce on several hosts of several ranks cuts the tensor."""
 
 
 class Home(NamedTuple):
@@ -73,16 +80,40 @@ def all_reduce(at: Place) -> Plan:
     hosts, host, local, me = home = find_home(at)
     n_hosts = len(hosts)
     if home.is_even:
-        slices = [[Slice(Buffer.OUTPUT, owner * n_hosts, n_hosts)] for owner in range(len(local))]
-        mine = singles(Buffer.OUTPUT, range(me * n_hosts, (me + 1) * n_hosts))
-        steps = ring.reduce_phase(local, me, slices, slices, final=n_hosts == 1)
-        steps += ring.reduce_phase(home.rail, host, mine, mine) + ring.gather_phase(home.rail, host, mine)
-        return at.world_size, steps + ring.gather_phase(local, me, slices)
+        return _all_reduce_on_rails(home)
     tensor, chunks = Slice(Buffer.OUTPUT, 0, n_hosts), singles(Buffer.OUTPUT, range(n_hosts))
     steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
     if me == 0:
         steps += ring.reduce_phase(home.rail, host, chunks, chunks) + ring.gather_phase(home.rail, host, chunks)
     return n_hosts, steps + tree.broadcast_phase(local, me, tensor)
+
+
+def _segments(n_hosts: int, n_local: int) -> int:
+    return SEGMENTS if n_hosts > 1 and n_local > 1 else 1
+
+
+def _all_reduce_on_rails(home: Home) -> Plan:
+    hosts, host, local, me = home
+    n_hosts, n_local = len(hosts), len(local)
+    segments = range(_segments(n_hosts, n_local))
+
+    def slices(segment: int, order: Sequence[int]) -> list[list[Slice]]:
+        firsts = range(segment * n_local * n_hosts, (segment + 1) * n_local * n_hosts, n_hosts)
+        return [runs(Buffer.OUTPUT, (first + block for block in order)) for first in firsts]
+
+    mine = [range(first, first + n_hosts) for first in ((each * n_local + me) * n_hosts for each in segments)]
+    needed, complete = circulant.in_order_of_need(n_hosts, host), rotated(range(n_hosts), host)
+    steps: list[Step] = []
+    for segment in segments:
+        chunks = slices(segment, needed)
+        steps += ring.reduce_phase(local, me, chunks, chunks, final=n_hosts == 1)
+    for blocks in mine:
+        steps += circulant.reduce_phase(home.rail, host, blocks)
+    for blocks in mine:
+        steps += circulant.gather_phase(home.rail, host, blocks)
+    for segment in segments:
+        steps += ring.gather_phase(local, me, slices(segment, complete))
+    return len(segments) * n_local * n_hosts, steps
 
 
 def reduce_scatter(at: Place) -> Plan:
@@ -107,7 +138,7 @@ def _reduce_scatter_on_rails(home: Home) -> list[Step]:
     if len(hosts) == 1:
         return _ring_to_output(local, me, Buffer.INPUT)
     own, into = (
-        [[Slice(buffer, ranks[owner]) for ranks in hosts] for owner in range(len(local))]
+        [[Slice(buffer, hosts[host - turn][owner]) for turn in range(1, len(hosts) + 1)] for owner in range(len(local))]
         for buffer in (Buffer.INPUT, Buffer.SCRATCH)
     )
     steps = ring.reduce_phase(local, me, own, into, final=False)
@@ -181,6 +212,9 @@ def barrier(at: Place) -> Plan:
     return 0, tree.arrive_phase(local, me) + between + tree.leave_phase(local, me)
 
 
+ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER))
+"""The operations in which, on equal hosts, every host's ranks do what the first one's do, relative to their host."""
+
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,
     Operation.REDUCE_SCATTER: reduce_scatter,
@@ -203,9 +237,9 @@ def _within(case: Case, turns: float, nbytes: float, gamma: float = 0) -> float:
     return turns * message_s(case.model.within_host, nbytes, gamma)
 
 
-def _rails(case: Case, gamma: float, *, messages: int = 1) -> float:
-    """Returns the seconds of a ring in the host over slices, and of one between hosts over each slice's parts."""
-    inside = (case.local - 1) * (messages - 1) * case.model.within_host.alpha_s
+def _rails(case: Case, gamma: float) -> float:
+    """Returns the seconds of a ring in the host over slices, block by block, and of one between hosts."""
+    inside = (case.local - 1) * (case.n_hosts - 1) * case.model.within_host.alpha_s
     return (
         inside
         + _within(case, case.local - 1, case.nbytes / case.local, gamma)
@@ -228,16 +262,27 @@ def _even(case: Case) -> bool:
     return len(set(case.host_sizes)) == 1
 
 
+def _all_reduce_rails(case: Case, gamma: float) -> float:
+    """Returns the seconds of a ring in the host over slices, and of the rounds between hosts over their parts."""
+    far, share = case.model.between_hosts, case.nbytes / case.local * (case.n_hosts - 1) / case.n_hosts
+    segments = _segments(case.n_hosts, case.local)
+    return (
+        _within(case, (case.local - 1) * segments, case.nbytes / case.local / segments, gamma)
+        + circulant.waits(case.n_hosts, segments) * far.alpha_s
+        + share * (case.local * far.beta_s_per_byte + gamma)
+    )
+
+
 def _hierarchical_all_reduce(case: Case) -> float:
     if _even(case):
-        return _rails(case, case.gamma) + _rails(case, 0)
+        return _all_reduce_rails(case, case.gamma) + _all_reduce_rails(case, 0)
     trees = _within(case, rounds(case.local), case.nbytes, case.gamma) + _within(case, rounds(case.local), case.nbytes)
     return trees + _leaders_ring(case, case.gamma) + _leaders_ring(case, 0)
 
 
 def _hierarchical_reduce_scatter(case: Case) -> float:
     if _even(case):
-        return _rails(case, case.gamma, messages=case.n_hosts)
+        return _rails(case, case.gamma)
     trees = _within(case, rounds(case.local), case.nbytes, case.gamma) + _within(
         case, rounds(case.local), case.local * case.block / 2
     )
@@ -246,7 +291,7 @@ def _hierarchical_reduce_scatter(case: Case) -> float:
 
 def _hierarchical_all_gather(case: Case) -> float:
     if _even(case):
-        return _rails(case, 0, messages=case.n_hosts)
+        return _rails(case, 0)
     trees = _within(case, rounds(case.local), case.local * case.block / 2) + _within(
         case, rounds(case.local), case.nbytes
     )

@@ -28,14 +28,22 @@ ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}
 QUANTISED = dict.fromkeys(quantised.WIRES, quantised.OFFERS)
 """The same for what loses digits, by what elements are rounded to. No cost model chooses it: a call asks for it."""
 
+SYNTHESISED = "synthesised"
+"""What the schedules are called that `synthesis/` makes for one network."""
+
+_SYNTHESISED_NUMBER = 63
 _QUANTISED_FROM = 64  # kQuantised in native/call/call.hpp
 
 COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
 """For each algorithm the same operations, with the closed form of the seconds that they take."""
 
 
+ALIKE: dict[str, frozenset[Operation]] = {"ring": ring.ALIKE, "hierarchical": hierarchical.ALIKE}
+"""For algorithms that have such, the operations in which, on equal hosts, all hosts do the same in their places."""
+
 _NAMES = {
     **dict(enumerate(ALGORITHMS, 1)),
+    _SYNTHESISED_NUMBER: SYNTHESISED,
     **dict(enumerate(QUANTISED, _QUANTISED_FROM + 1)),
 }
 _NUMBERS = {name: number for number, name in _NAMES.items()}
@@ -49,6 +57,11 @@ def offers(operation: Operation) -> list[str]:
 def number_of(algorithm: str) -> int:
     """Returns the number by which the core knows an algorithm, or one that quantises; 0 is for a call without one."""
     return _NUMBERS[algorithm]
+
+
+def wire_of(algorithm: str) -> int:
+    """Returns the number in native/wire/wire.hpp of what the algorithm puts on the wire; 0 for the data as it is."""
+    return [*QUANTISED].index(algorithm) + 1 if algorithm in QUANTISED else 0
 
 
 def name_of(number: int) -> str | None:

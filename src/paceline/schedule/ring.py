@@ -163,6 +163,9 @@ def barrier(at: Place) -> Plan:
     return 0, [come, go, come] if right == 0 else [come, go, come, go]
 
 
+ALIKE = frozenset((Operation.ALL_REDUCE, Operation.REDUCE_SCATTER, Operation.ALL_GATHER, Operation.ALL_TO_ALL))
+"""The operations in which, on equal hosts, every host's ranks do what the first one's do, relative to their host."""
+
 OFFERS: dict[Operation, Builder] = {
     Operation.ALL_REDUCE: all_reduce,
     Operation.REDUCE_SCATTER: reduce_scatter,

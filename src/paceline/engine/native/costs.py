@@ -17,12 +17,15 @@ from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
 from paceline.engine.native.bootstrap import Topology
+from paceline.engine.native.uneven import NETWORK_VARIABLE, read_network
 from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.schedule.cost import CostModel, LinkCost
+from paceline.schedule.network import Network
 
 VARIABLE = "PACELINE_COSTS"
 
 _KEY = "engine/costs"
+_NETWORK_KEY = "engine/network"
 _BUDGET_S = 0.02  # for each of the two kinds of link: within a host and between hosts
 _BULK = 512 << 10
 _REDUCED = 1 << 20
@@ -30,14 +33,18 @@ _TIMEOUT_NS = 60_000_000_000
 _ALONE = 1  # as a number of bytes: no message follows the number
 
 
-def agree_on_costs(formation: Formation, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
+def agree_on_costs(
+    formation: Formation, topology: Topology, links: Messages, timeout_s: float
+) -> tuple[CostModel, Network | None]:
     """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 measures.
+
+    With it comes the network, if PACELINE_NETWORK on rank 0 says that it is uneven; see `uneven.py`.
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
     in seconds a message, beta and gamma in seconds a byte.
 
     Raises:
-        ValueError: PACELINE_COSTS does not have that form.
+        ValueError: PACELINE_COSTS or PACELINE_NETWORK does not have its form.
         RendezvousError: a rank gave up or died.
         RendezvousTimeoutError: rank 0 did not publish the costs in time.
     """
@@ -51,16 +58,20 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
         between_hosts = _measure(to(between))
         gamma = _core.time_reduction(_REDUCED) / _REDUCED
         model = _parse(given) if given else CostModel(within_host, between_hosts, gamma)
+        described = os.environ.get(NETWORK_VARIABLE, "")
+        network = read_network(described, model, topology.hosts)
         formation.store.set(_KEY, _format(model))
-        return model
+        formation.store.set(_NETWORK_KEY, described)
+        return model, network
     if topology.rank in (*partners, between):
         _answer(_Probe(formation, topology, links, 0))
-    if formation.absent([_KEY], deadline):
+    if formation.absent([_KEY, _NETWORK_KEY], deadline):
         raise RendezvousTimeoutError(
             f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
             f"{timeout_s:.0f} s; look at its output"
         )
-    return _parse(formation.store.get(_KEY).decode())
+    model = _parse(formation.store.get(_KEY).decode())
+    return model, read_network(formation.store.get(_NETWORK_KEY).decode(), model, topology.hosts)
 
 
 class _Probe:

@@ -25,6 +25,7 @@ from paceline.engine.native.host_memory import HostRanks
 from paceline.engine.native.scheduled import ScheduledChannel
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel
+from paceline.schedule.network import Network
 
 # Each rank has four slots of this many bytes in each group, so that the part of a tensor that passes through a slot
 # stays in the second-level cache.
@@ -103,6 +104,7 @@ class NativeEngine:
         self._interface = interface
         self._groups: list[NativeGroup] = []
         self._costs: CostModel | None = None
+        self._network: Network | None = None
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
         self._topology, self._mesh = join(formation, settings, timeout_s)
         formation.watch(self._gone)
@@ -167,8 +169,10 @@ class NativeEngine:
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
                     measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
-                    self._costs = agree_on_costs(formation, topology, links, timeout_s) if measurable else UNMEASURED
-                channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm)
+                    agreed = agree_on_costs(formation, topology, links, timeout_s) if measurable else (UNMEASURED, None)
+                    self._costs, self._network = agreed
+                network = self._network.among(ranks) if self._network is not None and len(hosts) > 1 else None
+                channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm, network)
             else:
                 threads = torch.get_num_threads()
                 channel = _core.HostGroup.create(self._mesh, mesh_ranks, local_id, SLOT_BYTES, remaining_s, threads)

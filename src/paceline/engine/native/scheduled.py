@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from array import array
+import logging
+import time
 from collections.abc import Sequence
 
 from paceline import _core
 from paceline.engine.algorithms import ALL_TO_ALL_NBYTES
 from paceline.engine.channel import Call, Channel
 from paceline.engine.codes import ITEM_SIZES, WIRE_CODES, WIRES
+from paceline.engine.native.foresight import Foresight
 from paceline.schedule.cost import Choice, CostModel, choose
-from paceline.schedule.registry import build, number_of, offers
-from paceline.schedule.steps import Operation, Schedule, Slice
+from paceline.schedule.flat import flatten
+from paceline.schedule.network import Network
+from paceline.schedule.registry import SYNTHESISED, build, number_of, offers
+from paceline.schedule.steps import Operation
+from paceline.schedule.synthesis.choosing import can_synthesise, choose_all_reduce, synthesise
 
 _WHOLE = (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.GATHER, Operation.SCATTER)
 
@@ -26,6 +31,8 @@ class ScheduledChannel(Channel):
         hosts: the group ranks of each host.
         model: what messages cost; it is the same on all ranks, since all must choose the same algorithm.
         forced: the algorithm to use for every operation that it offers; None leaves the choice to `model`.
+        network: the group's network if its links differ; all-reduces then choose by simulation, also of schedules that
+            are made for this network.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class ScheduledChannel(Channel):
         hosts: Sequence[Sequence[int]],
         model: CostModel,
         forced: str | None,
+        network: Network | None = None,
     ) -> None:
         self._links = links
         self._rank = rank
@@ -43,12 +51,17 @@ class ScheduledChannel(Channel):
         self._model = model
         self._forced = forced
         # The caches are bounded, which suffices because programs use a few sizes again and again.
-        self._algorithm = functools.lru_cache(1024)(lambda operation, nbytes: self.choose(operation, nbytes).algorithm)
+        self._uneven = network if network is not None and can_synthesise(network) else None
+        self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
+        self._foresight = Foresight()
+        self._choice = functools.lru_cache(1024)(self.choose)
         self._schedule = functools.lru_cache(256)(self._build)
 
     def choose(self, operation: Operation, nbytes: int) -> Choice:
         """Returns the algorithm for a call of `nbytes` bytes, and the time that each candidate is expected to take."""
         forced = self._forced if self._forced in offers(operation) else None
+        if self._uneven is not None and operation is Operation.ALL_REDUCE:
+            return choose_all_reduce(self._uneven, self._synthesised, nbytes, forced)
         return choose(self._model, operation, nbytes, self._size, self._hosts, forced)
 
     @property
@@ -58,7 +71,13 @@ class ScheduledChannel(Channel):
 
     def run(self, call: Call) -> _core.Outcome | None:
         """Runs a call to its end; returns None if it succeeded."""
-        return self._links.run(self._schedule_for(call), call)
+        began_s = time.perf_counter()
+        outcome = self._links.run(self._schedule_for(call), call)
+        if outcome is None and self._rank == 0 and not call.wire and call.operation != Operation.BARRIER:
+            said = self._foresight.compare(self._choice_for(call), time.perf_counter() - began_s)
+            if said is not None:
+                logging.getLogger(__name__).info(said)
+        return outcome
 
     def submit(self, call: Call) -> _core.Work:
         """Queues a call behind those made before, and returns at once."""
@@ -86,7 +105,10 @@ class ScheduledChannel(Channel):
     def _schedule_for(self, call: Call) -> _core.Schedule:
         if call.wire:
             return self._schedule(WIRES[call.wire - 1], call.operation, call.root)
-        return self._schedule(self._algorithm(call.operation, self._nbytes(call)), call.operation, call.root)
+        return self._schedule(self._choice_for(call).algorithm, call.operation, call.root)
+
+    def _choice_for(self, call: Call) -> Choice:
+        return self._choice(call.operation, self._nbytes(call))
 
     def _nbytes(self, call: Call) -> int:
         """Returns the size in bytes of a rank's longest buffer, by which the algorithm is chosen."""
@@ -96,20 +118,11 @@ class ScheduledChannel(Channel):
         return nbytes * self._size if call.operation in _WHOLE else nbytes
 
     def _build(self, algorithm: str, operation: Operation, root: int) -> _core.Schedule:
-        schedule = build(algorithm, operation, self._rank, self._size, root, self._hosts)
+        if algorithm == SYNTHESISED:
+            schedule = self._synthesised[self._rank]
+        else:
+            schedule = build(algorithm, operation, self._rank, self._size, root, self._hosts)
         wire = WIRE_CODES.get(algorithm, 0)
         return _core.Schedule.make(
-            number_of(algorithm), schedule.blocks, self._rank, self._size, _flatten(schedule), wire
+            number_of(algorithm), schedule.blocks, self._rank, self._size, flatten(schedule), wire
         )
-
-
-def _flatten(schedule: Schedule) -> bytes:
-    """Returns nine 32-bit integers for each step, in the layout that native/executor/schedule.hpp expects."""
-    flat = array("i")
-    for step in schedule.steps:
-        flat.extend((step.kind, step.final, step.peer, *_numbers(step.dst), *_numbers(step.src)))
-    return flat.tobytes()
-
-
-def _numbers(slice_: Slice | None) -> tuple[int, int, int]:
-    return (slice_.buffer, slice_.first, slice_.length) if slice_ is not None else (1, 0, 0)

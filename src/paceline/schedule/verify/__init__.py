@@ -1,4 +1,5 @@
-"""Proves that the schedules of a world are right, and simulates their time; nothing here runs in a collective.
+"""Proves that the schedules of a world are right.
 
-May use: the rest of `schedule`; only tests import it. Start reading at `symbolic.py`; `simulate.py` has the clock.
+May use: the rest of `schedule`. Schedules of `synthesis` are proved before they run, all others in tests only. Start
+reading at `symbolic.py`.
 """

@@ -52,7 +52,7 @@ class Run:
         self._schedules = schedules
         self._numbers: dict[tuple[object, ...], Term] = {}
         self._links: dict[tuple[int, int], deque[list[Term]]] = defaultdict(deque)
-        self._received = 0  # messages so far
+        self._moved = 0  # how often a message was sent or received so far
         self._memories = [self._initial(schedule) for schedule in schedules]
 
     def _initial(self, schedule: Schedule) -> dict[_Place, Term]:
@@ -74,11 +74,11 @@ class Run:
         idle = 0
         while going:
             rank, steps = going.popleft()
-            received_before = self._received
+            moved_before = self._moved
             number = next(steps, None)
             if number is not None:
                 going.append((rank, steps))
-            idle = 0 if number is None or self._received > received_before else idle + 1
+            idle = 0 if number is None or self._moved > moved_before else idle + 1
             if number is not None and idle > len(going):
                 raise fault(self._schedules[rank], number, "waits for ever for its message")
 
@@ -93,6 +93,7 @@ class Run:
         for number, (kind, peer, dst, src, final) in enumerate(schedule.steps):
             if kind is Kind.SEND:
                 self._links[rank, peer].append([held[place] for place in _places(src)])
+                self._moved += 1
                 continue
             incoming = self._links[peer, rank]
             while kind in (Kind.RECV, Kind.REDUCE) and not incoming:
@@ -100,7 +101,7 @@ class Run:
             received: list[Term] = []
             if kind in (Kind.RECV, Kind.REDUCE):
                 received = incoming.popleft()
-                self._received += 1
+                self._moved += 1
             local = [held[place] for place in _places(src)]
             for at, place in enumerate(_places(dst)):
                 match kind:

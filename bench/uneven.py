@@ -1,0 +1,134 @@
+"""How near does an all-reduce come to the optimum where links between hosts differ, against fixed algorithms?
+
+    python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes BYTES] [--fast RATE] [--slow RATE]
+
+Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
+the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts
+shares. PACELINE_NETWORK says so, and Paceline chooses by it. Fixed algorithms are forced in groups of their own. They
+take turns in the same processes, one thread a rank. "of optimum" is the time that no schedule can beat
+(docs/uneven-networks.md derives it) over the median, where frames of 1500 bytes leave 95.6 % of a rate for the payload.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from hosts.fixture import Hosts, HostsWorld
+from hosts.network import Network
+from report import Spread, compared, human, interleaved, parser, show
+
+PAYLOAD = 0.956
+ROUNDS = 5
+UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
+FIXED = ("ring", "hierarchical", "halving_doubling")
+
+
+class Case:
+    """A network: `shape` makes it of one whose links all are fast.
+
+    `described` is PACELINE_NETWORK, and `least` are the bytes, for each of the tensor, that the slow and the fast link
+    must carry at least.
+    """
+
+    def __init__(
+        self, shape: Callable[..., None], described: Callable[[str], dict[str, object]], slow: float, fast: float
+    ) -> None:
+        self.shape = shape
+        self.described = described
+        self.least = slow, fast
+
+
+CASES = {
+    "slow-host": Case(lambda network, slow: network.bound(3, slow), lambda slow: {"nodes": {"3": slow}}, 1, 1.5),
+    "slow-pair": Case(lambda network, slow: network.join(0, 1, slow), lambda slow: {"pairs": {"0-1": slow}}, 0, 1.5),
+    "two-racks": Case(
+        lambda network, slow: network.part([2, 3], slow),
+        lambda slow: {"groups": {"rack0": [[0, 1], slow], "rack1": [[2, 3], slow]}},
+        1,
+        1.5,
+    ),
+}
+
+
+class Uneven(Hosts):
+    """Hosts whose network is changed before the ranks start."""
+
+    def __init__(self, rate: str, shape: Callable[..., None]) -> None:
+        super().__init__(4, rate=rate)
+        self.shape = shape
+
+    def start(self, fn: Callable[..., object], *args: object) -> HostsWorld:
+        network = Network(4, 1, self.mtu, self.rate, None)
+        try:
+            self.shape(network)
+            return HostsWorld(network, self.ranks_of_hosts, fn, args)
+        except BaseException:
+            network.close()
+            raise
+
+
+def rank_main(sizes: Sequence[int], described: str) -> tuple[dict[int, dict[str, Spread]], list[str]]:
+    import os
+
+    import torch
+
+    import paceline as dist
+
+    torch.set_num_threads(1)
+    os.environ["PACELINE_NETWORK"] = described
+    dist.init_process_group()
+    groups = {name: dist.new_group(algorithm=name) for name in FIXED}
+    results = {}
+    for nbytes in sizes:
+        tensor = torch.zeros(nbytes // 4)
+        contestants: dict[str, Callable[[], object]] = {"paceline": partial(dist.all_reduce, tensor)}
+        for name, group in groups.items():
+            contestants[name] = partial(dist.all_reduce, tensor, group=group)
+        for call in contestants.values():
+            call()
+        results[nbytes] = interleaved(contestants, dict.fromkeys(contestants, 1), ROUNDS)
+    explained = [dist.explain("all_reduce", nbytes) for nbytes in sizes]
+    dist.barrier()
+    dist.destroy_process_group()
+    return results, explained
+
+
+def bytes_per_s(rate: str) -> float:
+    return float(rate[:-4]) * UNITS[rate[-4:]] * PAYLOAD
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    arguments.add_argument("--sizes", type=int, nargs="+", default=[8 << 20], metavar="BYTES")
+    arguments.add_argument("--fast", default="400mbit", metavar="RATE")
+    arguments.add_argument("--slow", default="100mbit", metavar="RATE")
+    options = arguments.parse_args()
+    rows: list[dict[str, object]] = []
+    for name in options.cases:
+        case = CASES[name]
+        described = json.dumps({"node": f"{options.fast},0.1ms", **case.described(f"{options.slow},0.1ms")})
+        hosts = Uneven(options.fast, partial(case.shape, slow=options.slow))
+        answers = hosts(rank_main, options.sizes, described, timeout_s=600)
+        results, explained = cast("tuple[dict[int, dict[str, Spread]], list[str]]", answers[0])
+        for nbytes, text in zip(options.sizes, explained, strict=True):
+            chosen = next(line.split()[1] for line in text.splitlines() if line.startswith("->"))
+            least_s = max(
+                share * nbytes / bytes_per_s(rate)
+                for share, rate in zip(case.least, (options.slow, options.fast), strict=True)
+            )
+            for row in compared(results[nbytes], "paceline"):
+                row["of optimum"] = least_s / results[nbytes][str(row["by"])]["p50_s"]
+                rows.append({"case": name, "chosen": chosen, "size": human(nbytes), **row})
+    show("all_reduce of float32 on 4 hosts whose links differ", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

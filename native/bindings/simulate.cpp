@@ -1,0 +1,92 @@
+// Bindings of the simulation of a collective, for paceline.schedule.timing.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "simulate/simulation.hpp"
+
+namespace nb = nanobind;
+
+namespace paceline::bindings {
+namespace {
+
+using simulate::Route;
+using simulate::Scenario;
+
+constexpr std::size_t kNumbersPerRoute = 8;
+
+std::vector<double> to_doubles(const nb::bytes& bytes) {
+    std::vector<double> numbers(bytes.size() / sizeof(double));
+    std::memcpy(numbers.data(), bytes.c_str(), numbers.size() * sizeof(double));
+    return numbers;
+}
+
+// Each route is eight numbers and then, for each link that it uses, the link and its weight.
+std::vector<Route> to_routes(const std::vector<double>& numbers) {
+    std::vector<Route> routes;
+    for (std::size_t at = 0; at < numbers.size();) {
+        if (at + kNumbersPerRoute > numbers.size()) throw std::invalid_argument("a route is incomplete");
+        const double* n = &numbers[at];
+        Route route{static_cast<std::uint32_t>(n[0]),
+                    static_cast<int>(n[1]),
+                    static_cast<std::uint32_t>(n[2]),
+                    static_cast<int>(n[3]),
+                    n[4],
+                    n[5],
+                    n[6],
+                    {}};
+        const auto uses = static_cast<std::size_t>(n[7]);
+        at += kNumbersPerRoute;
+        if (uses == 0 || at + 2 * uses > numbers.size()) throw std::invalid_argument("a route lacks its links");
+        for (std::size_t use = 0; use < uses; ++use, at += 2)
+            route.uses.push_back({static_cast<std::uint32_t>(numbers[at]), numbers[at + 1]});
+        routes.push_back(std::move(route));
+    }
+    return routes;
+}
+
+using Transfers = std::vector<std::tuple<std::uint32_t, std::uint32_t, double, double, double>>;
+
+std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedules(
+    const std::vector<std::shared_ptr<executor::Schedule>>& schedules, const nb::bytes& arrivals,
+    const nb::bytes& speeds, const nb::bytes& routes, const nb::bytes& capacities, double block_nbytes,
+    double gamma_s_per_byte, double piece_nbytes, bool records) {
+    Scenario scenario;
+    const std::vector<double> come = to_doubles(arrivals);
+    const std::vector<double> speed = to_doubles(speeds);
+    for (std::size_t i = 0; i < schedules.size(); ++i)
+        scenario.programs.push_back({schedules[i], come.at(i), speed.at(i)});
+    scenario.routes = to_routes(to_doubles(routes));
+    scenario.capacities = to_doubles(capacities);
+    scenario.block_nbytes = block_nbytes;
+    scenario.gamma_s_per_byte = gamma_s_per_byte;
+    scenario.piece_nbytes = piece_nbytes;
+    scenario.records = records;
+    simulate::Timing timing;
+    {
+        nb::gil_scoped_release unlocked;
+        timing = simulate::simulate(scenario);
+    }
+    Transfers transfers;
+    for (const auto& [route, step, nbytes, begin_s, end_s] : timing.transfers)
+        transfers.emplace_back(route, step, nbytes, begin_s, end_s);
+    return {std::move(timing.ends_s), std::move(timing.carried_nbytes), std::move(transfers)};
+}
+
+}  // namespace
+
+void register_simulation(nb::module_& module) {
+    module.def("simulate", &simulate_schedules, nb::arg("schedules"), nb::arg("arrivals"), nb::arg("speeds"),
+               nb::arg("routes"), nb::arg("capacities"), nb::arg("block_nbytes"), nb::arg("gamma_s_per_byte"),
+               nb::arg("piece_nbytes"), nb::arg("records"));
+}
+
+}  // namespace paceline::bindings

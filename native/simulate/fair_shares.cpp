@@ -1,0 +1,114 @@
+#include "simulate/fair_shares.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace paceline::simulate {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kAlmost = 1 + 1e-12;  // two shares that differ less are equal, but for rounding
+
+}  // namespace
+
+FairShares::FairShares(std::vector<double> capacities) : links_(capacities.size()) {
+    for (std::size_t i = 0; i < capacities.size(); ++i) links_[i].capacity = capacities[i];
+}
+
+void FairShares::add_route(std::vector<Use> uses, double most) {
+    routes_.push_back({std::move(uses), most, 0, false, false});
+}
+
+void FairShares::open(std::uint32_t number) {
+    Route& route = routes_[number];
+    if (route.is_open) return;
+    route.is_open = true;
+    for (const Use& use : route.uses) {
+        links_[use.link].open.push_back(number);
+        touched_.push_back(use.link);
+    }
+}
+
+void FairShares::close(std::uint32_t number) {
+    Route& route = routes_[number];
+    if (!route.is_open) return;
+    route.is_open = false;
+    for (const Use& use : route.uses) {
+        std::vector<std::uint32_t>& open = links_[use.link].open;
+        *std::find(open.begin(), open.end(), number) = open.back();
+        open.pop_back();
+        touched_.push_back(use.link);
+    }
+}
+
+const std::vector<std::uint32_t>& FairShares::divide() {
+    find_affected();
+    fill();
+    for (const std::uint32_t number : found_routes_) routes_[number].is_found = false;
+    for (const std::uint32_t number : found_links_) links_[number].is_found = false;
+    return found_routes_;
+}
+
+// Collects the links that share routes with the touched ones, and the open routes over them.
+void FairShares::find_affected() {
+    found_routes_.clear();
+    found_links_.clear();
+    for (const std::uint32_t link : touched_) find(link);
+    touched_.clear();
+    for (std::size_t at = 0; at < found_links_.size(); ++at) {
+        for (const std::uint32_t number : links_[found_links_[at]].open) {
+            Route& route = routes_[number];
+            if (std::exchange(route.is_found, true)) continue;
+            found_routes_.push_back(number);
+            for (const Use& use : route.uses) find(use.link);
+        }
+    }
+}
+
+void FairShares::find(std::uint32_t link) {
+    if (std::exchange(links_[link].is_found, true)) return;
+    found_links_.push_back(link);
+}
+
+// Raises all rates together until a link is full or a route has its most, fixes those, and goes on with the others.
+void FairShares::fill() {
+    for (const std::uint32_t number : found_links_) {
+        links_[number].left = links_[number].capacity;
+        links_[number].load = 0;
+    }
+    for (const std::uint32_t number : found_routes_)
+        for (const Use& use : routes_[number].uses) links_[use.link].load += use.weight;
+    unfixed_ = found_routes_;
+    while (!unfixed_.empty()) {
+        double least = kInfinity;
+        for (const std::uint32_t number : unfixed_) {
+            least = std::min(least, routes_[number].most);
+            for (const Use& use : routes_[number].uses)
+                least = std::min(least, links_[use.link].left / links_[use.link].load);
+        }
+        for (const std::uint32_t number : found_links_) {
+            Link& link = links_[number];
+            link.is_full = link.load > 0 && link.left <= least * kAlmost * link.load;
+        }
+        const auto is_fixed = [&](std::uint32_t number) {
+            const Route& route = routes_[number];
+            return route.most <= least * kAlmost ||
+                   std::any_of(route.uses.begin(), route.uses.end(),
+                               [&](const Use& use) { return links_[use.link].is_full; });
+        };
+        const auto fixed = std::stable_partition(unfixed_.begin(), unfixed_.end(),
+                                                 [&](std::uint32_t number) { return !is_fixed(number); });
+        for (auto each = fixed; each != unfixed_.end(); ++each) {
+            routes_[*each].rate = least;
+            for (const Use& use : routes_[*each].uses) {
+                Link& link = links_[use.link];
+                link.left = std::max(0.0, link.left - least * use.weight);
+                link.load -= use.weight;
+            }
+        }
+        unfixed_.erase(fixed, unfixed_.end());
+    }
+}
+
+}  // namespace paceline::simulate

@@ -1,0 +1,341 @@
+#include "simulate/simulation.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <stdexcept>
+#include <utility>
+
+#include "simulate/parties.hpp"
+
+namespace paceline::simulate {
+namespace {
+
+using executor::Flow;
+using executor::Kind;
+
+class Simulation {
+  public:
+    explicit Simulation(const Scenario& scenario);
+    Timing run();
+
+  private:
+    void add_route(std::uint32_t number);
+    void push(double at, std::uint32_t order, What what, std::uint32_t subject, std::uint32_t rank = 0,
+              std::uint32_t version = 0, double nbytes = 0);
+    void handle(const Event& event);
+    void divide_links();
+    void resume(std::uint32_t rank);
+    void try_send(std::uint32_t stream);
+    void send_what_is_ready();
+    void send(Stream& stream, std::uint32_t number);
+    void begin_piece(Stream& stream, std::uint32_t number);
+    void note_change(Stream& stream, std::uint32_t number);
+    void piece_left(Stream& stream, std::uint32_t number);
+    void piece_came(Stream& stream, std::uint32_t number, double nbytes);
+    void try_take(std::uint32_t stream);
+    void take(Stream& stream, double nbytes);
+    void try_work(std::uint32_t rank, std::uint32_t step);
+    void advance(std::uint32_t rank, std::uint32_t step, double nbytes);
+    void wake_followers(std::uint32_t rank, std::uint32_t step, bool is_finished);
+    std::size_t advance_along(std::uint32_t rank, const std::vector<std::uint32_t>& steps, std::size_t at,
+                              double nbytes);
+    void schedule_departure(Stream& stream, std::uint32_t number);
+
+    Rank& source(const Stream& stream) { return ranks_[stream.route->source]; }
+    Rank& target(const Stream& stream) { return ranks_[stream.route->target]; }
+
+    const Scenario& scenario_;
+    FairShares shares_;
+    std::vector<Rank> ranks_;
+    std::vector<Stream> streams_;
+    std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+    std::vector<std::uint32_t> pending_;  // streams that may go on
+    std::vector<std::uint32_t> changed_;  // streams that began or ended a piece in this instant
+    std::uint64_t events_so_far_ = 0;
+    double now_ = 0;
+    Timing timing_;
+};
+
+const Flow* find_flow(const executor::Schedule& schedule, int peer) {
+    const auto found =
+        std::find_if(schedule.flows.begin(), schedule.flows.end(), [&](const Flow& flow) { return flow.peer == peer; });
+    return found == schedule.flows.end() ? nullptr : &*found;
+}
+
+Simulation::Simulation(const Scenario& scenario) : scenario_(scenario), shares_(scenario.capacities) {
+    timing_.carried_nbytes.assign(scenario.capacities.size(), 0);
+    for (const Program& program : scenario.programs) {
+        ranks_.push_back({RankProgress(program.schedule, scenario.block_nbytes), program.speed});
+        ranks_.back().is_working.resize(program.schedule->steps.size());
+    }
+    streams_.reserve(scenario.routes.size());
+    for (std::uint32_t i = 0; i < scenario.routes.size(); ++i) add_route(i);
+    for (std::uint32_t i = 0; i < ranks_.size(); ++i) push(scenario.programs[i].arrival_s, 0, What::arrival, i);
+}
+
+void Simulation::add_route(std::uint32_t number) {
+    const Route& route = scenario_.routes[number];
+    const Flow* from = find_flow(ranks_.at(route.source).progress.schedule(), route.source_peer);
+    const Flow* to = find_flow(ranks_.at(route.target).progress.schedule(), route.target_peer);
+    if (from == nullptr || to == nullptr)
+        throw std::invalid_argument("a route joins programs that do not know each other");
+    shares_.add_route(route.uses, route.most);
+    const executor::Schedule& schedule = ranks_[route.source].progress.schedule();
+    const int distance = (route.source_peer - schedule.rank + schedule.size) % schedule.size;
+    streams_.push_back({&route, &from->sends, &to->receives, static_cast<std::uint32_t>(distance)});
+    ranks_[route.source].streams_to[route.source_peer] = number;
+    ranks_[route.target].streams_from[route.target_peer] = number;
+}
+
+void Simulation::push(double at, std::uint32_t order, What what, std::uint32_t subject, std::uint32_t rank,
+                      std::uint32_t version, double nbytes) {
+    events_.push({at, order, ++events_so_far_, what, subject, rank, version, nbytes});
+}
+
+Timing Simulation::run() {
+    while (!events_.empty()) {
+        now_ = events_.top().at;
+        const double instant = now_ * (1 + 1e-12);
+        while (!events_.empty() && events_.top().at <= instant) {
+            const Event event = events_.top();
+            events_.pop();
+            handle(event);
+        }
+        send_what_is_ready();
+        divide_links();
+    }
+    for (const Rank& rank : ranks_) {
+        if (!rank.progress.is_over()) throw std::invalid_argument("the schedules wait for ever");
+        timing_.ends_s.push_back(rank.end_s);
+    }
+    return std::move(timing_);
+}
+
+void Simulation::handle(const Event& event) {
+    switch (event.what) {
+        case What::arrival:
+            ranks_[event.subject].has_come = true;
+            ranks_[event.subject].end_s = now_;
+            return resume(event.subject);
+        case What::opened:
+            streams_[event.subject].is_opening = false;
+            streams_[event.subject].is_open = true;
+            return try_send(event.subject);
+        case What::moved:
+            if (event.version == streams_[event.subject].version) piece_left(streams_[event.subject], event.subject);
+            return;
+        case What::received:
+            return piece_came(streams_[event.subject], event.subject, event.nbytes);
+        case What::taken:
+            take(streams_[event.subject], event.nbytes);
+            streams_[event.subject].is_taking = false;
+            return try_take(event.subject);
+        case What::worked:
+            ranks_[event.rank].is_working[event.subject] = false;
+            advance(event.rank, event.subject, event.nbytes);
+            return try_work(event.rank, event.subject);
+    }
+}
+
+// Tells FairShares which routes are in use now, and when what moves over them will have left.
+void Simulation::divide_links() {
+    for (const std::uint32_t number : changed_) {
+        Stream& stream = streams_[number];
+        stream.has_changed = false;
+        if (stream.is_moving == stream.is_shared) {
+            if (stream.is_moving) schedule_departure(stream, number);
+            continue;
+        }
+        stream.is_shared = stream.is_moving;
+        stream.is_moving ? shares_.open(number) : shares_.close(number);
+    }
+    changed_.clear();
+    for (const std::uint32_t number : shares_.divide()) {
+        Stream& stream = streams_[number];
+        const double rate = shares_.rate(number);
+        if (rate == stream.rate && stream.version != 0 && stream.since_s < now_) continue;
+        stream.left -= stream.rate * (now_ - stream.since_s);
+        stream.since_s = now_;
+        stream.rate = rate;
+        schedule_departure(stream, number);
+    }
+}
+
+void Simulation::schedule_departure(Stream& stream, std::uint32_t number) {
+    const double takes = std::max(0.0, stream.left) / stream.rate;
+    push(now_ + takes, stream.order, What::moved, number, 0, ++stream.version);
+}
+
+// Lets all that a rank does go on.
+void Simulation::resume(std::uint32_t number) {
+    Rank& rank = ranks_[number];
+    for (const std::uint32_t step : rank.progress.schedule().local) try_work(number, step);
+    for (const auto& [peer, stream] : rank.streams_to) try_send(stream);
+    for (const auto& [peer, stream] : rank.streams_from) try_take(stream);
+}
+
+void Simulation::try_send(std::uint32_t number) {
+    if (!std::exchange(streams_[number].is_pending, true)) pending_.push_back(number);
+}
+
+// Pieces begin once all that happens in an instant has happened, so that its order does not decide on their lengths.
+void Simulation::send_what_is_ready() {
+    std::sort(pending_.begin(), pending_.end(), [&](std::uint32_t one, std::uint32_t other) {
+        return std::pair(streams_[one].order, one) < std::pair(streams_[other].order, other);
+    });
+    for (const std::uint32_t number : pending_) {
+        streams_[number].is_pending = false;
+        send(streams_[number], number);
+    }
+    pending_.clear();
+}
+
+void Simulation::send(Stream& stream, std::uint32_t number) {
+    Rank& from = source(stream);
+    if (!from.has_come || stream.is_moving || stream.is_opening || stream.sending == stream.sends->size()) return;
+    if (from.progress.ahead(*stream.sends, stream.sending, scenario_.piece_nbytes) <= kSliver) return;
+    if (stream.is_open || stream.route->overhead_s == 0) return begin_piece(stream, number);
+    Rank& to = target(stream);
+    const double begin = std::max({now_, from.out_free_s, to.in_free_s});
+    from.out_free_s = to.in_free_s = begin + stream.route->overhead_s;
+    stream.is_opening = true;
+    push(from.out_free_s, stream.order, What::opened, number);
+}
+
+void Simulation::begin_piece(Stream& stream, std::uint32_t number) {
+    stream.piece = source(stream).progress.ahead(*stream.sends, stream.sending, scenario_.piece_nbytes);
+    stream.left = stream.piece;
+    stream.since_s = now_;
+    stream.rate = stream.is_shared ? stream.rate : 0;
+    stream.is_moving = true;
+    note_change(stream, number);
+    if (scenario_.records && stream.begins_s.size() == stream.sending) stream.begins_s.push_back(now_);
+}
+
+void Simulation::note_change(Stream& stream, std::uint32_t number) {
+    if (!std::exchange(stream.has_changed, true)) changed_.push_back(number);
+}
+
+void Simulation::piece_left(Stream& stream, std::uint32_t number) {
+    ++stream.version;
+    for (const Use& use : stream.route->uses) timing_.carried_nbytes[use.link] += use.weight * stream.piece;
+    push(now_ + stream.route->latency_s, stream.order, What::received, number, 0, 0, stream.piece);
+    const std::size_t before = stream.sending;
+    stream.sending = advance_along(stream.route->source, *stream.sends, before, stream.piece);
+    if (scenario_.records)
+        while (stream.begins_s.size() < stream.sending) stream.begins_s.push_back(now_);
+    if (stream.sending != before && stream.sending < stream.sends->size())
+        stream.is_open &= (*stream.sends)[stream.sending] == (*stream.sends)[stream.sending - 1] + 1;
+    stream.is_moving = false;
+    try_send(number);
+    note_change(stream, number);
+}
+
+void Simulation::piece_came(Stream& stream, std::uint32_t number, double nbytes) {
+    stream.waiting += nbytes;
+    if (scenario_.records) {
+        stream.arrived += nbytes;
+        const RankProgress& from = source(stream).progress;
+        while (stream.recorded < stream.sends->size()) {
+            const std::uint32_t step = (*stream.sends)[stream.recorded];
+            const double all = from.state(step).nbytes;
+            if (stream.arrived < all - kSliver) break;
+            stream.arrived -= all;
+            timing_.transfers.push_back({number, step, all, stream.begins_s[stream.recorded++], now_});
+        }
+    }
+    try_take(number);
+}
+
+// Lets the receiving steps take what has arrived, as far as they may. To reduce takes time, to receive none.
+void Simulation::try_take(std::uint32_t number) {
+    Stream& stream = streams_[number];
+    Rank& to = target(stream);
+    if (!to.has_come || stream.is_taking) return;
+    stream.is_taking = true;
+    while (stream.waiting > kSliver) {
+        const double may =
+            to.progress.ahead(*stream.receives, stream.receiving, std::min(stream.waiting, scenario_.piece_nbytes));
+        if (may <= kSliver) break;
+        const std::uint32_t step = (*stream.receives)[stream.receiving];
+        if (to.progress.schedule().steps[step].kind == Kind::reduce && scenario_.gamma_s_per_byte != 0) {
+            to.works_until_s = std::max(now_, to.works_until_s) + may * scenario_.gamma_s_per_byte / to.speed;
+            return push(to.works_until_s, stream.order, What::taken, number, 0, 0, may);
+        }
+        take(stream, may);
+    }
+    stream.is_taking = false;
+}
+
+// The stream is taking meanwhile, so that steps which wait for this one do not take from it, too.
+void Simulation::take(Stream& stream, double nbytes) {
+    stream.waiting -= nbytes;
+    stream.receiving = advance_along(stream.route->target, *stream.receives, stream.receiving, nbytes);
+}
+
+// Lets a local step go on. A copy takes no time; converting a byte takes as long as reducing it.
+void Simulation::try_work(std::uint32_t number, std::uint32_t step) {
+    Rank& rank = ranks_[number];
+    const StepState& state = rank.progress.state(step);
+    if (!rank.has_come || rank.is_working[step] || state.is_finished) return;
+    const double may = rank.progress.ahead({&step, 1}, 0, std::numeric_limits<double>::max());
+    if (may <= kSliver) return;
+    if (rank.progress.schedule().steps[step].kind == Kind::copy || scenario_.gamma_s_per_byte == 0)
+        return advance(number, step, may);
+    const double piece = std::min(may, scenario_.piece_nbytes);
+    rank.is_working[step] = true;
+    rank.works_until_s = std::max(now_, rank.works_until_s) + piece * scenario_.gamma_s_per_byte / rank.speed;
+    push(rank.works_until_s, step, What::worked, step, number, 0, piece);
+}
+
+// Moves a step on, and lets those that waited for it go on.
+void Simulation::advance(std::uint32_t number, std::uint32_t step, double nbytes) {
+    const bool is_finished = ranks_[number].progress.advance(step, nbytes);
+    if (is_finished) ranks_[number].end_s = now_;
+    wake_followers(number, step, is_finished);
+}
+
+void Simulation::wake_followers(std::uint32_t number, std::uint32_t step, bool is_finished) {
+    Rank& rank = ranks_[number];
+    const executor::Schedule& schedule = rank.progress.schedule();
+    if (is_finished && schedule.blocks == 0) return resume(number);
+    for (const std::uint32_t follower : rank.progress.followers(step)) {
+        const executor::Step& what = schedule.steps[follower];
+        if (is_local(what.kind))
+            try_work(number, follower);
+        else if (what.kind == Kind::send)
+            try_send(rank.streams_to.at(what.peer));
+        else
+            try_take(rank.streams_from.at(what.peer));
+    }
+}
+
+// Moves on the steps from the one at `at`; returns the place of the first that is not finished. All move before any
+// other step goes on, so that it makes no difference into how many messages a stream is divided.
+std::size_t Simulation::advance_along(std::uint32_t number, const std::vector<std::uint32_t>& steps, std::size_t at,
+                                      double nbytes) {
+    Rank& rank = ranks_[number];
+    const std::size_t first = at;
+    std::size_t moved = at;
+    while (at < steps.size() && nbytes > kSliver) {
+        const StepState& state = rank.progress.state(steps[at]);
+        const double part = std::min(nbytes, state.nbytes - state.done);
+        nbytes -= part;
+        moved = at + 1;
+        if (!rank.progress.advance(steps[at], part)) break;
+        rank.end_s = now_;
+        ++at;
+    }
+    for (std::size_t each = first; each < moved; ++each) wake_followers(number, steps[each], each < at);
+    return at;
+}
+
+}  // namespace
+
+Timing simulate(const Scenario& scenario) {
+    return Simulation(scenario).run();
+}
+
+}  // namespace paceline::simulate

@@ -1,0 +1,237 @@
+"""Describes a network: hosts with links of their own, racks or regions that share an uplink, and the ranks on them.
+
+Every link is full duplex. A message from one host to another goes up its host's link and down the other's, and through
+the uplinks of both groups if it leaves one. It takes the largest of its hosts' latencies and, where it passes uplinks,
+the largest of theirs in addition. A pair of hosts with a link of its own in `pairs` has that one's latency instead, and
+shares its rate besides.
+
+A lost packet costs twice. All packets that are lost are sent again, so that of a rate r only r (1 - p) is left, and TCP
+slows down: a transfer is at most as fast as Mathis et al. 1997 ("The macroscopic behavior of the TCP congestion
+avoidance algorithm") say, MSS / RTT * sqrt(3 / (2 p)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import sqrt
+
+from paceline.schedule.cost_model import CostModel, LinkCost
+
+MSS_NBYTES = 1448
+"""The bytes of a TCP segment on Ethernet."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link.
+
+    Attributes:
+        latency_s: the seconds from the sending of a byte to its arrival.
+        bytes_per_s: how much it carries each way.
+        loss: the share of packets that are lost.
+        overhead_s: how long a message keeps its sender and its receiver from others, whatever its length.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    loss: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.overhead_s < 0 or self.bytes_per_s <= 0 or not 0 <= self.loss < 1:
+            raise ValueError(
+                f"{self} is no link: it needs a rate above 0, a loss from 0 to below 1, and times that are not negative"
+            )
+
+    @property
+    def cost(self) -> LinkCost:
+        """What a message costs on it, in the terms of the closed forms."""
+        rate = min(self.bytes_per_s * (1 - self.loss), most_with_loss(self.latency_s, self.loss))
+        return LinkCost(self.latency_s + self.overhead_s, 1 / rate)
+
+
+def most_with_loss(latency_s: float, loss: float) -> float:
+    """Returns the most bytes a second that one TCP connection moves over a path that loses packets."""
+    if loss == 0 or latency_s == 0:
+        return float("inf")
+    return MSS_NBYTES / (2 * latency_s) * sqrt(1.5 / loss)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A rack or a region: hosts, by their numbers, that share one uplink for what leaves the group or comes into it."""
+
+    name: str
+    hosts: tuple[int, ...]
+    uplink: Link
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts, their ranks and their links.
+
+    Attributes:
+        hosts: the ranks of each host.
+        within_host: between two ranks of a host; a rank's transfers to others share its rate, and so do those from
+            others.
+        node: each host's own link, which its ranks share.
+        groups: racks or regions; a host is in at most one.
+        pairs: links of two hosts of their own, by (source, target).
+        gamma_s_per_byte: what it costs a rank to reduce a byte.
+        nodes: the links of hosts whose link is not `node`.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    within_host: Link
+    node: Link
+    groups: tuple[Group, ...] = ()
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    gamma_s_per_byte: float = 0.0
+    nodes: Mapping[int, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for host in self.hosts for rank in host)
+        if ranks != list(range(len(ranks))) or not all(self.hosts):
+            raise ValueError(f"hosts must list each rank from 0 on once, and none be empty; got {_short(self.hosts)}")
+        named = [host for group in self.groups for host in group.hosts]
+        numbers = {*named, *self.nodes, *(host for pair in self.pairs for host in pair)}
+        if len(set(named)) < len(named) or not numbers <= set(range(len(self.hosts))):
+            raise ValueError(
+                f"groups, pairs and nodes name hosts from 0 to {len(self.hosts) - 1}, each in one group at most; got "
+                f"{sorted(numbers)}"
+            )
+
+    @classmethod
+    def uniform(
+        cls, n_hosts: int, per_host: int, *, node: Link, within_host: Link, gamma_s_per_byte: float = 0.0
+    ) -> Network:
+        """Returns equal hosts with `per_host` ranks each, which are numbered host by host."""
+        starts = range(0, n_hosts * per_host, per_host)
+        hosts = tuple(tuple(range(first, first + per_host)) for first in starts)
+        return cls(hosts, within_host, node, gamma_s_per_byte=gamma_s_per_byte)
+
+    @classmethod
+    def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
+        """Returns a network of these costs: for half of its alpha a message keeps its ranks busy, then it is under way.
+
+        Which part of a measured alpha is which is not known: it is that of a system call and of a thread's waking.
+        """
+
+        def link(cost: LinkCost) -> Link:
+            return Link(cost.alpha_s / 2, 1 / cost.beta_s_per_byte, overhead_s=cost.alpha_s / 2)
+
+        return cls(hosts, link(model.within_host), link(model.between_hosts), gamma_s_per_byte=model.gamma_s_per_byte)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.hosts))
+
+    @cached_property
+    def host_of(self) -> Mapping[int, int]:
+        """The host of each rank."""
+        return {rank: number for number, host in enumerate(self.hosts) for rank in host}
+
+    @cached_property
+    def group_of(self) -> Mapping[int, int]:
+        """The group of each host that is in one."""
+        return {host: number for number, group in enumerate(self.groups) for host in group.hosts}
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all hosts have the same links and equally many ranks, numbered host by host."""
+        per_host = len(self.hosts[0])
+        in_order = all(
+            tuple(host) == tuple(range(number * per_host, (number + 1) * per_host))
+            for number, host in enumerate(self.hosts)
+        )
+        return in_order and not (self.groups or self.pairs or self.nodes)
+
+    def node_of(self, host: int) -> Link:
+        """Returns the link of a host."""
+        return self.nodes.get(host, self.node)
+
+    def among(self, ranks: Sequence[int]) -> Network:
+        """Returns the part of the network that a group of these ranks uses; group rank r is ranks[r]."""
+        place = {rank: number for number, rank in enumerate(ranks)}
+        kept = [number for number, host in enumerate(self.hosts) if any(rank in place for rank in host)]
+        new = {host: number for number, host in enumerate(kept)}
+        groups = (
+            replace(group, hosts=tuple(new[host] for host in group.hosts if host in new)) for group in self.groups
+        )
+        return replace(
+            self,
+            hosts=tuple(tuple(sorted(place[rank] for rank in self.hosts[host] if rank in place)) for host in kept),
+            groups=tuple(group for group in groups if group.hosts),
+            pairs={(new[a], new[b]): link for (a, b), link in self.pairs.items() if a in new and b in new},
+            nodes={new[host]: link for host, link in self.nodes.items() if host in new},
+        )
+
+    def cost_model(self) -> CostModel:
+        """Returns the terms of the closed forms, which know one link between hosts: the slowest, and the farthest."""
+        if len(self.hosts) == 1:
+            return CostModel(self.within_host.cost, self.within_host.cost, self.gamma_s_per_byte)
+        used = [self.node_of(host).cost for host in range(len(self.hosts))]
+        pairs = [link.cost for link in self.pairs.values()]
+        uplinks = [group.uplink.cost for group in self.groups if len(group.hosts) < len(self.hosts)]
+        farthest = max(
+            [
+                max(cost.alpha_s for cost in used) + max((cost.alpha_s for cost in uplinks), default=0.0),
+                *(cost.alpha_s for cost in pairs),
+            ]
+        )
+        slowest = max(cost.beta_s_per_byte for cost in [*used, *pairs, *uplinks])
+        return CostModel(self.within_host.cost, LinkCost(farthest, slowest), self.gamma_s_per_byte)
+
+
+def _short(hosts: object) -> str:
+    text = repr(hosts)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+_RATES = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "kbit": 1e3 / 8}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_links(text: str) -> dict[str, Link]:
+    """Returns links by name, as in `node=25gbit,0.05ms,region=1gbit,20ms,loss=0.1%`.
+
+    Each name is followed by a rate (kbit, mbit or gbit a second), a latency (us, ms or s) and, after `loss=`, the share
+    of lost packets in percent, the latter two if they are not 0.
+
+    Raises:
+        ValueError: a part is none of these, or a link has no rate.
+    """
+    parts: dict[str, dict[str, float]] = {}
+    current: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if equals and name != "loss":
+            current = parts.setdefault(name, {})
+            part = value
+        current.update(_quantity(part))
+    for name, values in parts.items():
+        if "bytes_per_s" not in values:
+            raise ValueError(f"the link {name!r} in {text!r} has no rate: give one like {name}=25gbit,0.05ms")
+    if not parts:
+        raise ValueError(f"{text!r} names no link: give one like node=25gbit,0.05ms")
+    return {
+        name: Link(values.get("latency_s", 0.0), values["bytes_per_s"], values.get("loss", 0.0))
+        for name, values in parts.items()
+    }
+
+
+def _quantity(part: str) -> dict[str, float]:
+    _, equals, value = part.partition("=")
+    try:
+        if equals:
+            return {"loss": float(value.removesuffix("%")) / 100}
+        for key, units in (("bytes_per_s", _RATES), ("latency_s", _TIMES)):
+            for unit, scale in units.items():
+                if part.lower().endswith(unit):
+                    return {key: float(part[: -len(unit)]) * scale}
+    except ValueError:
+        pass
+    raise ValueError(f"{part!r} is neither a rate like 25gbit, nor a latency like 0.05ms, nor a loss like loss=0.1%")

@@ -1,0 +1,59 @@
+"""Makes schedules for an uneven network, proves them, and tells by simulation when they are the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.schedule.cost import Choice, Prediction, forced_or_best
+from paceline.schedule.network import Network
+from paceline.schedule.registry import SYNTHESISED, build, offers
+from paceline.schedule.steps import Operation, Place, Schedule
+from paceline.schedule.synthesis.emitting import all_reduce
+from paceline.schedule.synthesis.ordering import by_begin, by_level
+from paceline.schedule.synthesis.trees import DETOURS, MOST_HOSTS, pack
+from paceline.schedule.timing import simulate_schedules
+from paceline.schedule.verify.symbolic import verify
+
+MOST_RANKS = 64
+"""The proof of so many ranks takes less than a second."""
+
+_LONG_NBYTES = 16 << 20
+
+
+def can_synthesise(network: Network) -> bool:
+    """Returns whether a schedule is worth making: some links differ, and the hosts and the ranks are not too many."""
+    uneven = bool(network.groups or network.pairs or network.nodes)
+    return uneven and 1 < len(network.hosts) <= MOST_HOSTS and network.world_size <= MOST_RANKS
+
+
+def synthesise(network: Network) -> list[Schedule]:
+    """Returns an all-reduce's schedules for all ranks of a network, which are proved to be right.
+
+    Of several packings and orders of their transfers, those are taken that are the fastest in a simulation of a long
+    tensor. The same network gives the same schedules on every machine.
+
+    Raises:
+        ScheduleError: the schedules are wrong, which would be a fault of this package.
+    """
+    n = network.world_size
+    worlds = [
+        [all_reduce(Place(rank, n, -1, network.hosts), transfers) for rank in range(n)]
+        for parts in (pack(network, detour).parts for detour in DETOURS)
+        for transfers in (by_level(parts), by_begin(network, parts))
+    ]
+    fastest = min(worlds, key=lambda world: simulate_schedules(world, network, _LONG_NBYTES).seconds)
+    verify(fastest)
+    return fastest
+
+
+def choose_all_reduce(
+    network: Network, schedules: Sequence[Schedule], nbytes: int, forced: str | None = None
+) -> Choice:
+    """Returns the fastest algorithm for an all-reduce of so many bytes by simulation, or `forced`."""
+    n = network.world_size
+    times = {SYNTHESISED: simulate_schedules(schedules, network, nbytes).seconds}
+    for name in offers(Operation.ALL_REDUCE):
+        fixed = [build(name, Operation.ALL_REDUCE, rank, n, -1, network.hosts) for rank in range(n)]
+        times[name] = simulate_schedules(fixed, network, nbytes).seconds
+    candidates = tuple(sorted((Prediction(*each) for each in times.items()), key=lambda each: each.seconds))
+    return forced_or_best(Operation.ALL_REDUCE, nbytes, n, len(network.hosts), candidates, forced)

@@ -1,0 +1,204 @@
+"""Packs trees into a network: each part of the tensor is summed along one tree and spread along another.
+
+The hosts' contributions to a part go up a tree to its root, and the sum goes down another one. With every hop each link
+on its way gets a load, in seconds of its time, and the time of an all-reduce of a long tensor is that of the link with
+the most. A ring is a packing, too: part i goes around to host i, and around once more.
+
+The best ring is the start. Then part after part is taken out and put back with the trees that raise the loads least: a
+tree grows host by host, by the hop that costs least, where a link's time costs more the more of it is taken (as in
+Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import pairwise, permutations
+from typing import NamedTuple, TypeAlias
+
+from paceline.schedule.network import Network
+from paceline.schedule.timing.crossing import Way, cross
+
+PARTS_OF_A_HOST = 6
+"""The tensor is cut into so many parts for each host."""
+
+MOST_HOSTS = 8
+DETOURS = (2.0, 1.25, 1.0)
+"""A way back is also taken if another is cheaper by this factor; which one is better depends on the network."""
+_ROUNDS = 8
+_MOST_ORDERS = 720
+
+Hop: TypeAlias = tuple[int, int]
+
+
+class Trees(NamedTuple):
+    """The hops, from host to host, by which the contributions to a part reach `root`, and the sum all hosts.
+
+    Each tree's hops are in an order in which they can be done.
+    """
+
+    root: int
+    up: tuple[Hop, ...]
+    down: tuple[Hop, ...]
+
+
+class Packing(NamedTuple):
+    """The trees of each part, all of which are equally long, and the seconds that a byte of the tensor takes."""
+
+    parts: tuple[Trees, ...]
+    s_per_byte: float
+
+
+def pack(network: Network, detour: float = DETOURS[0]) -> Packing:
+    """Returns the best packing that was found for the hosts of a network, equal parts next to each other.
+
+    Args:
+        network: the hosts and their links.
+        detour: by how much a part's way back to a host is preferred to be the way that it came.
+
+    Raises:
+        ValueError: there are more than `MOST_HOSTS` hosts.
+    """
+    if len(network.hosts) > MOST_HOSTS:
+        raise ValueError(f"trees for {len(network.hosts)} hosts would take too long to find: {MOST_HOSTS} are the most")
+    loads = _Loads(network, detour)
+    parts = _best_ring(loads)
+    best, least = list(parts), loads.most()
+    for _ in range(_ROUNDS):
+        for number, trees in enumerate(parts):
+            loads.add(trees, -1)
+            parts[number] = _grow_best(loads, number % len(network.hosts))
+        if loads.most() < least * (1 - 1e-9):
+            best, least = list(parts), loads.most()
+    return Packing(tuple(sorted(best)), least)
+
+
+def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float]]]:
+    """Returns for each hop the links that it uses, by number, and the seconds that it takes of them for each byte.
+
+    The bytes are those of a tensor of so many parts, of which one makes the hop.
+    """
+    numbers: dict[Way, int] = {}
+    found: dict[Hop, list[tuple[int, float]]] = {}
+    # The ranks of a host send their slices of a part at the same time, so that one of them stands for all.
+    leaders = [host[0] for host in network.hosts]
+    for source, target in permutations(range(len(leaders)), 2):
+        crossing = cross(network, leaders[source], leaders[target])
+        found[source, target] = [
+            (numbers.setdefault(way, len(numbers)), crossing.weight / n_parts / min(rate, crossing.most))
+            for way, rate in crossing.ways
+        ]
+    return found
+
+
+class _Loads:
+    """The seconds of each link's time that the parts so far take for each byte of the tensor."""
+
+    def __init__(self, network: Network, detour: float) -> None:
+        self.detour = detour
+        self.n = len(network.hosts)
+        self.hops = hop_costs(network, self.n * PARTS_OF_A_HOST)
+        self.loads = [0.0] * (1 + max(link for links in self.hops.values() for link, _ in links))
+        self.unit = 1.0
+
+    def most(self) -> float:
+        return max(self.loads)
+
+    def add(self, trees: Trees, times: int = 1) -> None:
+        for hop in (*trees.up, *trees.down):
+            self.take(hop, times)
+
+    def take(self, hop: Hop, times: int = 1) -> None:
+        for link, seconds in self.hops[hop]:
+            self.loads[link] += times * seconds
+
+    def price(self, hop: Hop) -> float:
+        """Returns how much the sum of the eighth powers of all loads would grow, which is that of the largest ones."""
+        return sum(
+            _eighth_power((self.loads[link] + seconds) / self.unit) - _eighth_power(self.loads[link] / self.unit)
+            for link, seconds in self.hops[hop]
+        )
+
+
+def _eighth_power(value: float) -> float:
+    """Returns the power by products only, which have the same bits on all machines."""
+    square = value * value
+    fourth = square * square
+    return fourth * fourth
+
+
+def _best_ring(loads: _Loads) -> list[Trees]:
+    """Adds the parts of the ring with the least load, of all orders of the hosts or, if they are many, of some."""
+    found: tuple[float, list[Trees]] | None = None
+    for order in _orders(loads.n):
+        loads.loads = [0.0] * len(loads.loads)
+        parts = [part for part in _ring(order) for _ in range(PARTS_OF_A_HOST)]
+        for part in parts:
+            loads.add(part)
+        if found is None or loads.most() < found[0] * (1 - 1e-9):
+            found = loads.most(), parts
+    assert found is not None
+    loads.loads = [0.0] * len(loads.loads)
+    for part in found[1]:
+        loads.add(part)
+    loads.unit = found[0] or 1.0
+    return found[1]
+
+
+def _orders(n: int) -> Iterator[tuple[int, ...]]:
+    for number, rest in enumerate(permutations(range(1, n))):
+        if number == _MOST_ORDERS:
+            return
+        yield 0, *rest
+
+
+def _ring(order: Sequence[int]) -> list[Trees]:
+    n = len(order)
+    found = []
+    for at, root in enumerate(order):
+        around = [order[(at + turn) % n] for turn in range(1, n + 1)]  # ends at the root
+        up = tuple(pairwise(around))
+        around = [order[(at + turn) % n] for turn in range(n)]
+        found.append(Trees(root, up, tuple(pairwise(around))))
+    return found
+
+
+def _grow_best(loads: _Loads, root: int) -> Trees:
+    """Adds trees for a part, of any root if the hosts are few, and returns them."""
+    roots = range(loads.n) if loads.n <= 8 else [root]
+    before = list(loads.loads)
+    found: tuple[float, Trees, list[float]] | None = None
+    for candidate in roots:
+        loads.loads = list(before)
+        up = tuple((target, source) for source, target in reversed(_grow(loads, candidate, up=True)))
+        trees = Trees(candidate, up, tuple(_grow(loads, candidate, up=False, back=set(up))))
+        price = sum(_eighth_power(load / loads.unit) for load in loads.loads)
+        if found is None or price < found[0] * (1 - 1e-12):
+            found = price, trees, loads.loads
+    assert found is not None
+    loads.loads = found[2]
+    return found[1]
+
+
+def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -> list[Hop]:
+    """Returns the hops of a tree away from the root. If it leads `up` to it, the data goes against them.
+
+    Hops that lead `back` along those of another tree are preferred to others that cost a little less: what a host
+    gets then comes in the order and at the rate at which it has sent.
+    """
+
+    def price(hop: Hop) -> float:
+        return loads.price(hop) * (1 if (hop[1], hop[0]) in back else loads.detour)
+
+    depth: dict[int, int] = {root: 0}
+    hops: list[Hop] = []
+    while len(depth) < loads.n:
+        _, _, inside, outside = min(
+            (price((outside, inside) if up else (inside, outside)), depth[inside], inside, outside)
+            for inside in depth
+            for outside in range(loads.n)
+            if outside not in depth
+        )
+        loads.take((outside, inside) if up else (inside, outside))
+        depth[outside] = depth[inside] + 1
+        hops.append((inside, outside))
+    return hops

@@ -1,0 +1,52 @@
+"""Where links between hosts differ, all-reduces run the schedules that are made for them, and are right."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+import paceline as dist
+
+RACKS = '{"node": "1gbit,0.1ms", "groups": {"a": [[0, 1], "100mbit,1ms"], "b": [[2, 3], "100mbit,1ms"]}}'
+
+
+def chosen(group=None):
+    text = dist.explain("all_reduce", 1 << 20, group=group)
+    return next(line.split()[1] for line in text.splitlines() if line.startswith("->"))
+
+
+def sum_on(group, ranks):
+    tensor = torch.arange(1 << 18, dtype=torch.float32) + dist.get_rank()
+    dist.all_reduce(tensor, group=group)
+    expected = len(ranks) * torch.arange(1 << 18, dtype=torch.float32) + sum(ranks)
+    assert torch.equal(tensor, expected)
+    average = torch.full((5,), float(dist.get_rank()))
+    dist.all_reduce(average, dist.ReduceOp.AVG, group=group)
+    torch.testing.assert_close(average, torch.full((5,), sum(ranks) / len(ranks)))
+
+
+def sums_of_racks():
+    if int(os.environ["RANK"]) == 0:
+        os.environ["PACELINE_NETWORK"] = RACKS
+    dist.init_process_group()
+    everyone = range(dist.get_world_size())
+    three = dist.new_group([4, 1, 2], algorithm=None)
+    forced = dist.new_group(list(everyone), algorithm="ring")
+    assert chosen() == "synthesised"
+    assert chosen(forced) == "ring"
+    for group, ranks in ((None, everyone), (three, [4, 1, 2]), (forced, everyone)):
+        if dist.get_rank() in ranks:
+            sum_on(group, ranks)
+    if dist.get_rank() in (4, 1, 2):
+        assert chosen(three) == "synthesised"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_racks_of_unequal_hosts_sum_by_a_schedule_of_their_own(hosts):
+    hosts([2, 1, 1, 2])(sums_of_racks)
+
+
+def test_racks_of_equal_hosts_sum_by_a_schedule_of_their_own(hosts):
+    hosts(4, 2)(sums_of_racks)

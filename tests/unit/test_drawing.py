@@ -1,0 +1,69 @@
+"""A drawing of a schedule shows every message, and the command refuses what could not be drawn."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from paceline.cli import drawing
+from paceline.schedule.drawing import draw_call
+from paceline.schedule.network import Link, Network
+from paceline.schedule.registry import ALGORITHMS
+from paceline.schedule.steps import Operation
+
+SVG = "{http://www.w3.org/2000/svg}"
+LINK = Link(1e-4, 1e9)
+
+
+def run(*flags):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--links")
+    parser.add_argument("--per-node", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path)
+    drawing.add_arguments(parser)
+    return drawing.run(parser.parse_args(flags))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_can_be_drawn(algorithm):
+    network = Network.uniform(2, 2, node=LINK, within_host=LINK)
+    for operation in ALGORITHMS[algorithm]:
+        root = ElementTree.fromstring(draw_call(algorithm, operation, 1 << 20, network))
+        assert root.tag == f"{SVG}svg"
+        assert root.findall(f"{SVG}polygon")
+
+
+def test_a_ring_has_a_band_for_each_message():
+    network = Network.uniform(4, 1, node=LINK, within_host=LINK)
+    root = ElementTree.fromstring(draw_call("ring", Operation.ALL_REDUCE, 4000, network))
+    bands = root.findall(f"{SVG}polygon")
+    assert len(bands) == 4 * 6
+    said = [band.findtext(f"{SVG}title") for band in bands]
+    assert "rank 0 to rank 1: block 3, 1,000 bytes, 0 us to 101 us" in said
+
+
+def test_the_command_writes_a_file_or_prints(tmp_path, capsys):
+    assert run("--draw", "tree", "--ranks", "4", "--per-node", "2", "-o", str(tmp_path / "tree.svg")) == 0
+    assert ElementTree.parse(tmp_path / "tree.svg").getroot().tag == f"{SVG}svg"
+    capsys.readouterr()
+    assert run("--draw", "ring", "--operation", "broadcast", "--links", "node=1gbit,1ms") == 0
+    assert capsys.readouterr().out.startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--draw", "rign"], "there is no algorithm 'rign'"),
+        (["--draw", "ring", "--operation", "sum"], "there is no operation 'sum'"),
+        (["--draw", "ring", "--ranks", "65"], "a picture of 65 ranks could not be read"),
+        (["--draw", "ring", "--ranks", "9", "--per-node", "2"], "9 ranks cannot be divided"),
+        (["--draw", "ring", "--ranks", "60"], "7,080 messages"),
+        (["--draw", "ring", "--links", "region=1gbit"], "says nothing of the nodes' links"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_with_the_reason(flags, why, capsys):
+    assert run(*flags) == 2
+    assert why in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Schedules that are made for uneven networks are right, and near what no schedule can beat."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sampling import examples
+
+from paceline.schedule.network import Group, Link, Network
+from paceline.schedule.steps import Operation
+from paceline.schedule.synthesis.choosing import can_synthesise, choose_all_reduce, synthesise
+from paceline.schedule.synthesis.trees import pack
+from paceline.schedule.timing import simulate_call, simulate_schedules
+from paceline.schedule.verify.equal_bits import require_equal_bits
+
+MB = 1_000_000
+FAST, SLOW = Link(1e-4, 1e8), Link(1e-4, 2.5e7)
+NEAR = Link(1e-6, 1e10)
+HOSTS = ((0,), (1,), (2,), (3,))
+SLOW_HOST = Network(HOSTS, NEAR, FAST, nodes={3: SLOW})
+SLOW_PAIR = Network(HOSTS, NEAR, FAST, pairs={(0, 1): SLOW, (1, 0): SLOW})
+RACKS = Network(HOSTS, NEAR, FAST, (Group("a", (0, 1), SLOW), Group("b", (2, 3), SLOW)))
+# The seconds that no schedule can beat, as docs/uneven-networks.md derives them, for a byte of the tensor.
+CASES = {"slow host": (SLOW_HOST, 4e-8), "slow pair": (SLOW_PAIR, 1.5e-8), "two racks": (RACKS, 4e-8)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_synthesised_schedules_are_within_a_tenth_of_the_optimum(name):
+    network, optimum = CASES[name]
+    assert optimum * (1 - 1e-9) <= pack(network).s_per_byte <= optimum / 0.95
+    seconds = simulate_schedules(synthesise(network), network, 64 * MB).seconds
+    assert optimum * 64 * MB <= seconds <= optimum * 64 * MB / 0.9
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ring_in_the_order_of_the_ranks_is_slower(name):
+    network, optimum = CASES[name]
+    assert simulate_call("ring", Operation.ALL_REDUCE, 64 * MB, network).seconds >= 1.45 * optimum * 64 * MB
+
+
+def test_the_choice_is_by_simulation_and_may_be_forced():
+    schedules = synthesise(RACKS)
+    assert choose_all_reduce(RACKS, schedules, 64 * MB).algorithm == "synthesised"
+    small = choose_all_reduce(RACKS, schedules, 64)
+    assert small.algorithm == small.candidates[0].algorithm
+    assert choose_all_reduce(RACKS, schedules, 64 * MB, "ring").algorithm == "ring"
+
+
+def test_only_uneven_networks_of_a_few_hosts_get_schedules():
+    assert can_synthesise(RACKS)
+    assert not can_synthesise(Network(HOSTS, NEAR, FAST))
+    many = tuple((rank,) for rank in range(9))
+    assert not can_synthesise(Network(many, NEAR, FAST, nodes={0: SLOW}))
+    with pytest.raises(ValueError, match="trees for 9 hosts would take too long"):
+        pack(Network(many, NEAR, FAST))
+
+
+@st.composite
+def uneven_networks(draw):
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    firsts = [sum(sizes[:at]) for at in range(len(sizes))]
+    hosts = tuple(tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=True))
+    rates = draw(st.lists(st.floats(1e6, 1e9), min_size=len(sizes), max_size=len(sizes)))
+    nodes = {host: Link(1e-4, rate) for host, rate in enumerate(rates)}
+    pairs = draw(st.dictionaries(st.sampled_from([(0, 1), (1, 0)]), st.just(SLOW)))
+    return Network(hosts, NEAR, FAST, pairs=pairs, nodes=nodes)
+
+
+@settings(max_examples=examples(5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(uneven_networks())
+def test_any_network_gets_schedules_that_are_right(network):
+    schedules = synthesise(network)
+    require_equal_bits(schedules)
+    assert [schedule.steps for schedule in synthesise(network)] == [schedule.steps for schedule in schedules]

@@ -1,0 +1,207 @@
+"""Simulated calls take what can be worked out by hand, never less than any could, and the same folded as unfolded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sampling import examples
+
+from paceline.schedule.bounds import alpha_beta_s, least_all_reduce_s
+from paceline.schedule.network import Group, Link, Network
+from paceline.schedule.registry import ALGORITHMS, ALIKE, build
+from paceline.schedule.steps import OWN_OUTPUT, Operation, Schedule, receive, send
+from paceline.schedule.timing import simulate_call, simulate_schedules
+
+MB = 1_000_000
+GIGABYTE = Link(0.001, 1e9)
+NEAR = Link(1e-6, 10e9)
+ALIKE_PAIRS = [(algorithm, operation) for algorithm in ALIKE for operation in sorted(ALIKE[algorithm])]
+
+
+def one_each(n, node=GIGABYTE, gamma=0.0, **others):
+    return Network(tuple((rank,) for rank in range(n)), NEAR, node, gamma_s_per_byte=gamma, **others)
+
+
+def messages(network, pairs, nbytes):
+    """Each of the pairs exchanges one message of so many bytes, all at once."""
+    n = network.world_size
+    schedules = []
+    for rank in range(n):
+        steps = [send(target, OWN_OUTPUT) for source, target in pairs if source == rank]
+        steps += [receive(source, OWN_OUTPUT) for source, target in pairs if target == rank]
+        schedules.append(Schedule(Operation.BROADCAST, "given", rank, n, 0, 1, tuple(steps)))
+    return simulate_schedules(schedules, network, nbytes, record=True)
+
+
+def test_a_message_takes_its_latency_and_its_bytes():
+    timing = messages(one_each(2), [(0, 1)], MB)
+    assert timing.seconds == pytest.approx(0.001 + 0.001)
+    assert timing.ends == pytest.approx((0.001, 0.002)), "a sender ends when the last byte has left"
+    assert timing.bytes_per_link == pytest.approx({"host 0 up": MB, "host 1 down": MB})
+
+
+def test_an_overhead_keeps_a_sender_from_its_next_message():
+    timing = messages(one_each(4, Link(0, 1e12, overhead_s=0.5)), [(0, 1), (0, 2), (0, 3)], 8)
+    assert timing.seconds == pytest.approx(1.5)
+
+
+def test_two_ranks_of_a_host_share_its_link():
+    network = Network(((0, 1), (2,), (3,)), NEAR, GIGABYTE)
+    assert messages(network, [(0, 2), (1, 3)], MB).seconds == pytest.approx(0.001 + 0.002)
+
+
+def test_what_one_transfer_cannot_use_another_gets():
+    """Of 0's link, the transfer to the slow host 1 takes a tenth, and that to host 2 the rest."""
+    network = one_each(3, Link(0, 1e9), nodes={1: Link(0, 1e8)})
+    ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
+    assert ends == pytest.approx({1: 0.01, 2: MB / 9e8})
+
+
+def test_a_transfer_is_faster_once_another_has_ended():
+    """The message within the rack and the one that leaves it share host 0's link until the uplink limits the latter."""
+    rack = Group("rack", (0, 1), Link(0, 1e9 / 4))
+    network = one_each(3, Link(0, 1e9), groups=(rack,))
+    ends = {each.target: each.end_s for each in messages(network, [(0, 1), (0, 2)], MB).transfers}
+    assert ends == pytest.approx({1: MB / 0.75e9, 2: 0.004})
+
+
+def test_racks_share_their_uplinks_and_add_their_latency():
+    racks = (Group("a", (0, 1), Link(0.02, 1e8)), Group("b", (2, 3), Link(0.01, 1e8)))
+    timing = messages(one_each(4, groups=racks), [(0, 2), (1, 3), (2, 0)], MB)
+    assert timing.ends[2] == pytest.approx(0.021 + 0.02)
+    assert timing.bytes_per_link["a up"] == pytest.approx(2 * MB)
+    assert timing.bytes_per_link["b up"] == pytest.approx(MB)
+
+
+def test_a_pair_may_have_a_link_of_its_own():
+    network = one_each(3, pairs={(0, 1): Link(0.05, 1e8)})
+    timing = messages(network, [(0, 1), (1, 2)], MB)
+    assert timing.seconds == pytest.approx(0.05 + 0.01)
+    assert timing.bytes_per_link["hosts 0-1"] == pytest.approx(MB)
+
+
+def test_loss_sends_again_and_slows_tcp_down():
+    lossy = Link(0.01, 1e9, loss=0.01)
+    most = 1448 / 0.02 * (1.5 / 0.0199) ** 0.5  # it may be lost on the one host's link and on the other's
+    assert messages(one_each(2, lossy), [(0, 1)], MB).seconds == pytest.approx(0.01 + MB / most, rel=1e-6)
+    timing = messages(one_each(2, Link(0, 1e9, loss=0.5)), [(0, 1)], MB)
+    assert timing.seconds == pytest.approx(0.004)
+
+
+def test_a_ring_of_four_hosts_takes_six_turns():
+    """The parts of a small tensor are one piece each: every turn waits for the one before."""
+    network = one_each(4, Link(0.001, 1e9), gamma=1e-9)
+    turn = 0.001 + 40_000 / 1e9
+    timing = simulate_call("ring", Operation.ALL_REDUCE, 160_000, network)
+    assert timing.seconds == pytest.approx(6 * turn + 3 * 40_000 * 1e-9)
+
+
+def test_a_long_chain_is_a_pipe():
+    """All pieces follow the first, which crosses three links one after another."""
+    timing = simulate_call("ring", Operation.BROADCAST, 100 * MB, one_each(4, Link(0, 1e9)))
+    assert timing.seconds == pytest.approx(0.1 + 2 * (128 << 10) / 1e9)
+
+
+def test_a_late_rank_delays_the_others_until_it_comes():
+    network = one_each(4)
+    alone = simulate_call("ring", Operation.ALL_REDUCE, MB, network).seconds
+    late = simulate_call("ring", Operation.ALL_REDUCE, MB, network, arrivals=[0, 0, 7, 0])
+    assert min(late.ends) >= 7
+    assert late.seconds <= alone * 1.001, "what the others have sent is there when it comes"
+
+
+def test_a_slow_rank_reduces_slowly():
+    network = one_each(2, Link(0, 1e12), gamma=1e-9)
+    assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[0.5, 1]).seconds == pytest.approx(
+        0.002, rel=0.01
+    )
+    assert simulate_call("star", Operation.REDUCE, MB, network, speeds=[1, 0.5]).seconds == pytest.approx(
+        0.001, rel=0.01
+    )
+
+
+def test_as_many_arrivals_as_ranks_must_be_given():
+    with pytest.raises(ValueError, match="3 arrivals or speeds were given for 4 ranks"):
+        simulate_call("ring", Operation.ALL_REDUCE, MB, one_each(4), arrivals=[0, 0, 0])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_barrier_waits_for_the_last(algorithm):
+    network = Network.uniform(2, 3, node=GIGABYTE, within_host=NEAR)
+    if Operation.BARRIER in ALGORITHMS[algorithm]:
+        timing = simulate_call(algorithm, Operation.BARRIER, 0, network, arrivals=[0, 0, 0, 0, 5, 0])
+        assert min(timing.ends) >= 5
+        assert 0.001 <= timing.seconds < 0.1
+
+
+def test_packed_data_takes_as_much_less_time_as_it_is_smaller():
+    network = one_each(4, Link(0, 1e8))
+    plain = simulate_call("ring", Operation.ALL_REDUCE, 64 * MB, network).seconds
+    packed = simulate_call("int8", Operation.ALL_REDUCE, 64 * MB, network).seconds
+    assert packed == pytest.approx(plain * 66 / 256, rel=0.03)
+
+
+links = st.builds(
+    Link,
+    st.floats(0, 0.01),
+    st.floats(1e7, 1e11),
+    overhead_s=st.one_of(st.just(0.0), st.floats(0, 1e-4)),
+)
+networks = st.builds(
+    Network.uniform,
+    st.integers(1, 6),
+    st.integers(1, 4),
+    node=links,
+    within_host=links,
+    gamma_s_per_byte=st.one_of(st.just(0.0), st.floats(0, 1e-8)),
+)
+quickly = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@quickly
+@given(networks, st.sampled_from(list(ALGORITHMS)), st.integers(64, 3 * MB))
+def test_no_all_reduce_beats_the_lower_bound(network, algorithm, nbytes):
+    seconds = simulate_call(algorithm, Operation.ALL_REDUCE, nbytes, network).seconds
+    assert seconds >= least_all_reduce_s(network, nbytes) * (1 - 1e-9)
+
+
+@quickly
+@given(networks, st.sampled_from(ALIKE_PAIRS), st.integers(1000, 3 * MB))
+def test_folded_and_unfolded_take_the_same_time(network, pair, nbytes):
+    folded, whole = (simulate_call(*pair, nbytes, network, fold=fold) for fold in (True, False))
+    assert folded.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert folded.ends == pytest.approx(whole.ends, rel=1e-6)
+    assert folded.bytes_per_link == pytest.approx(whole.bytes_per_link, rel=1e-6)
+
+
+@quickly
+@given(networks, st.integers(1, 1000))
+def test_a_ring_of_short_tensors_has_its_closed_form(network, nbytes):
+    """On one rank a host: 2 (n - 1) turns, of which n - 1 reduce."""
+    network = Network.uniform(len(network.hosts), 1, node=network.node, within_host=network.within_host)
+    n, cost = network.world_size, network.node.cost
+    part = max(1.0, nbytes / n)
+    expected = 2 * (n - 1) * (cost.alpha_s + part * cost.beta_s_per_byte)
+    assert simulate_call("ring", Operation.ALL_REDUCE, nbytes, network).seconds == pytest.approx(expected)
+
+
+def test_ten_thousand_ranks_come_near_the_bound():
+    """They have a full-bisection network of 25 Gbit/s a host."""
+    network = Network.uniform(1250, 8, node=Link(50e-6, 25e9 / 8), within_host=Link(2e-6, 20e9), gamma_s_per_byte=1e-10)
+    for nbytes in (1 << 20, 1 << 30):
+        timing = simulate_call("hierarchical", Operation.ALL_REDUCE, nbytes, network)
+        assert len(timing.ends) == 10_000
+        assert timing.seconds <= 1.2 * alpha_beta_s(network, nbytes)
+
+
+def test_what_is_too_large_to_simulate_is_refused():
+    network = Network.uniform(5000, 2, node=GIGABYTE, within_host=NEAR)
+    with pytest.raises(ValueError, match="too many to simulate: choose hierarchical on equal hosts"):
+        simulate_call("ring", Operation.ALL_REDUCE, MB, network, arrivals=[*range(10_000)])
+
+
+def test_schedules_that_wait_for_ever_are_refused():
+    schedules = [build("ring", Operation.BROADCAST, rank, 2, 0) for rank in range(2)]
+    with pytest.raises(ValueError, match="wait for ever"):
+        simulate_schedules([schedules[0]._replace(steps=()), schedules[1]], one_each(2), MB)
