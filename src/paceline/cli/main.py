@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
-from paceline.cli import analyze, launch_script, report, runs, trace
+from paceline.cli import analyze, launch_script, plan, report, runs, trace
 from paceline.cli.checkpoint import command as checkpoint
 from paceline.cli.doctor import command as doctor
 from paceline.cli.top import command as top
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "analyze", "runs", "trace", "report", "top", "checkpoint")
+COMMANDS = ("run", "join", "launch-script", "doctor", "plan", "analyze", "runs", "trace", "report", "top", "checkpoint")
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -53,6 +53,14 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "SCRIPT, known mistakes in it, each with its line, reason and fix.",
     )
     doctor.add_arguments(examining)
+    planning = commands.add_parser(
+        "plan",
+        help="measure a script, and predict how fast it would train on other machines",
+        description="With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a "
+        "calibration, predicts the step, the rate, the memory and the cost on other numbers of machines, and says what "
+        "to change.",
+    )
+    plan.add_arguments(planning)
     analyzing = commands.add_parser(
         "analyze",
         help="say from a job's files what went wrong, and for whom the others waited",
@@ -125,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     others = {
         "launch-script": launch_script.run,
         "doctor": doctor.run,
+        "plan": plan.run,
         "analyze": analyze.run,
         "runs": runs.run,
         "trace": trace.run,
