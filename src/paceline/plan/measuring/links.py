@@ -13,10 +13,10 @@ from paceline.plan.calibration import HostCall, Links
 from paceline.plan.measuring.summing import reduction_s_per_byte
 from paceline.schedule.network import Link
 
-_BUDGET_S = 1.0  # for each of the two kinds of links
+_BUDGET_S = 2.0  # for each of the two kinds of links
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
-_LONG_S = 0.05  # a message of a rate's measurement takes at least so long, unless it is one of the longest
+_LONG_S = 0.2  # a message of a rate's measurement takes at least so long, unless it is one of the longest
 _HOST_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _HOST_CALLS_S = 0.2
 
