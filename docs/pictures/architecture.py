@@ -42,6 +42,7 @@ class Route:
 
 LAYERS = (
     Layer("cli", "parses commands", ("src/paceline/cli",)),
+    Layer("plan", "predicts jobs on\nother machines", ("src/paceline/plan",)),
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
     Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
     Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
