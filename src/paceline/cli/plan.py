@@ -24,19 +24,16 @@ _WORKER = "paceline.plan.measuring.worker"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(word) for word in text.split(","))
-    if not numbers or min(numbers) < 1:
-        raise ValueError(text)
-    return numbers
-
-
-_numbers.__name__ = "list of numbers such as 2,4,8"  # argparse shows it in its errors
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on, such as 2,4,8")
+    return tuple(map(int, words))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `paceline plan`."""
     parser.add_argument(
-        "words", nargs="*", metavar="CALIBRATION | -- SCRIPT ...", help="a calibration, or with --measure a script"
+        "words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script and its arguments"
     )
     parser.add_argument(
         "--links", metavar="LINKS", help="the links between hosts, such as node=25gbit,0.05ms,region=1gbit,20ms"
@@ -87,10 +84,10 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
     from paceline.plan.calibration import encode, read
 
     output: Path = options.output or Path("calibration.json")
-    output.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as directory:
+        measured = Path(directory, "calibration.json")
         settings = {
-            "output": str(output.absolute()),
+            "output": str(measured),
             "directory": directory,
             "steps": options.steps,
             "together": not options.alone,
@@ -102,14 +99,14 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
         parser = Parser(prog="paceline plan --measure")
         command.add_run_arguments(parser)
         code = command.run(parser.parse_args([*flags, "-m", _WORKER, json.dumps(settings), *words]))
-    if code or not output.exists():
-        if not code:  # another machine's rank 0 has written the calibration
-            print("The links were measured; the calibration is on the machine of rank 0.")
-        return code
-    calibration = read(output)
+        if code or not measured.exists():
+            if not code:
+                print("The links were measured; the calibration is on the machine of rank 0.")
+            return code
+        calibration = read(measured)
     if options.links is not None:
         calibration = replace(calibration, links=_with_links(calibration.links, options.links))
-        output.write_bytes(encode(calibration))
+    output.write_bytes(encode(calibration))
     print(f"{output}: {_summary(calibration)}")
     return 0
 

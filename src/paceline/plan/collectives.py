@@ -85,7 +85,7 @@ class CallTimes:
     def _simulated(self, algorithm: str, operation: Operation, nbytes: int, wire: str | None) -> float:
         if self.ranks <= EXACT_RANKS:
             return self._at(algorithm, operation, nbytes, wire)
-        below = 1 << (nbytes.bit_length() - 1 & ~1)
+        below = 1 << ((nbytes.bit_length() - 1) & ~1)
         if below == nbytes:
             return self._at(algorithm, operation, nbytes, wire)
         first, last = self._at(algorithm, operation, below, wire), self._at(algorithm, operation, 4 * below, wire)
