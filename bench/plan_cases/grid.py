@@ -103,7 +103,8 @@ def _predicted(
     }
     for name, calibration in known.steps[hosts * per_host].items():
         strategy = replace(measured(calibration), algorithm=algorithm)
-        found[f"step, {name}"] = predict(replace(calibration, links=links), network, strategy, simulate_call).step.seconds
+        known_links = replace(calibration, links=links)
+        found[f"step, {name}"] = predict(known_links, network, strategy, simulate_call).step.seconds
     return found
 
 

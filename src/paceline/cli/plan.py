@@ -33,7 +33,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `paceline plan`."""
     parser.add_argument(
-        "words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script and its arguments"
+        "words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script"
     )
     parser.add_argument(
         "--links", metavar="LINKS", help="the links between hosts, such as node=25gbit,0.05ms,region=1gbit,20ms"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predicting.add_argument("--json", action="store_true", help="print the predictions for programs")
     predicting.add_argument("--html", type=Path, metavar="FILE", help="also write a report")
     measuring = parser.add_argument_group("measuring")
-    measuring.add_argument("--measure", action="store_true", help="run a script for some steps, and write a calibration")
+    measuring.add_argument("--measure", action="store_true", help="run a script for some steps; write a calibration")
     measuring.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: calibration.json")
     measuring.add_argument("--steps", type=int, default=30, metavar="N", help="to measure (default: 30)")
     measuring.add_argument(

@@ -180,7 +180,8 @@ def _without(network: Network) -> dict[str, Network]:
     """Returns the network with one of its properties taking no time, by what it is called."""
     if len(network.hosts) == 1:
         return {}
-    idle = {"latency": _instant(network), "links within hosts": replace(network, within_host=_endless(network.within_host))}
+    idle = {"latency": _instant(network)}
+    idle["links within hosts"] = replace(network, within_host=_endless(network.within_host))
     idle["links of hosts"] = replace(
         network,
         node=_endless(network.node),

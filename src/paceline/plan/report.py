@@ -56,7 +56,8 @@ def report(
         _section("Where a step's time goes, by the number of nodes", step_bars(predictions)),
     ]
     if heat:
-        sections.append(_section("Efficiency by nodes and the rate of a host's link", heat_map(heat, _rates(calibration))))
+        drawn = heat_map(heat, _rates(calibration))
+        sections.append(_section("Efficiency by the number of nodes and the rate of a host's link", drawn))
     sections += [
         _section("Predictions", _table(_PREDICTED, [_cells(each) for each in predictions])),
         _section(f"What to change on {predictions[-1].nodes} nodes", _advice(advice)),

@@ -19,7 +19,7 @@ from paceline.schedule.steps import Operation
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket of gradients: its bytes, and when, counted from the beginning of backward, its last gradient is there."""
+    """A bucket of gradients: its bytes, and when it can be sent, counted from the beginning of backward."""
 
     nbytes: int
     ready_s: float

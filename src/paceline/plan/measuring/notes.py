@@ -1,4 +1,4 @@
-"""What is noted of one step while a script runs, and the medians of many; without torch, so that it is quickly tested."""
+"""What is noted of one step while a script runs, and the medians of many; without torch."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class _Measurement:
         """Looks whether that was the last step."""
         done, needed = len(watch.steps), LEFT_OUT + self._settings.steps
         if done == 1 and not self._meeting.await_all("begun", _LATEST_S):
-            print("paceline plan: not all ranks of this machine have begun to train; these go on alone", file=sys.stderr)
+            print("paceline plan: not all ranks of this machine train yet; this one goes on", file=sys.stderr)
         if done == needed:
             self._write(watch)
             self._meeting.say("measured")
