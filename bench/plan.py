@@ -5,7 +5,7 @@
 Hosts are network namespaces of this machine (as root), joined by links of the rates and delays. Calibrated are the link
 of each rate and delay, with one message at a time between two hosts, the link within a host, and the steps of each
 model, while as many ranks as the point has train at the same time without any communication, since they share the
-cores of this machine. All other numbers of hosts and ranks, all algorithms and all all-reduces are held out.
+cores of this machine. All-reduces, and steps with communication, are held out at all points.
 
 The error is the distance of the prediction from the mean of the repeats, as a share of that; the spread is the distance
 between the slowest and the fastest repeat, each of which is a run of its own. "beyond spread" is what of the error is
