@@ -63,7 +63,7 @@ def advise(calibration: Calibration, now: Prediction, networks: Networks, simula
     for change in changes(now, calibration):
         network = networks(now.nodes, change.per_node)
         known = times.setdefault(change.per_node, CallTimes(network, calibration.links.host_calls, simulate))
-        then = predict(calibration, network, change.strategy, simulate, known)
+        then = predict(calibration, network, change.strategy, simulate, known, explains=False)
         gain = work_rate(then) / work_rate(now) - 1
         saved = now.memory.nbytes - then.memory.nbytes
         if gain >= _WORTH_SAYING or saved >= _MEMORY_WORTH_SAYING * now.memory.nbytes:

@@ -48,7 +48,7 @@ class Prediction:
         alone_s: the step of one rank that waits for nobody.
         samples_per_s: of all ranks; None if a rank's samples are not known.
         traffic_nbytes: what a host sends to others in a step.
-        bottleneck: what bounds the rate.
+        bottleneck: what bounds the rate; "" where it was not looked for.
     """
 
     nodes: int
@@ -76,7 +76,13 @@ class Prediction:
 
 
 def predict(
-    calibration: Calibration, network: Network, strategy: Strategy, simulate: Simulate, times: CallTimes | None = None
+    calibration: Calibration,
+    network: Network,
+    strategy: Strategy,
+    simulate: Simulate,
+    times: CallTimes | None = None,
+    *,
+    explains: bool = True,
 ) -> Prediction:
     """Returns what a job on the network would do.
 
@@ -86,6 +92,7 @@ def predict(
         strategy: how the job trains.
         simulate: `simulate_call` of `schedule/timing.py`.
         times: the calls' times on that network, if some are known already.
+        explains: whether the bottleneck is looked for, for which other networks are simulated.
     """
     times = times or CallTimes(network, calibration.links.host_calls, simulate)
     nodes, ranks = len(network.hosts), times.ranks
@@ -108,7 +115,7 @@ def predict(
         node_hours=nodes * seconds / 3600,
         memory=memory_of(calibration, strategy, ranks),
         traffic_nbytes=traffic_of(calibration, strategy, nodes),
-        bottleneck=bottleneck_of(calibration, network, strategy, simulate, step),
+        bottleneck=bottleneck_of(calibration, network, strategy, simulate, step) if explains else "",
     )
 
 

@@ -84,7 +84,7 @@ def heat_of(
         for times in RATES:
             links = with_rate(calibration.links, times)
             network = network_of(links, each.nodes, each.per_node, min(regions, each.nodes))
-            row.append(predict(calibration, network, each.strategy, simulate).efficiency)
+            row.append(predict(calibration, network, each.strategy, simulate, explains=False).efficiency)
         rows.append(HeatRow(each.nodes, tuple(row)))
     return rows
 

@@ -66,7 +66,7 @@ def facts_of(prediction: Prediction) -> dict[str, object]:
         "communication_s": step.communication_s,
         "hidden_share": step.overlap,
         "algorithm": step.algorithm,
-        "bottleneck": prediction.bottleneck,
+        "bottleneck": prediction.bottleneck or None,
         "memory_nbytes": {**vars(memory), "all": memory.nbytes},
         "traffic_of_a_node_nbytes": prediction.traffic_nbytes,
         "node_hours": prediction.node_hours,
