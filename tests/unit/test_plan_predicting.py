@@ -92,11 +92,30 @@ def test_zero_collects_the_parameters_after_the_step():
     assert step.optimizer_s == pytest.approx(0.0025)
 
 
-def test_packed_gradients_take_less_of_the_link():
-    """Half of 10 MB: 6 ms a call; only the last one, which starts at 30 ms, is exposed."""
-    step = step_of(calibration(), replace(measured(calibration()), wire="bf16"), times())
-    assert step.exposed_s == pytest.approx(0.006)
+def test_packed_gradients_follow_a_schedule_of_their_own():
+    def packing(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
+        assert algorithm == "bf16"
+        return simulate(algorithm, operation, nbytes // 2, network)
+
+    found = CallTimes(network_of(LINKS, 2, 1), (), packing)
+    step = step_of(calibration(), replace(measured(calibration()), wire="bf16"), found)
+    assert step.exposed_s == pytest.approx(0.006)  # of the last call, which begins at 30 ms
     assert step.algorithm == "bf16"
+
+
+def test_packed_gradients_take_less_of_the_links_of_many():
+    call = times(nodes=300).call(Operation.ALL_REDUCE, 4 << 20, wire="bf16")
+    assert call.seconds == pytest.approx(1e-3 + (2 << 20) / 1e9)
+
+
+def test_a_long_ring_of_unlike_hosts_is_not_simulated():
+    """The closed form would choose it, since messages cost nothing."""
+    links = replace(LINKS, node=Link(0.0, 1e9), region=Link(0.0, 1e9))
+    chosen = {
+        regions: CallTimes(network_of(links, 3000, 1, regions), (), simulate).call(Operation.ALL_REDUCE, 1 << 20)
+        for regions in (1, 2)
+    }
+    assert chosen[1].algorithm == "ring" != chosen[2].algorithm
 
 
 def test_the_rate_and_its_cost_follow_from_the_step():

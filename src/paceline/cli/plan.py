@@ -191,7 +191,7 @@ def _with_links(links: Links, text: str) -> Links:
     from paceline.schedule.network import parse_links
 
     given: Mapping[str, Link] = parse_links(text)
-    names = {"host": "within_host", "node": "node", "region": "region"}
+    names = {"within": "within_host", "node": "node", "region": "region"}
     if unknown := [name for name in given if name not in names]:
         raise ValueError(f"--links names {unknown[0]!r}; there are {', '.join(names)}")
     return replace(links, **{names[name]: link for name, link in given.items()})

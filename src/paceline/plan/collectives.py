@@ -16,6 +16,9 @@ from paceline.schedule.steps import Operation
 EXACT_RANKS = 256
 """Up to so many ranks every size is simulated; beyond, sizes between powers of four are interpolated."""
 
+LONGEST_RING = 2048
+"""How many ranks a ring may have where hosts differ, so that each rank's schedule is simulated by itself."""
+
 _ON_ONE_HOST = "shared memory"
 
 
@@ -72,15 +75,27 @@ class CallTimes:
         if len(self._hosts) == 1 and algorithm is None and self._host_calls:
             return TimedCall(_ON_ONE_HOST, self._on_one_host(operation, nbytes))
         if wire is not None and len(self._hosts) > 1:
-            return TimedCall(wire, self._simulated("hierarchical", operation, nbytes, wire))
-        return self._scheduled(operation, nbytes, algorithm)
-
-    def _scheduled(self, operation: Operation, nbytes: int, algorithm: str | None) -> TimedCall:
-        model = self.network.cost_model()
-        choice = choose(model, operation, nbytes, self.ranks, self._hosts)
-        offered = {candidate.algorithm for candidate in choice.candidates}
-        name = algorithm if algorithm in offered and algorithm is not None else choice.algorithm
+            return TimedCall(wire, self._packed(wire, operation, nbytes))
+        name = self._chosen(operation, nbytes, algorithm)
         return TimedCall(name, self._simulated(name, operation, nbytes, None))
+
+    def _chosen(self, operation: Operation, nbytes: int, algorithm: str | None) -> str:
+        """Returns `algorithm` where it has the operation, and otherwise the fastest that can be simulated."""
+        choice = choose(self.network.cost_model(), operation, nbytes, self.ranks, self._hosts)
+        offered = [candidate.algorithm for candidate in choice.candidates]
+        if algorithm in offered:
+            return str(algorithm)
+        rings = self.ranks <= LONGEST_RING or self.network.is_uniform
+        return next(name for name in offered if rings or name != "ring")
+
+    def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
+        """Returns the time of a call that packs: its own schedule's, or in a large world about that of a ring's.
+
+        The schedule is an exchange between all pairs of hosts, which is too much to simulate in a large world.
+        """
+        if self.ranks <= EXACT_RANKS:
+            return self._at(wire, operation, nbytes, None)
+        return self._simulated("hierarchical", operation, nbytes, wire)
 
     def _simulated(self, algorithm: str, operation: Operation, nbytes: int, wire: str | None) -> float:
         if self.ranks <= EXACT_RANKS:
