@@ -91,9 +91,7 @@ def points(grid: Grid, known: Known) -> Iterator[Row]:
                 yield {**where, "what": what, **compared(predicted_s, times)}
 
 
-def _predicted(
-    grid: Grid, known: Known, hosts: int, per_host: int, links: Links, algorithm: str
-) -> dict[str, float]:
+def _predicted(grid: Grid, known: Known, hosts: int, per_host: int, links: Links, algorithm: str) -> dict[str, float]:
     network = network_of(links, hosts, per_host)
     found = {
         f"all_reduce {nbytes / programs.MIB:.3g} MiB": simulate_call(

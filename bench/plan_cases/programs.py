@@ -74,9 +74,7 @@ def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
     found = {}
     for name in models:
         model, x = build(name)
-        wrapped = dist.DistributedDataParallel(
-            model, process_group=groups[rank], bucket_cap_mb=BUCKET_MB, overlap=True
-        )
+        wrapped = dist.DistributedDataParallel(model, process_group=groups[rank], bucket_cap_mb=BUCKET_MB, overlap=True)
         dist.barrier()
         watch = StepWatch(lambda _: None)
         try:

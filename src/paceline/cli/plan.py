@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cli import drawing
+
 if TYPE_CHECKING:
     from paceline.plan.advice import Advice
     from paceline.plan.calibration import Calibration, Links
@@ -32,9 +34,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `paceline plan`."""
-    parser.add_argument(
-        "words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script"
-    )
+    parser.add_argument("words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script")
     parser.add_argument(
         "--links", metavar="LINKS", help="the links between hosts, such as node=25gbit,0.05ms,region=1gbit,20ms"
     )
@@ -58,14 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the script on one rank only, not on each of --per-node ranks at the same time",
     )
+    drawing.add_arguments(parser)
     for name in _PASSED_ON:
         measuring.add_argument(f"--{name}", metavar="...", help="as for `paceline run`, to measure the links")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures or predicts; returns the exit code."""
+    """Measures, predicts or draws; returns the exit code."""
     from paceline.plan.calibration import CalibrationError
 
+    if options.draw is not None:
+        return drawing.run(options)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if not words or (not options.measure and len(words) != 1):
         wanted = "a script behind `--`" if options.measure else "one calibration"
@@ -177,9 +180,7 @@ def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy
     strategy = measured(calibration)
     if options.bucket_cap_mb is not None:
         strategy = replace(strategy, bucket_nbytes=caps_of(int(options.bucket_cap_mb * MIB)))
-    return replace(
-        strategy, wire=options.wire, zero=options.zero, period=options.every, algorithm=options.algorithm
-    )
+    return replace(strategy, wire=options.wire, zero=options.zero, period=options.every, algorithm=options.algorithm)
 
 
 def _with_links(links: Links, text: str) -> Links:
@@ -191,7 +192,11 @@ def _with_links(links: Links, text: str) -> Links:
     from paceline.schedule.network import parse_links
 
     given: Mapping[str, Link] = parse_links(text)
-    names = {"within": "within_host", "node": "node", "region": "region"}
-    if unknown := [name for name in given if name not in names]:
-        raise ValueError(f"--links names {unknown[0]!r}; there are {', '.join(names)}")
-    return replace(links, **{names[name]: link for name, link in given.items()})
+    if unknown := sorted(given.keys() - {"within", "node", "region"}):
+        raise ValueError(f"--links names {unknown[0]!r}; there are within, node and region")
+    return replace(
+        links,
+        within_host=given.get("within", links.within_host),
+        node=given.get("node", links.node),
+        region=given.get("region", links.region),
+    )

@@ -129,7 +129,7 @@ def slowest_of(spread: Sequence[float], ranks: int, share: float) -> float:
 
     Between the values it interpolates; nothing is slower than the slowest that was measured.
     """
-    place = share ** (1 / ranks) * (len(spread) - 1)
+    place: float = share ** (1 / ranks) * (len(spread) - 1)
     at = min(int(place), len(spread) - 1)
     above = spread[min(at + 1, len(spread) - 1)]
     return spread[at] + (above - spread[at]) * (place - at)

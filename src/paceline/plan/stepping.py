@@ -127,15 +127,11 @@ def _averaging(
     return used_s, max(0.0, free_s - backward_s), algorithm
 
 
-def _zero(
-    calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float
-) -> tuple[float, float, str]:
+def _zero(calibration: Calibration, strategy: Strategy, times: CallTimes, factor: float) -> tuple[float, float, str]:
     """Returns the same of ZeRO, which collects the parameters after each step, or in stage 3 before each use."""
     operation = Operation.ALL_REDUCE if strategy.zero == 1 else Operation.REDUCE_SCATTER
     used_s, exposed_s, algorithm = _averaging(calibration, strategy, times, factor, operation)
-    gather = times.call(
-        Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm
-    ).seconds
+    gather = times.call(Operation.ALL_GATHER, calibration.memory.parameter_nbytes, algorithm=strategy.algorithm).seconds
     if strategy.zero < 3:
         return used_s + gather, exposed_s + gather, algorithm
     gathers = 2 * strategy.forwards

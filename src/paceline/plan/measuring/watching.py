@@ -52,7 +52,7 @@ class StepWatch:
             modules.register_module_forward_hook(self._leave, always_call=True),
         ]
         self._next = dataloader._BaseDataLoaderIter.__next__
-        dataloader._BaseDataLoaderIter.__next__ = self._timed_next()  # type: ignore[method-assign]
+        dataloader._BaseDataLoaderIter.__next__ = self._timed_next()  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         """Takes all hooks off; idempotent."""
