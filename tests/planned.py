@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from paceline.plan.calibration import Calibration, Gradient, Links, Memory, Origin, Times
 from paceline.plan.networks import network_of
 from paceline.plan.predicting import Prediction, predict
-from paceline.plan.strategy import Strategy, measured
+from paceline.plan.strategy import WIRES, Strategy, measured
 from paceline.schedule.network import Link, Network
 from paceline.schedule.steps import Operation
 
@@ -22,7 +22,7 @@ class Timing:
 
 def simulate(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
     """A call takes the latency of a host's link, and the time in which that carries the bytes once."""
-    return Timing(network.node.latency_s + nbytes / network.node.bytes_per_s)
+    return Timing(network.node.latency_s + nbytes * WIRES.get(algorithm, 1.0) / network.node.bytes_per_s)
 
 
 def calibration(**changed: object) -> Calibration:

@@ -1,4 +1,4 @@
-"""The grid: each point is measured as often as asked, and predicted from links and steps that were measured apart."""
+"""The grid: each point is measured several times, and predicted from links and steps that were measured apart."""
 
 from __future__ import annotations
 
