@@ -48,7 +48,7 @@ def calibration_of(watch: StepWatch, links: Links, command: Sequence[str], toget
             _core.usable_cores(),
             torch.get_num_threads(),
             together,
-            {"torch": torch.__version__, "paceline": metadata.version("paceline")},
+            {"torch": str(torch.__version__), "paceline": metadata.version("paceline")},
         ),
         times=times_of(steps),
         step_s=tuple(step.seconds for step in steps),
