@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from hosts.fixture import Hosts
-from plan_cases import programs
 from report import p95
 
 from paceline.plan.calibration import Calibration, Links, decode
@@ -18,6 +17,7 @@ from paceline.plan.strategy import measured
 from paceline.schedule.network import Link
 from paceline.schedule.steps import Operation
 from paceline.schedule.timing import simulate_call
+from plan_cases import programs
 
 Row = dict[str, object]
 

@@ -14,6 +14,7 @@ from paceline.plan.networks import network_of, with_rate
 from paceline.plan.predicting import memory_of, slowest_of, traffic_of
 from paceline.plan.stepping import buckets_of, step_of
 from paceline.plan.strategy import Strategy, measured
+from paceline.schedule.cost import predict as predict_call
 from paceline.schedule.network import Link, Network
 from paceline.schedule.steps import Operation
 
@@ -103,14 +104,18 @@ def test_packed_gradients_take_less_of_the_links_of_many():
     assert call.seconds == pytest.approx(1e-3 + (2 << 20) / 1e9)
 
 
-def test_a_long_ring_of_unlike_hosts_is_not_simulated():
-    """The closed form would choose it, since messages cost nothing."""
-    links = replace(LINKS, node=Link(0.0, 1e9), region=Link(0.0, 1e9))
-    chosen = {
-        regions: CallTimes(network_of(links, 3000, 1, regions), (), simulate).call(Operation.ALL_REDUCE, 1 << 20)
-        for regions in (1, 2)
-    }
-    assert chosen[1].algorithm == "ring" != chosen[2].algorithm
+def test_many_unlike_ranks_are_predicted_by_closed_forms():
+    def none(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
+        raise AssertionError("so many ranks are not simulated one by one")
+
+    links = replace(LINKS, region=LINKS.node)
+    uneven, even = (CallTimes(network_of(links, 3000, 1, regions), (), none) for regions in (2, 1))
+    by_form = predict_call(
+        uneven.network.cost_model(), "ring", Operation.ALL_REDUCE, 1 << 20, 3000, uneven.network.hosts
+    )
+    assert uneven.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring").seconds == pytest.approx(by_form)
+    with pytest.raises(AssertionError, match="one by one"):
+        even.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring")  # one host stands for all
 
 
 def test_the_rate_and_its_cost_follow_from_the_step():
@@ -161,6 +166,12 @@ def test_the_bottleneck_is_what_would_help_most(link, bottleneck):
 def test_waiting_for_data_can_be_the_bottleneck():
     slow = replace(calibration().times, data_s=0.2)
     assert prediction(calibration(times=slow, links=replace(LINKS, node=Link(0.0, 1e12)))).bottleneck == "data"
+
+
+def test_waiting_for_the_slowest_can_be_the_bottleneck():
+    uneven = (0.050,) * 60 + (0.150,) * 40
+    found = calibration(step_s=uneven, links=replace(LINKS, node=Link(0.0, 1e12)))
+    assert prediction(found, nodes=64).bottleneck == "stragglers"
 
 
 def test_advice_is_ranked_by_what_it_gains():

@@ -9,15 +9,16 @@ from typing import Protocol
 
 from paceline.plan.calibration import HostCall
 from paceline.plan.strategy import WIRES
-from paceline.schedule.cost import choose
+from paceline.schedule.cost import choose, predict
 from paceline.schedule.network import Link, Network
+from paceline.schedule.registry import ALIKE
 from paceline.schedule.steps import Operation
 
 EXACT_RANKS = 256
 """Up to so many ranks every size is simulated; beyond, sizes between powers of four are interpolated."""
 
-LONGEST_RING = 2048
-"""How many ranks a ring may have where hosts differ, so that each rank's schedule is simulated by itself."""
+SIMULATED_RANKS = 2048
+"""Of more ranks, calls are simulated only where one host stands for all; for the others there are the closed forms."""
 
 _ON_ONE_HOST = "shared memory"
 
@@ -80,13 +81,12 @@ class CallTimes:
         return TimedCall(name, self._simulated(name, operation, nbytes, None))
 
     def _chosen(self, operation: Operation, nbytes: int, algorithm: str | None) -> str:
-        """Returns `algorithm` where it has the operation, and otherwise the fastest that can be simulated."""
+        """Returns `algorithm` where it has the operation, and otherwise the one that the engine would choose."""
         choice = choose(self.network.cost_model(), operation, nbytes, self.ranks, self._hosts)
         offered = [candidate.algorithm for candidate in choice.candidates]
         if algorithm in offered:
             return str(algorithm)
-        rings = self.ranks <= LONGEST_RING or self.network.is_uniform
-        return next(name for name in offered if rings or name != "ring")
+        return offered[0]
 
     def _packed(self, wire: str, operation: Operation, nbytes: int) -> float:
         """Returns the time of a call that packs: its own schedule's, or in a large world about that of a ring's.
@@ -110,7 +110,11 @@ class CallTimes:
         key = (algorithm, operation, nbytes, wire)
         if key not in self._known:
             network = self.network if wire is None else carrying_more(self.network, 1 / WIRES[wire])
-            self._known[key] = self._simulate(algorithm, operation, nbytes, network).seconds
+            is_one_for_all = network.is_uniform and operation in ALIKE.get(algorithm, ())
+            if self.ranks <= SIMULATED_RANKS or is_one_for_all:
+                self._known[key] = self._simulate(algorithm, operation, nbytes, network).seconds
+            else:
+                self._known[key] = predict(network.cost_model(), algorithm, operation, nbytes, self.ranks, self._hosts)
         return self._known[key]
 
     def _on_one_host(self, operation: Operation, nbytes: int) -> float:

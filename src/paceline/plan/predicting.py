@@ -18,6 +18,8 @@ from paceline.schedule.network import Link, Network
 PER_SAMPLES = 1_000_000
 """For so many samples, or for a thousand steps where samples are not known, node-hours are given."""
 
+_WORTH_NAMING = 0.2  # of a step, which exposed communication or waiting for the slowest rank must take
+
 _FAST = 1e15  # bytes a second of a link that takes no time
 
 Networks = Callable[[int, int], Network]
@@ -169,10 +171,11 @@ def bottleneck_of(
     calibration: Calibration, network: Network, strategy: Strategy, simulate: Simulate, step: Step
 ) -> str:
     """Returns what shortens the step most where it takes no time: the computing, or a property of the links."""
-    parts = {"data": step.data_s, "computing": step.computing_s - step.data_s}
-    if step.exposed_s > max(parts.values()) or step.exposed_s > 0.2 * step.seconds:
+    alone_s = _alone(calibration, strategy)
+    late_s = step.computing_s - alone_s
+    if step.exposed_s > max(late_s, _WORTH_NAMING * step.seconds):
         faster = {name: changed for name, changed in _without(network).items() if changed != network}
-        factor = step.computing_s / _alone(calibration, strategy)
+        factor = step.computing_s / alone_s
         left = {
             name: step_of(
                 calibration, strategy, CallTimes(changed, calibration.links.host_calls, simulate), factor
@@ -180,7 +183,9 @@ def bottleneck_of(
             for name, changed in faster.items()
         }
         return min(left, key=lambda name: left[name]) if left else "shared memory"
-    return max(parts, key=lambda name: parts[name])
+    if late_s > _WORTH_NAMING * step.seconds:
+        return "stragglers"
+    return "data" if step.data_s > step.computing_s / 2 else "computing"
 
 
 def _without(network: Network) -> dict[str, Network]:

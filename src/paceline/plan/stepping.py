@@ -56,7 +56,7 @@ class Step:
     @property
     def overlap(self) -> float:
         """The share of the communication that is hidden behind computing; 1 if there is none."""
-        return 1 - self.exposed_s / self.communication_s if self.communication_s else 1.0
+        return max(0.0, 1 - self.exposed_s / self.communication_s) if self.communication_s else 1.0
 
 
 def buckets_of(gradients: Sequence[Gradient], caps_nbytes: Sequence[int]) -> list[PlannedBucket]:
