@@ -56,7 +56,7 @@ def advise(calibration: Calibration, now: Prediction, networks: Networks, simula
         calibration: what was measured on one rank.
         now: the job as it is.
         networks: makes the network of other numbers of ranks.
-        simulate: `simulate_call` of `schedule/timing.py`.
+        simulate: `simulate_call` of `schedule/timing/calls.py`.
     """
     times: dict[int, CallTimes] = {}
     found = []

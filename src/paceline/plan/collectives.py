@@ -49,7 +49,7 @@ class CallTimes:
     Args:
         network: the hosts and their links.
         host_calls: all-reduces that were measured on one host.
-        simulate: `simulate_call` of `schedule/timing.py`.
+        simulate: `simulate_call` of `schedule/timing/calls.py`.
     """
 
     def __init__(self, network: Network, host_calls: Sequence[HostCall], simulate: Simulate) -> None:

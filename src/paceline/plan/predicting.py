@@ -92,7 +92,7 @@ def predict(
         calibration: what was measured on one rank.
         network: the hosts, which have equally many ranks each, and their links.
         strategy: how the job trains.
-        simulate: `simulate_call` of `schedule/timing.py`.
+        simulate: `simulate_call` of `schedule/timing/calls.py`.
         times: the calls' times on that network, if some are known already.
         explains: whether the bottleneck is looked for, for which other networks are simulated.
     """
