@@ -69,6 +69,7 @@ def calibrate(models: Sequence[str], steps: int) -> dict[str, bytes]:
     torch.set_num_threads(1)
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
     groups = [dist.new_group([each]) for each in range(ranks)]
     links = Links(UNMEASURED_WITHIN, None, None, reduction_s_per_byte())
     found = {}
@@ -96,6 +97,7 @@ def measure(algorithm: str, sizes: Sequence[int], models: Sequence[str], steps: 
 
     torch.set_num_threads(1)
     dist.init_process_group(algorithm=algorithm)
+    torch.manual_seed(dist.get_rank())  # rank 0's model goes to all; the batches differ
     found = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4)
