@@ -25,7 +25,9 @@ _STYLE = """
 svg { width: 100%; max-width: 860px; height: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child, td.text { text-align: left; }
+th:first-child, td:first-child, td:nth-child(5):last-child { text-align: left; }
+td { white-space: normal; }
+.card { overflow-x: auto; }
 main { display: block; }
 main > section { margin: 0 0 14px; }
 """
