@@ -53,5 +53,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "elastic-coordinator": ("elastic.py", "--cases", "coordinator"),
     "elastic-speeds": ("elastic.py", "--cases", "speeds"),
     "elastic-thin": ("elastic.py", "--cases", "thin"),
+    "plan": ("plan.py",),
     "verdicts-quick": ("verdicts.py", "--runs", "3", "--faults", "raise", "kill", "--healthy", "0"),
 }

@@ -47,6 +47,7 @@ LAYERS = (
         "programs of others\nbecome ours",
         ("src/paceline/migrate", "src/paceline/horovod"),
     ),
+    Layer("plan", "predicts jobs on\nother machines", ("src/paceline/plan",)),
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
     Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
     Layer("integrations", "strategies of\nother frameworks", ("src/paceline/integrations",)),

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from paceline.cli import analyze, launch_script, migrate, report, runs, trace
+from paceline.cli import analyze, launch_script, migrate, plan, report, runs, trace
 from paceline.cli.checkpoint import command as checkpoint
 from paceline.cli.doctor import command as doctor
 from paceline.cli.top import command as top
@@ -20,6 +20,7 @@ COMMANDS = (
     "join",
     "launch-script",
     "doctor",
+    "plan",
     "analyze",
     "runs",
     "trace",
@@ -65,6 +66,14 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "SCRIPT, known mistakes in it, each with its line, reason and fix.",
     )
     doctor.add_arguments(examining)
+    planning = commands.add_parser(
+        "plan",
+        help="measure a script, and predict how fast it would train on other machines",
+        description="With --measure, runs SCRIPT for some steps on this machine and writes a calibration. With a "
+        "calibration, predicts the step, the rate, the memory and the cost on other numbers of machines, and says what "
+        "to change.",
+    )
+    plan.add_arguments(planning)
     analyzing = commands.add_parser(
         "analyze",
         help="say from a job's files what went wrong, and for whom the others waited",
@@ -146,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     others = {
         "launch-script": launch_script.run,
         "doctor": doctor.run,
+        "plan": plan.run,
         "analyze": analyze.run,
         "runs": runs.run,
         "trace": trace.run,

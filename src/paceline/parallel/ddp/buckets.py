@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = 1 * MIB

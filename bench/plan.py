@@ -1,0 +1,65 @@
+"""How far are the predictions of `paceline plan` from what is measured?
+
+    python bench/plan.py [--hosts 2 3 4] [--per-host 1 2] [--rates 100mbit 300mbit] [--delays 0 5] [--json FILE]
+
+Hosts are network namespaces of this machine (as root), joined by links of the rates and delays. Calibrated are the link
+of each rate and delay, with one message at a time between two hosts, the link within a host, and the steps of each
+model, while as many ranks as the point has train at the same time without any communication, since they share the
+cores of this machine. All-reduces, and steps with communication, are held out at all points.
+
+The error is the distance of the prediction from the mean of the repeats, as a share of that; the spread is the distance
+between the slowest and the fastest repeat, each of which is a run of its own. "beyond spread" is what of the error is
+larger than that. Sizes below 1 MiB are left out: the buckets of tokens that bound the rates let 128 KiB pass at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from plan_cases.grid import Grid, calibrate, points, summary
+from plan_cases.programs import MIB, MODELS
+from report import keep, parser, show
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--hosts", type=int, nargs="+", default=[2, 3, 4])
+    arguments.add_argument("--per-host", type=int, nargs="+", default=[1, 2])
+    arguments.add_argument("--rates", nargs="+", default=["100mbit", "300mbit"])
+    arguments.add_argument("--delays", type=float, nargs="+", default=[0.0, 5.0], help="in ms, one way")
+    arguments.add_argument("--algorithms", nargs="+", default=["ring", "halving_doubling", "hierarchical"])
+    arguments.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
+    arguments.add_argument("--sizes", type=float, nargs="*", default=[1, 4], help="of all-reduces, in MiB")
+    arguments.add_argument("--steps", type=int, default=10, help="of a training")
+    arguments.add_argument("--repeats", type=int, default=3, help="of each point")
+    options = arguments.parse_args()
+    grid = Grid(
+        hosts=tuple(options.hosts),
+        per_host=tuple(options.per_host),
+        rates=tuple(options.rates),
+        delays_ms=tuple(options.delays),
+        algorithms=tuple(options.algorithms),
+        models=tuple(options.models),
+        sizes=tuple(int(size * MIB) for size in options.sizes),
+        steps=options.steps,
+        repeats=options.repeats,
+    )
+    rows = list(points(grid, calibrate(grid)))
+    load = f"load {os.getloadavg()[1]:.1f} (5 minutes) at the end"
+    errors, all_points = f"Errors of predictions, {load}", "The points"
+    show(all_points, rows, None)
+    show(errors, summary(rows), None)
+    if options.json:
+        tables = [
+            {"title": errors, "case": "errors", "rows": summary(rows)},
+            {"title": all_points, "case": "points", "rows": rows},
+        ]
+        keep(tables, options.json)
+
+
+if __name__ == "__main__":
+    main()

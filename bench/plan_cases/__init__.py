@@ -1,0 +1,1 @@
+"""What `bench/plan.py` measures: `programs.py` is what ranks run, `grid.py` the points and their errors."""

@@ -1,0 +1,143 @@
+"""The grid: each point is measured several times, and predicted from links and steps that were measured apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from hosts.fixture import Hosts
+from report import p95
+
+from paceline.plan.calibration import Calibration, Links, decode
+from paceline.plan.networks import network_of
+from paceline.plan.predicting import predict
+from paceline.plan.strategy import measured
+from paceline.schedule.network import Link
+from paceline.schedule.steps import Operation
+from paceline.schedule.timing import simulate_call
+from plan_cases import programs
+
+Row = dict[str, object]
+
+_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the points are made of."""
+
+    hosts: tuple[int, ...]
+    per_host: tuple[int, ...]
+    rates: tuple[str, ...]
+    delays_ms: tuple[float, ...]
+    algorithms: tuple[str, ...]
+    models: tuple[str, ...]
+    sizes: tuple[int, ...]
+    steps: int
+    repeats: int
+
+    def networks(self) -> Iterator[tuple[str, float]]:
+        """Yields each rate and delay."""
+        return itertools.product(self.rates, self.delays_ms)
+
+    def worlds(self) -> Iterator[tuple[int, int]]:
+        """Yields each number of hosts and of ranks on a host."""
+        return itertools.product(self.hosts, self.per_host)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was calibrated: the link of each rate and delay, that within a host, and a step with so many ranks."""
+
+    links: dict[tuple[str, float], Link]
+    within_host: Link
+    reduction_s_per_byte: float
+    steps: dict[int, dict[str, Calibration]]
+
+    def links_at(self, rate: str, delay_ms: float) -> Links:
+        """Returns the links of a network."""
+        return Links(self.within_host, self.links[rate, delay_ms], None, self.reduction_s_per_byte)
+
+
+def calibrate(grid: Grid) -> Known:
+    """Measures the links with two ranks, and the steps with as many ranks as a point has, which wait for nobody."""
+    links = {}
+    for rate, delay_ms in grid.networks():
+        (link, _), *_ = Hosts(2, 1, rate=rate, delay_ms=delay_ms)(programs.measure_two, timeout_s=_TIMEOUT_S)
+        links[rate, delay_ms] = link
+    (within, gamma), *_ = Hosts(1, 2)(programs.measure_two, timeout_s=_TIMEOUT_S)
+    steps = {}
+    for ranks in sorted({hosts * per_host for hosts, per_host in grid.worlds()}):
+        answers = Hosts(1, ranks)(programs.calibrate, grid.models, grid.steps, timeout_s=_TIMEOUT_S)
+        steps[ranks] = {name: decode(content) for name, content in answers[0].items()}
+    return Known(links, within, gamma, steps)
+
+
+def points(grid: Grid, known: Known) -> Iterator[Row]:
+    """Yields what was measured and predicted of each call and step at each point."""
+    for (rate, delay_ms), (hosts, per_host) in itertools.product(grid.networks(), grid.worlds()):
+        world = Hosts(hosts, per_host, rate=rate, delay_ms=delay_ms)
+        for algorithm in grid.algorithms:
+            runs = [
+                world(programs.measure, algorithm, grid.sizes, grid.models, grid.steps, timeout_s=_TIMEOUT_S)[0]
+                for _ in range(grid.repeats)
+            ]
+            where: Row = {"hosts": f"{hosts}x{per_host}", "rate": rate, "delay ms": delay_ms, "algorithm": algorithm}
+            predicted = _predicted(grid, known, hosts, per_host, known.links_at(rate, delay_ms), algorithm)
+            for what, predicted_s in predicted.items():
+                times = [run[what] for run in runs]
+                yield {**where, "what": what, **compared(predicted_s, times)}
+
+
+def _predicted(grid: Grid, known: Known, hosts: int, per_host: int, links: Links, algorithm: str) -> dict[str, float]:
+    network = network_of(links, hosts, per_host)
+    found = {
+        f"all_reduce {nbytes / programs.MIB:.3g} MiB": simulate_call(
+            algorithm, Operation.ALL_REDUCE, nbytes, network
+        ).seconds
+        for nbytes in grid.sizes
+    }
+    for name, calibration in known.steps[hosts * per_host].items():
+        strategy = replace(measured(calibration), algorithm=algorithm)
+        known_links = replace(calibration, links=links)
+        found[f"step, {name}"] = predict(known_links, network, strategy, simulate_call).step.seconds
+    return found
+
+
+def compared(predicted_s: float, times_s: Sequence[float]) -> Row:
+    """Returns the error of a prediction, and the spread of the repeats, both as shares of the mean time."""
+    mean = fmean(times_s)
+    return {
+        "n": len(times_s),
+        "measured ms": 1e3 * mean,
+        "predicted ms": 1e3 * predicted_s,
+        "error": abs(predicted_s - mean) / mean,
+        "sign": "over" if predicted_s > mean else "under",
+        "spread": (max(times_s) - min(times_s)) / mean,
+    }
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """Returns the errors' percentiles, of the all-reduces, of the steps, and of each algorithm."""
+    kinds = {"all-reduces": "all_reduce", "steps": "step"}
+    groups = {name: [row for row in rows if str(row["what"]).startswith(start)] for name, start in kinds.items()}
+    for algorithm in dict.fromkeys(str(row["algorithm"]) for row in rows):
+        groups[f"all with {algorithm}"] = [row for row in rows if row["algorithm"] == algorithm]
+    groups["all"] = list(rows)
+    return [{"of": name, **_percentiles(each)} for name, each in groups.items() if each]
+
+
+def _percentiles(rows: Sequence[Row]) -> Row:
+    errors, spreads = ([float(str(row[name])) for row in rows] for name in ("error", "spread"))
+    beyond = [max(0.0, error - spread) for error, spread in zip(errors, spreads, strict=True)]
+    return {
+        "points": len(rows),
+        "error p50": median(errors),
+        "error p95": p95(errors),
+        "error max": max(errors),
+        "spread p50": median(spreads),
+        "spread p95": p95(spreads),
+        "beyond spread p95": p95(beyond),
+    }

@@ -1,0 +1,202 @@
+"""`paceline plan`: measures a script on this machine, and predicts how it would train on others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli import drawing
+
+if TYPE_CHECKING:
+    from paceline.plan.advice import Advice
+    from paceline.plan.calibration import Calibration, Links
+    from paceline.plan.predicting import Prediction
+    from paceline.plan.strategy import Strategy
+    from paceline.schedule.network import Link, Network
+
+_PASSED_ON = ("nnodes", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id")
+_WORKER = "paceline.plan.measuring.worker"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on, such as 2,4,8")
+    return tuple(map(int, words))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `paceline plan`."""
+    parser.add_argument("words", nargs="*", metavar="FILE", help="a calibration; with --measure, behind `--`, a script")
+    parser.add_argument(
+        "--links", metavar="LINKS", help="the links between hosts, such as node=25gbit,0.05ms,region=1gbit,20ms"
+    )
+    parser.add_argument("--per-node", type=int, default=1, metavar="N", help="ranks of each node (default: 1)")
+    predicting = parser.add_argument_group("predicting")
+    predicting.add_argument("--nodes", type=_numbers, default=(1, 2, 4, 8), metavar="N,...", help="default: 1,2,4,8")
+    predicting.add_argument("--regions", type=int, default=1, metavar="N", help="that the nodes are divided into")
+    predicting.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="default: that of the measured script")
+    predicting.add_argument("--wire", choices=("bf16", "int8", "int4"), help="what is sent between nodes")
+    predicting.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="the stage of ZeRO (default: 0)")
+    predicting.add_argument("--every", type=int, default=0, metavar="STEPS", help="DiLoCo: steps between exchanges")
+    predicting.add_argument("--algorithm", metavar="NAME", help="of all collectives (default: the fastest of each)")
+    predicting.add_argument("--json", action="store_true", help="print the predictions for programs")
+    predicting.add_argument("--html", type=Path, metavar="FILE", help="also write a report")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument("--measure", action="store_true", help="run a script for some steps; write a calibration")
+    measuring.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: calibration.json")
+    measuring.add_argument("--steps", type=int, default=30, metavar="N", help="to measure (default: 30)")
+    measuring.add_argument(
+        "--alone",
+        action="store_true",
+        help="run the script on one rank only, not on each of --per-node ranks at the same time",
+    )
+    drawing.add_arguments(parser)
+    for name in _PASSED_ON:
+        measuring.add_argument(f"--{name}", metavar="...", help="as for `paceline run`, to measure the links")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, predicts or draws; returns the exit code."""
+    from paceline.plan.calibration import CalibrationError
+
+    if options.draw is not None:
+        return drawing.run(options)
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not words or (not options.measure and len(words) != 1):
+        wanted = "a script behind `--`" if options.measure else "one calibration"
+        print(f"paceline plan: {wanted} is needed; see `paceline plan --help`", file=sys.stderr)
+        return 2
+    try:
+        return _measure(options, words) if options.measure else _predict(options, Path(words[0]))
+    except (CalibrationError, ValueError, OSError) as error:
+        print(f"paceline plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from paceline.launch import command
+    from paceline.launch.grammar import Parser
+    from paceline.plan.calibration import encode, read
+
+    output: Path = options.output or Path("calibration.json")
+    with tempfile.TemporaryDirectory() as directory:
+        measured = Path(directory, "calibration.json")
+        settings = {
+            "output": str(measured),
+            "directory": directory,
+            "steps": options.steps,
+            "together": not options.alone,
+        }
+        flags = ["--nproc-per-node", str(options.per_node), "--local-ranks-filter", "0"]
+        for name in _PASSED_ON:
+            value = getattr(options, name.replace("-", "_"))
+            flags += [] if value is None else [f"--{name}", value]
+        parser = Parser(prog="paceline plan --measure")
+        command.add_run_arguments(parser)
+        code = command.run(parser.parse_args([*flags, "-m", _WORKER, json.dumps(settings), *words]))
+        if code or not measured.exists():
+            if not code:
+                print("The links were measured; the calibration is on the machine of rank 0.")
+            return code
+        calibration = read(measured)
+    if options.links is not None:
+        calibration = replace(calibration, links=_with_links(calibration.links, options.links))
+    output.write_bytes(encode(calibration))
+    print(f"{output}: {_summary(calibration)}")
+    return 0
+
+
+def _summary(calibration: Calibration) -> str:
+    from paceline.plan.spelling import spell_bytes
+    from paceline.schedule.cost import spell_seconds
+
+    node = calibration.links.node
+    link = "no link between hosts" if node is None else f"{8 * node.bytes_per_s / 1e9:.3g} Gbit/s between hosts"
+    return (
+        f"{len(calibration.step_s)} steps of {spell_seconds(calibration.alone_s)}, {len(calibration.gradients)} "
+        f"gradients of {spell_bytes(calibration.gradient_nbytes)} together, {link}"
+    )
+
+
+def _predict(options: argparse.Namespace, path: Path) -> int:
+    from paceline.plan.advice import advise
+    from paceline.plan.calibration import read
+    from paceline.plan.networks import network_of
+    from paceline.plan.predicting import predict
+    from paceline.plan.spelling import advice_text, facts_of, facts_of_advice, table_text
+    from paceline.schedule.timing import simulate_call
+
+    calibration = read(path)
+    if options.links is not None:
+        calibration = replace(calibration, links=_with_links(calibration.links, options.links))
+    strategy = _strategy(options, calibration)
+
+    def network(nodes: int, per_node: int) -> Network:
+        return network_of(calibration.links, nodes, per_node, min(options.regions, nodes))
+
+    predictions = [
+        predict(calibration, network(nodes, options.per_node), strategy, simulate_call) for nodes in options.nodes
+    ]
+    advice = advise(calibration, predictions[-1], network, simulate_call)
+    if options.json:
+        facts = {"predictions": [facts_of(each) for each in predictions], "advice": [*map(facts_of_advice, advice)]}
+        print(json.dumps(facts, indent=1))
+    else:
+        print(f"{table_text(predictions)}\n{advice_text(predictions[-1].nodes, advice)}", end="")
+    if options.html is not None:
+        _write_report(options, calibration, predictions, advice)
+    return 0
+
+
+def _write_report(
+    options: argparse.Namespace, calibration: Calibration, predictions: Sequence[Prediction], advice: Sequence[Advice]
+) -> None:
+    from paceline import __version__
+    from paceline.plan.report import heat_of, report
+    from paceline.schedule.timing import simulate_call
+
+    heat = heat_of(calibration, predictions, simulate_call, options.regions)
+    made = f"Made on {time.strftime('%d %B %Y, %H:%M', time.localtime())} by Paceline {__version__}."
+    options.html.write_bytes(report(calibration, predictions, advice, heat, made))
+    if not options.json:
+        print(f"{options.html}: the same with pictures")
+
+
+def _strategy(options: argparse.Namespace, calibration: Calibration) -> Strategy:
+    from paceline.parallel.ddp.buckets import MIB, caps_of
+    from paceline.plan.strategy import measured
+    from paceline.schedule.registry import ALGORITHMS
+
+    if options.algorithm is not None and options.algorithm not in ALGORITHMS:
+        raise ValueError(f"there is no algorithm {options.algorithm!r}; there are {', '.join(ALGORITHMS)}")
+    strategy = measured(calibration)
+    if options.bucket_cap_mb is not None:
+        strategy = replace(strategy, bucket_nbytes=caps_of(int(options.bucket_cap_mb * MIB)))
+    return replace(strategy, wire=options.wire, zero=options.zero, period=options.every, algorithm=options.algorithm)
+
+
+def _with_links(links: Links, text: str) -> Links:
+    """Returns the links with those that are given in place of those that were measured.
+
+    Raises:
+        ValueError: the text has another form, or names a link that there is not.
+    """
+    from paceline.schedule.network import parse_links
+
+    given: Mapping[str, Link] = parse_links(text)
+    if unknown := sorted(given.keys() - {"within", "node", "region"}):
+        raise ValueError(f"--links names {unknown[0]!r}; there are within, node and region")
+    return replace(
+        links,
+        within_host=given.get("within", links.within_host),
+        node=given.get("node", links.node),
+        region=given.get("region", links.region),
+    )

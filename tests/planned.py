@@ -1,0 +1,51 @@
+"""A small job whose predictions can be worked out by hand, for tests of `paceline plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.plan.calibration import Calibration, Gradient, Links, Memory, Origin, Times
+from paceline.plan.networks import network_of
+from paceline.plan.predicting import Prediction, predict
+from paceline.plan.strategy import WIRES, Strategy, measured
+from paceline.schedule.network import Link, Network
+from paceline.schedule.steps import Operation
+
+MB = 1_000_000
+LINKS = Links(Link(1e-6, 1e10), Link(1e-3, 1e9), None, 0.0)
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: float
+
+
+def simulate(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
+    """A call takes the latency of a host's link, and the time in which that carries the bytes once."""
+    return Timing(network.node.latency_s + nbytes * WIRES.get(algorithm, 1.0) / network.node.bytes_per_s)
+
+
+def calibration(**changed: object) -> Calibration:
+    """Three gradients of 10 MB, which are there after 10, 20 and 30 ms of a backward; the last parameter's first."""
+    base = Calibration(
+        version=1,
+        origin=Origin(("train.py",), "2026-11-22", "h0", 2, 1, 1, {}),
+        times=Times(data_s=0.0, forward_s=0.015, backward_s=0.030, optimizer_s=0.005, rest_s=0.0),
+        step_s=(0.050,),
+        samples=32.0,
+        forwards=1,
+        gradients=tuple(
+            Gradient(name, 10 * MB, "float32", ready_s)
+            for name, ready_s in (("first", 0.030), ("second", 0.020), ("third", 0.010))
+        ),
+        bucket_nbytes=(10 * MB,),
+        overlaps=True,
+        buffer_nbytes=0,
+        memory=Memory(30 * MB, 30 * MB, 60 * MB, 100 * MB),
+        links=LINKS,
+    )
+    return replace(base, **changed)
+
+
+def prediction(found: Calibration, nodes: int = 2, strategy: Strategy | None = None) -> Prediction:
+    return predict(found, network_of(found.links, nodes, 1), strategy or measured(found), simulate)

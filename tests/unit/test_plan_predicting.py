@@ -1,0 +1,241 @@
+"""Predictions by hand: each time here can be worked out from the few numbers of the case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planned import LINKS, MB, Timing, calibration, prediction, simulate
+
+from paceline.plan.advice import advise, changes, work_rate
+from paceline.plan.calibration import CalibrationError, Gradient, HostCall, Links
+from paceline.plan.collectives import CallTimes, carrying_more, interpolated
+from paceline.plan.networks import network_of, with_rate
+from paceline.plan.predicting import memory_of, slowest_of, traffic_of
+from paceline.plan.stepping import buckets_of, step_of
+from paceline.plan.strategy import Strategy, measured
+from paceline.schedule.cost import predict as predict_call
+from paceline.schedule.network import Link, Network
+from paceline.schedule.steps import Operation
+
+
+def times(nodes: int = 2, links: Links = LINKS) -> CallTimes:
+    return CallTimes(network_of(links, nodes, 1), (), simulate)
+
+
+def test_buckets_are_those_of_the_module():
+    made = buckets_of(calibration().gradients, (10 * MB,))
+    assert [(bucket.nbytes, bucket.ready_s) for bucket in made] == [
+        (10 * MB, 0.010),
+        (10 * MB, 0.020),
+        (10 * MB, 0.030),
+    ]
+
+
+def test_a_bucket_waits_for_those_before_it():
+    late = tuple(
+        Gradient(name, 10 * MB, "float32", ready_s) for name, ready_s in (("a", 0.01), ("b", 0.02), ("c", 0.03))
+    )
+    assert [bucket.ready_s for bucket in buckets_of(late, (10 * MB,))] == [0.030, 0.030, 0.030]
+
+
+def test_one_rank_waits_for_nobody():
+    step = step_of(calibration(), measured(calibration()), times(nodes=1))
+    assert step.seconds == pytest.approx(0.050)
+    assert step.exposed_s == step.communication_s == 0
+    assert step.overlap == 1
+
+
+def test_without_overlap_all_calls_are_exposed():
+    """Each call takes 1 ms and 10 MB at 1 GB/s: 11 ms."""
+    step = step_of(calibration(), Strategy((10 * MB,), overlaps=False), times())
+    assert (step.exposed_s, step.communication_s) == pytest.approx((3 * 0.011, 3 * 0.011))
+    assert step.overlap == pytest.approx(0)
+
+
+def test_overlap_hides_what_fits_into_backward():
+    """Buckets go from 10 to 21 ms and from 21 to 32 ms; the last one, sent when both are done, until 43 ms."""
+    step = step_of(calibration(), measured(calibration()), times())
+    assert step.exposed_s == pytest.approx(0.013)
+    assert step.overlap == pytest.approx(20 / 33)
+    assert step.seconds == pytest.approx(0.063)
+
+
+def test_a_slower_rank_moves_the_gradients_too():
+    """Twice as slow, the last gradient is there at 60 ms, and only its own call is exposed."""
+    step = step_of(calibration(), measured(calibration()), times(), factor=2.0)
+    assert step.exposed_s == pytest.approx(0.011)
+    assert step.seconds == pytest.approx(0.111)
+
+
+def test_accumulation_averages_once():
+    step = step_of(calibration(), replace(measured(calibration()), forwards=4), times())
+    assert step.exposed_s == pytest.approx(0.013)
+    assert step.seconds == pytest.approx(4 * 0.045 + 0.005 + 0.013)
+
+
+def test_buffers_are_sent_before_the_forward():
+    step = step_of(calibration(buffer_nbytes=MB), measured(calibration()), times())
+    assert step.exposed_s == pytest.approx(0.013 + 0.002)
+
+
+def test_exchanges_now_and_then_are_hidden():
+    """30 MB take 31 ms, which is less than 16 steps."""
+    step = step_of(calibration(), replace(measured(calibration()), period=16), times())
+    assert step.exposed_s == 0
+    assert step.communication_s == pytest.approx(0.031 / 16)
+
+
+def test_zero_collects_the_parameters_after_the_step():
+    """The gather of 30 MB takes 31 ms; the optimizer has half of the parameters."""
+    step = step_of(calibration(), replace(measured(calibration()), zero=1), times())
+    assert step.exposed_s == pytest.approx(0.013 + 0.031)
+    assert step.optimizer_s == pytest.approx(0.0025)
+
+
+def test_packed_gradients_follow_a_schedule_of_their_own():
+    step = step_of(calibration(), replace(measured(calibration()), wire="bf16"), times())
+    assert step.exposed_s == pytest.approx(0.006)  # of the last call, which begins at 30 ms
+    assert step.algorithm == "bf16"
+
+
+def test_packed_gradients_take_less_of_the_links_of_many():
+    call = times(nodes=300).call(Operation.ALL_REDUCE, 4 << 20, wire="bf16")
+    assert call.seconds == pytest.approx(1e-3 + (2 << 20) / 1e9)
+
+
+def test_many_unlike_ranks_are_predicted_by_closed_forms():
+    def none(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
+        raise AssertionError("so many ranks are not simulated one by one")
+
+    links = replace(LINKS, region=LINKS.node)
+    uneven, even = (CallTimes(network_of(links, 3000, 1, regions), (), none) for regions in (2, 1))
+    by_form = predict_call(
+        uneven.network.cost_model(), "ring", Operation.ALL_REDUCE, 1 << 20, 3000, uneven.network.hosts
+    )
+    assert uneven.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring").seconds == pytest.approx(by_form)
+    with pytest.raises(AssertionError, match="one by one"):
+        even.call(Operation.ALL_REDUCE, 1 << 20, algorithm="ring")  # one host stands for all
+
+
+def test_the_rate_and_its_cost_follow_from_the_step():
+    found = prediction(calibration())
+    assert found.samples_per_s == pytest.approx(2 * 32 / 0.063)
+    assert found.efficiency == pytest.approx(50 / 63)
+    assert found.node_hours == pytest.approx(2 * 1e6 / (64 / 0.063) / 3600)
+    assert found.traffic_nbytes == pytest.approx(30 * MB)
+
+
+def test_the_slowest_of_many_ranks_sets_the_pace():
+    spread = [1.0, 1.0, 1.0, 1.0, 1.5]
+    assert slowest_of(spread, 1, 0.5) == 1.0
+    assert slowest_of(spread, 10_000, 0.05) == pytest.approx(1.5, abs=0.01)
+    assert slowest_of([2.0], 8, 0.95) == 2.0
+
+
+def test_the_band_is_that_of_the_slowest_rank():
+    found = prediction(calibration(step_s=(0.050, 0.050, 0.050, 0.050, 0.100)), nodes=1)
+    assert found.low_s == pytest.approx(0.050)
+    assert found.step.seconds == pytest.approx(0.050)
+    assert 0.050 < found.high_s < 0.100
+
+
+def test_zero_divides_the_memory_stage_by_stage():
+    def nbytes(stage: int) -> int:
+        return memory_of(calibration(), Strategy((MB,), overlaps=True, zero=stage), 10).nbytes
+
+    assert [nbytes(stage) // MB for stage in (0, 1, 2, 3)] == [220, 166, 139, 112]
+
+
+def test_a_host_sends_no_byte_twice():
+    base = measured(calibration())
+    assert traffic_of(calibration(), base, 1) == 0
+    assert traffic_of(calibration(), base, 4) == pytest.approx(2 * 0.75 * 30 * MB)
+    assert traffic_of(calibration(), replace(base, wire="bf16"), 4) == pytest.approx(0.75 * 30 * MB)
+    assert traffic_of(calibration(), replace(base, period=10), 4) == pytest.approx(0.15 * 30 * MB)
+
+
+@pytest.mark.parametrize(
+    ("link", "bottleneck"),
+    [(Link(0.0, 1e12), "computing"), (Link(1e-6, 1e8), "links of hosts"), (Link(0.2, 1e12), "latency")],
+)
+def test_the_bottleneck_is_what_would_help_most(link, bottleneck):
+    assert prediction(calibration(links=replace(LINKS, node=link))).bottleneck == bottleneck
+
+
+def test_waiting_for_data_can_be_the_bottleneck():
+    slow = replace(calibration().times, data_s=0.2)
+    assert prediction(calibration(times=slow, links=replace(LINKS, node=Link(0.0, 1e12)))).bottleneck == "data"
+
+
+def test_waiting_for_the_slowest_can_be_the_bottleneck():
+    uneven = (0.050,) * 60 + (0.150,) * 40
+    found = calibration(step_s=uneven, links=replace(LINKS, node=Link(0.0, 1e12)))
+    assert prediction(found, nodes=64).bottleneck == "stragglers"
+
+
+def test_advice_is_ranked_by_what_it_gains():
+    found = calibration(links=replace(LINKS, node=Link(1e-3, 1e8)))
+    now = prediction(found, nodes=4)
+    advice = advise(found, now, lambda nodes, per_node: network_of(found.links, nodes, per_node), simulate)
+    gains = [each.gain for each in advice]
+    assert gains == sorted(gains, reverse=True)
+    best = advice[0]
+    assert best.change.what.startswith("DiLoCo")
+    assert best.gain == pytest.approx(work_rate(best.prediction) / work_rate(now) - 1)
+    assert {'wire="int4"', "accumulate 4 backwards in a step (no_sync)"} <= {each.change.what for each in advice}
+
+
+def test_no_change_is_the_job_as_it_is():
+    now = prediction(calibration(), nodes=4)
+    assert all(change.strategy != now.strategy or change.per_node != 1 for change in changes(now, calibration()))
+    assert list(changes(prediction(calibration(), nodes=1), calibration())) == []
+
+
+def test_regions_share_their_uplinks():
+    links = replace(LINKS, region=Link(0.02, 1e7))
+    network = network_of(links, 5, 2, regions=2)
+    assert [group.hosts for group in network.groups] == [(0, 1), (2, 3, 4)]
+    assert {group.uplink for group in network.groups} == {links.region}
+    assert network.hosts[4] == (8, 9)
+
+
+def test_a_network_needs_the_links_that_it_uses():
+    with pytest.raises(CalibrationError, match=r"no link between hosts; give one, such as --links node=25gbit"):
+        network_of(replace(LINKS, node=None), 2, 1)
+    assert len(network_of(replace(LINKS, node=None), 1, 2).hosts) == 1
+    with pytest.raises(CalibrationError, match=r"between regions is not known; give it, such as --links region="):
+        network_of(LINKS, 4, 1, regions=2)
+    with pytest.raises(ValueError, match="2 nodes with 1 ranks each in 3 regions are no network"):
+        network_of(LINKS, 2, 1, regions=3)
+
+
+def test_faster_links_are_those_between_hosts():
+    faster = with_rate(LINKS, 4)
+    assert faster.node == Link(1e-3, 4e9)
+    assert faster.within_host == LINKS.within_host
+    more = carrying_more(network_of(LINKS, 2, 1), 2)
+    assert (more.node.bytes_per_s, more.within_host) == (2e9, LINKS.within_host)
+
+
+def test_calls_on_one_host_are_those_that_were_measured():
+    calls = (HostCall(2, 1000, 1e-5), HostCall(2, 3000, 2e-5))
+    assert interpolated(calls, 2, 10) == pytest.approx(1e-5)
+    assert interpolated(calls, 2, 2000) == pytest.approx(1.5e-5)
+    assert interpolated(calls, 2, 6000) == pytest.approx(4e-5)
+    assert interpolated(calls, 4, 3000) == pytest.approx(4e-5)
+    call = CallTimes(network_of(LINKS, 1, 2), calls, simulate).call(Operation.ALL_REDUCE, 3000)
+    assert (call.algorithm, call.seconds) == ("shared memory", pytest.approx(2e-5))
+
+
+def test_large_worlds_are_simulated_at_few_sizes():
+    asked: list[int] = []
+
+    def counting(algorithm: str, operation: Operation, nbytes: int, network: Network) -> Timing:
+        asked.append(nbytes)
+        return simulate(algorithm, operation, nbytes, network)
+
+    many = CallTimes(network_of(LINKS, 300, 1), (), counting)
+    for nbytes in (5 << 20, 6 << 20, 7 << 20):
+        assert many.call(Operation.ALL_REDUCE, nbytes, algorithm="ring").seconds == pytest.approx(1e-3 + nbytes / 1e9)
+    assert sorted(asked) == [4 << 20, 16 << 20]
