@@ -45,6 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checkpoint.py",),
     "pipeline": ("pipeline.py", "--width", "1024", "--rounds", "20"),
     "death": ("death.py", "--kills", "30"),
+    "survival": ("survival.py",),
     "elastic-death": ("elastic.py", "--cases", "death"),
     "elastic-peers": ("elastic.py", "--cases", "peers", "--kills", "20"),
     "elastic-join": ("elastic.py", "--cases", "join"),

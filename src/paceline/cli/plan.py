@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.cli import drawing
+from paceline.cli import drawing, survival
 
 if TYPE_CHECKING:
     from paceline.plan.advice import Advice
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the script on one rank only, not on each of --per-node ranks at the same time",
     )
+    survival.add_arguments(parser)
     drawing.add_arguments(parser)
     for name in _PASSED_ON:
         measuring.add_argument(f"--{name}", metavar="...", help="as for `paceline run`, to measure the links")
@@ -132,6 +133,7 @@ def _predict(options: argparse.Namespace, path: Path) -> int:
     from paceline.plan.networks import network_of
     from paceline.plan.predicting import predict
     from paceline.plan.spelling import advice_text, facts_of, facts_of_advice, table_text
+    from paceline.plan.survival.spelling import facts_of_goodput, goodput_text
     from paceline.schedule.timing import simulate_call
 
     calibration = read(path)
@@ -146,11 +148,16 @@ def _predict(options: argparse.Namespace, path: Path) -> int:
         predict(calibration, network(nodes, options.per_node), strategy, simulate_call) for nodes in options.nodes
     ]
     advice = advise(calibration, predictions[-1], network, simulate_call)
+    surviving, times = (None, None) if options.failures is None else survival.results(options, calibration, predictions)
     if options.json:
         facts = {"predictions": [facts_of(each) for each in predictions], "advice": [*map(facts_of_advice, advice)]}
+        if surviving is not None:
+            facts["failures"] = [*map(facts_of_goodput, surviving)]
         print(json.dumps(facts, indent=1))
     else:
         print(f"{table_text(predictions)}\n{advice_text(predictions[-1].nodes, advice)}", end="")
+        if surviving is not None and times is not None:
+            print(f"\n{goodput_text(surviving, times)}", end="")
     if options.html is not None:
         _write_report(options, calibration, predictions, advice)
     return 0

@@ -22,7 +22,7 @@ def table_text(predictions: Sequence[Prediction]) -> str:
         "efficiency: of as many ranks that wait for nobody; memory: of a rank; traffic: what a host sends in a step;\n"
         f"hidden: the share of communication behind computing; node-hours: for {per}"
     )
-    return f"{_aligned(rows)}\n\n{notes}\n"
+    return f"{aligned(rows)}\n\n{notes}\n"
 
 
 def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
@@ -41,7 +41,7 @@ def advice_text(nodes: int, advice: Sequence[Advice]) -> str:
                 each.change.but,
             )
         )
-    return f"What to change on {nodes} nodes, each by itself:\n\n{_aligned(rows, left=(0, 4))}\n"
+    return f"What to change on {nodes} nodes, each by itself:\n\n{aligned(rows, left=(0, 4))}\n"
 
 
 def facts_of(prediction: Prediction) -> dict[str, object]:
@@ -113,7 +113,8 @@ def _cells(prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Returns rows of cells as columns, to the right but for those in `left`."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for row in rows:

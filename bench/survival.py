@@ -1,0 +1,81 @@
+"""How far is the simulated pause after a death from the measured one?
+
+    python bench/survival.py [--workers 4 2 3 6] [--kills 30] [--steps 1500] [--json FILE]
+
+Elastic jobs with 12 logical shards run with each number of workers, of which one after the other is killed with
+SIGKILL at a random instant. Of the first number's pauses the time until the members of a new view are connected is
+worked out (`meeting_s` of `paceline plan --times`); with it the others are simulated, with the coordinator that a
+launcher runs. "error" is the simulated median over the measured one, less 1; a pause is as in `bench/elastic.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+from dataclasses import replace
+from random import Random
+
+from elastic_cases import jobs, timeline
+from elastic_cases.churn import Churn, disturb
+from elastic_cases.pauses import Figures
+from report import parser, show
+
+SHARDS = 12
+SIMULATED = 40  # deaths
+
+
+def measured(workers: int, kills: int, steps: int) -> tuple[float, list[float]]:
+    """Returns the seconds of a step, and of the pause of each survivor at each death."""
+    figures, random = Figures(), Random(workers)
+    while figures.deaths < kills:
+        with contextlib.closing(jobs.elastic(workers, steps, "--shards", str(SHARDS))) as job:
+            found = disturb(job, Churn(workers, steps, kills - figures.deaths), random)
+            figures.add(timeline.read(job.directory), found, workers, steps)
+        print(f"{workers} workers: {figures.deaths} of {kills} deaths", file=sys.stderr)
+    return statistics.median(figures.steps) / 1e3, [pause / 1e3 for pause in figures.at_death]
+
+
+def simulated(workers: int, times: object) -> list[float]:
+    """Returns the pauses of a job that is simulated."""
+    from paceline.plan.survival.job import Job
+    from paceline.plan.survival.timings import Failures
+
+    return Job(workers, 1, times, Failures(worker_s=3600.0 * workers, machine_s=0.0), 0).play(SIMULATED).pauses_s
+
+
+def main() -> None:
+    arguments = parser(__doc__.split("\n")[0])
+    arguments.add_argument("--workers", type=int, nargs="+", default=[4, 2, 3, 6])
+    arguments.add_argument("--kills", type=int, default=30, help="with each number of workers")
+    arguments.add_argument("--steps", type=int, default=1500, help="of a job")
+    options = arguments.parse_args()
+    from paceline.plan.survival.timings import Timings
+
+    rows: list[dict[str, object]] = []
+    meeting_s: float | None = None
+    for workers in options.workers:
+        step_s, pauses_s = measured(workers, options.kills, options.steps)
+        times, p50_s = Timings(step_s=step_s), statistics.median(pauses_s)
+        was_fitted = meeting_s is None
+        if meeting_s is None:
+            without_s = statistics.median(simulated(workers, replace(times, meeting_s=0.0)))
+            meeting_s = max(0.0, p50_s - without_s)
+        found_s = statistics.median(simulated(workers, replace(times, meeting_s=meeting_s)))
+        rows.append(
+            {
+                "workers": workers,
+                "step ms": step_s * 1e3,
+                "n": len(pauses_s),
+                "pause p50 ms": p50_s * 1e3,
+                "pause p95 ms": statistics.quantiles(pauses_s, n=20)[-1] * 1e3,
+                "simulated p50 ms": found_s * 1e3,
+                "error %": 100 * (found_s / p50_s - 1),
+                "was": "fitted" if was_fitted else "predicted",
+            }
+        )
+    show("Pauses of survivors of an elastic job, measured and simulated", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
