@@ -42,9 +42,15 @@ class Route:
 
 LAYERS = (
     Layer("cli", "parses commands", ("src/paceline/cli",)),
+    Layer(
+        "migrate, horovod",
+        "programs of others\nbecome ours",
+        ("src/paceline/migrate", "src/paceline/horovod"),
+    ),
     Layer("plan", "predicts jobs on\nother machines", ("src/paceline/plan",)),
     Layer("launch", "starts, watches and\nends workers; no torch", ("src/paceline/launch",)),
     Layer("observe", "reads what the\nprocesses recorded", ("src/paceline/observe",)),
+    Layer("integrations", "strategies of\nother frameworks", ("src/paceline/integrations",)),
     Layer("plugin", "a backend of\ntorch.distributed", ("src/paceline/plugin",)),
     Layer("checkpoint", "states on disks,\nnever torn", ("src/paceline/checkpoint",)),
     Layer("elastic", "views, rounds, and\nstate for newcomers", ("src/paceline/elastic",)),

@@ -111,10 +111,9 @@ def started_environment() -> Any:
 
 def fabricated() -> None:
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import DDPStrategy
 
-    strategy = DDPStrategy(process_group_backend="paceline", cluster_environment=started_environment())
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    # Fabric takes the environment from its plugins where the strategy is given by name.
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="paceline", plugins=[started_environment()])
     fabric.launch()
     assert torch_dist.get_backend() == "paceline" and fabric.world_size == 2
     fabric.seed_everything(3 + fabric.global_rank)
@@ -151,16 +150,15 @@ def lightning_module() -> Any:
     return Regression()
 
 
-def lightning(directory: str, epochs: int, resume_from: str | None = None) -> nn.Module:
+def lightning(directory: str, epochs: int, strategy: object, resume_from: str | None = None) -> nn.Module:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import DDPStrategy
 
-    strategy = DDPStrategy(process_group_backend="paceline", cluster_environment=started_environment())
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=strategy,
+        plugins=[started_environment()] if strategy == "paceline" else None,
         max_epochs=epochs,
         logger=False,
         callbacks=[ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)],
@@ -179,12 +177,17 @@ def lightning(directory: str, epochs: int, resume_from: str | None = None) -> nn
 
 
 def fabric_and_trainer(directory: str) -> None:
-    paceline.plugin.register()  # as the entry point does where the package is installed
+    import paceline.integrations.lightning as by_name
+
+    assert by_name.PacelineStrategy.strategy_name == "paceline"
+    from lightning.pytorch.strategies import DDPStrategy
+
     warnings.simplefilter("ignore")  # of Lightning's advice on workers of loaders
     fabricated()
     torch_dist.destroy_process_group()
-    whole = lightning(directory, 2)
-    resumed = lightning(directory, 2, resume_from=f"{directory}/epoch=0.ckpt")
+    whole = lightning(directory, 2, "paceline")
+    by_backend = DDPStrategy(process_group_backend="paceline", cluster_environment=started_environment())
+    resumed = lightning(directory, 2, by_backend, resume_from=f"{directory}/epoch=0.ckpt")
     for param, again in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(param, again)
     torch_dist.destroy_process_group()

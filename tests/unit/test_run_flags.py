@@ -53,6 +53,7 @@ VALUES = {  # by flag: what is written, what it means
     "dash-socket": ("/tmp/page", "/tmp/page"),
     "dash-prefix": ("/proxy/8080", "/proxy/8080"),
     "dash-host": ("hub.example", "hub.example"),
+    "compat": ("torch,horovod", ("torch", "horovod")),
     "preload": ("numpy,torch.nn", ("numpy", "torch.nn")),
 }
 REFUSED = {"logs-specs"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
 from paceline.checkpoint.element_types import name_of
-from paceline.checkpoint.format.regions import Region, whole
+from paceline.checkpoint.format.regions import Region, count, cut_out, whole
 from paceline.checkpoint.trees import take_apart
 
 
@@ -29,11 +30,26 @@ class Held:
 
 @dataclass(frozen=True)
 class Object:
-    """The state of something that need not be the same on every rank: whole, and taken apart."""
+    """The state of something that need not be the same on every rank: whole, and taken apart.
+
+    `is_everywhere` is false for what only some ranks have, such as those of a stage of a pipeline.
+    """
 
     state: object
     value: object
     tensors: Mapping[str, torch.Tensor]
+    is_everywhere: bool = True
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A part of a tensor that this rank has, and other ranks may have too.
+
+    `of_first` says that the ranks' may differ, so that the first one's counts.
+    """
+
+    held: Held
+    of_first: bool = False
 
 
 @dataclass
@@ -43,15 +59,19 @@ class Captured:
     Attributes:
         everywhere: tensors that are the same on every rank.
         held: parts of tensors that this rank alone contributes.
+        offered: parts of tensors that some ranks have, of a model that is divided among ranks.
         values: plain values that are the same on every rank, or that this rank alone has.
         objects: what is compared between the ranks, and kept for each of them if it differs.
+        layers: for each pipeline, by its name, the layers that this rank has, and how many there are.
     """
 
     is_first: bool = True
     everywhere: dict[str, torch.Tensor] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    offered: list[Offered] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     objects: dict[str, Object] = field(default_factory=dict)
+    layers: dict[str, tuple[list[str], int]] = field(default_factory=dict)
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Adds a tensor that is the same on every rank."""
@@ -64,6 +84,15 @@ class Captured:
         if self.is_first:
             self.held.append(whole_of(name, tensor.detach()))
 
+    def offer(self, held: Held, *, of_first: bool = False) -> None:
+        """Adds a part of a tensor that other ranks may have too."""
+        if _is_needed(held):
+            self.offered.append(Offered(held, of_first))
+
+    def hold(self, held: Sequence[Held]) -> None:
+        """Adds parts of tensors that this rank alone contributes."""
+        self.held += filter(_is_needed, held)
+
     def add_tree(self, name: str, value: object) -> None:
         """Adds a tree of tensors and plain values that is the same on every rank."""
         if isinstance(value, torch.Tensor):
@@ -74,19 +103,42 @@ class Captured:
         for each, tensor in tensors.items():
             self.add_tensor(each, tensor)
 
-    def add_object(self, name: str, state: object) -> None:
+    def add_object(self, name: str, state: object, *, is_everywhere: bool = True) -> None:
         """Adds a tree that may differ between ranks."""
         tensors: dict[str, torch.Tensor] = {}
         value = take_apart(name, state, tensors)
         for each, tensor in tensors.items():
             require_dense(each, tensor)
-        self.objects[name] = Object(state, value, tensors)
+        self.objects[name] = Object(state, value, tensors, is_everywhere)
+
+
+def _is_needed(held: Held) -> bool:
+    """Whether a part has elements; a tensor without any needs a part that says so."""
+    return held.nbytes > 0 or prod(held.shape) == 0
 
 
 def whole_of(name: str, tensor: torch.Tensor) -> Held:
     """Returns all of a tensor as what this rank holds."""
     shape = tuple(tensor.shape)
     return Held(name, name_of(tensor.dtype), shape, whole(shape), tensor.nbytes, lambda: flat(tensor))
+
+
+def cut(held: Held, start: int, stop: int) -> list[Held]:
+    """Returns the bytes `start` to `stop` of a part, which begin and end between elements."""
+    if (start, stop) == (0, held.nbytes):
+        return [held]
+    size = held.nbytes // count(held.region)
+    parts: list[Held] = []
+    first = start // size
+    for region in cut_out(held.region, first, stop // size):
+        parts.append(_section(held, region, first, first + count(region)))
+        first += count(region)
+    return parts
+
+
+def _section(held: Held, region: Region, first: int, last: int) -> Held:
+    nbytes = (last - first) * (held.nbytes // count(held.region))
+    return replace(held, region=region, nbytes=nbytes, elements=lambda: held.elements()[first:last])
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

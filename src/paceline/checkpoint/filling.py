@@ -14,6 +14,7 @@ from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.regions import Flat, Region, count, whole
 from paceline.checkpoint.format.values import Json, TensorRef, decode
 from paceline.checkpoint.names import SEPARATOR, of_rank
+from paceline.checkpoint.sources import Elsewhere
 from paceline.checkpoint.trees import put_together
 from paceline.errors import CheckpointError
 
@@ -41,7 +42,7 @@ class Filling:
         rank: this rank.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+    def __init__(self, checkpoint: Checkpoint | Elsewhere, rank: int) -> None:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.manifest.tensors
         self.values = cast("dict[str, Json]", checkpoint.manifest.values)
@@ -73,27 +74,42 @@ class Filling:
         for work in self._last:
             work()
 
-    def into(self, name: str, target: torch.Tensor, *, by_all: bool = True) -> None:
-        """Wants all of a tensor to be put into `target`.
+    def into(
+        self,
+        name: str,
+        target: torch.Tensor,
+        *,
+        shape: tuple[int, ...] | None = None,
+        region: Region | None = None,
+        by_all: bool = True,
+    ) -> None:
+        """Wants a tensor, or a part of it, to be put into `target`.
+
+        Args:
+            shape: of the whole tensor, if `target` is not all of it.
+            region: which part of it `target` is.
+            by_all: whether all ranks want the same.
 
         Raises:
             CheckpointError: the checkpoint has it with another shape.
         """
         saved = self.tensors[name]
-        if tuple(target.shape) != saved.shape:
+        shape = tuple(target.shape) if shape is None else shape
+        region = whole(shape) if region is None else region
+        if shape != saved.shape:
             raise CheckpointError(
                 f"{name!r} has the shape {list(saved.shape)} in {self.checkpoint.describe()}, and "
-                f"{list(target.shape)} here; load it into the same model, or leave it out"
+                f"{list(shape)} here; load it into the same model, or leave it out"
             )
         dtype = type_of(saved.dtype)
         if target.dtype == dtype and target.is_cpu and target.is_contiguous():
-            self.wanted.append(Wanted(name, whole(saved.shape), target.detach().view(-1), by_all))
+            self.wanted.append(Wanted(name, region, target.detach().view(-1), by_all))
             return
-        read = self.region(name, whole(saved.shape), by_all=by_all)
+        read = self.region(name, region, by_all=by_all)
 
         def copy() -> None:
             with torch.no_grad():
-                target.copy_(read.view(saved.shape))
+                target.copy_(read.view(target.shape))
 
         self.finally_do(copy)
 
@@ -108,13 +124,14 @@ class Filling:
         shape = self.tensors[name].shape
         return self.region(name, whole(shape), by_all=by_all).view(shape)
 
-    def tree(self, name: str) -> Callable[[], Any]:
+    def tree(self, name: str, *, by_all: bool = True) -> Callable[[], Any]:
         """Returns a function that returns the tree of that name when everything has been read.
 
-        If each rank kept its own, it is this rank's, or the first one's if there is none of this rank.
+        If each rank kept its own, it is this rank's, or the first one's if there is none of this rank. `by_all` is
+        whether all ranks want the same if it is one for all.
         """
         known = next((each for each in self._own(name) if each in self.values or each in self.tensors), name)
-        by_all = known == name
+        by_all = by_all and known == name
         if known in self.tensors and known not in self.values:
             tensor = self.tensor(known, by_all=by_all)
             return lambda: tensor

@@ -13,13 +13,15 @@ from types import TracebackType
 import torch
 
 from paceline.checkpoint.background import BACKGROUND
+from paceline.checkpoint.disks import Disks, found_disks
 from paceline.checkpoint.format.root import Root
-from paceline.checkpoint.loading import load_from
+from paceline.checkpoint.loading import load_from, load_spread
 from paceline.checkpoint.objects import State
 from paceline.checkpoint.outcomes import heard, told
 from paceline.checkpoint.preparing import prepare
 from paceline.checkpoint.saving import write, write_later
 from paceline.checkpoint.signals import EndingSignals
+from paceline.checkpoint.sources import newest_spread
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
 from paceline.elastic.state import ElasticState
 from paceline.errors import CheckpointDamagedError, CheckpointError, CollectiveError, StoreError
@@ -38,11 +40,13 @@ class CheckpointManager:
     in and end with exit code 143.
 
     Args:
-        path: the directory, on a disk that all ranks share.
+        path: the directory.
         every: save in each step that this number divides, or after this time; in each step if None.
         keep: how many checkpoints to keep.
         asynchronous: whether training goes on while a checkpoint is written.
         group: the ranks; the default group if None.
+        shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and ranks whose
+            disk lacks parts get them from the others; not in elastic jobs.
 
     Example::
 
@@ -63,6 +67,7 @@ class CheckpointManager:
         keep: int = 3,
         asynchronous: bool = True,
         group: ProcessGroup | None = None,
+        shared: bool = True,
     ) -> None:
         if (isinstance(every, int) and every < 1) or (isinstance(every, timedelta) and every <= timedelta(0)):
             raise ValueError(f"every is {every}; it must be a positive number of steps or a positive timedelta")
@@ -70,6 +75,8 @@ class CheckpointManager:
             raise ValueError(f"keep is {keep}; it must be at least 1")
         self._root = Root(path)
         self._every, self._keep, self._asynchronous, self._group = every, keep, asynchronous, group
+        self._shared = shared
+        self._disks: Disks | None = None  # of the hosts, once they are known, if they do not share one
         self._saved: int | None = None  # the step that was saved last
         self._saved_s = time.monotonic()
         self._latest: tuple[int, State] = 0, {}  # what an elastic job has made last
@@ -141,6 +148,8 @@ class CheckpointManager:
         BACKGROUND.finish()
         talk = talk_of(self._group)
         damaged: dict[str, str] = {}
+        if not self._shared:
+            return self._restore_spread(state, talk)
         while (name := self._choose(talk, damaged)) is not None:
             try:
                 loaded = load_from(state, self._root.place.describe(name), talk)
@@ -151,6 +160,28 @@ class CheckpointManager:
             self._saved = loaded.step
             return loaded.step
         return None
+
+    def _restore_spread(self, state: State, talk: GroupTalk | Alone) -> int | None:
+        disks = self._own_disks(talk)
+        assert disks is not None
+        damaged: dict[str, str] = {}
+        while True:
+            spread, skipped = newest_spread(self._root, disks, talk, damaged)
+            if spread is None:
+                return None
+            try:
+                loaded = load_spread(state, self._root, spread, talk)
+            except CheckpointDamagedError as error:
+                damaged[spread.token] = str(error)
+                continue
+            self._say_skipped(skipped, talk)
+            self._saved = loaded.step
+            return loaded.step
+
+    def _own_disks(self, talk: GroupTalk | Alone) -> Disks | None:
+        if self._disks is None and not self._shared:
+            self._disks = found_disks(self._root, talk)
+        return self._disks
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written, and stops heeding signals; may be called again.
@@ -174,7 +205,7 @@ class CheckpointManager:
         return bool(is_due), bool(ends)
 
     def _write(self, step: int, state: State, talk: GroupTalk | Alone, asynchronous: bool) -> None:
-        prepared = prepare(state, self._root, step, talk)
+        prepared = prepare(state, self._root, step, talk, self._own_disks(talk))
         if asynchronous:
             write_later(self._root, prepared, self._keep, talk)
         else:
@@ -187,6 +218,8 @@ class CheckpointManager:
             raise ValueError(
                 "every is a timedelta, but the workers of an elastic job have no clock in common; give steps"
             )
+        if not self._shared:
+            raise ValueError("shared is False, but workers of an elastic job come and go with their disks; share one")
         rounds = elastic.rounds
         assert rounds is not None
         self._is_elastic = True

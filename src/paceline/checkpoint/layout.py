@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from paceline.checkpoint.format.regions import Box, Flat, Region
+from paceline.checkpoint.format.regions import Box, Flat, Region, blocks, moved
 
 
 @dataclass(frozen=True)
@@ -34,47 +34,32 @@ class RunPart:
         permuted.copy_(elements.view(permuted.shape))
 
 
-def parts_of_run(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[RunPart]:
+def parts_of_run(
+    shape: Sequence[int], strides: Sequence[int], start: int, stop: int, begin: Sequence[int] | None = None
+) -> list[RunPart]:
     """Returns where the elements `start` to `stop` in the order of memory are, for a tensor that fills its memory.
+
+    Args:
+        begin: where the tensor begins in a larger one of which it is a block; the regions are then those of the larger.
 
     >>> [part.region for part in parts_of_run([2, 3], [3, 1], 1, 5)]
     [Flat(start=1, stop=5)]
     >>> [part.region for part in parts_of_run([2, 3], [1, 2], 1, 4)]
     [Box(offset=(1, 0), shape=(1, 1)), Box(offset=(0, 1), shape=(2, 1))]
+    >>> [part.region for part in parts_of_run([2, 3], [3, 1], 0, 3, begin=[4, 6])]
+    [Box(offset=(4, 6), shape=(1, 3))]
     """
     dims = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1, dim))
     lengths = [shape[dim] for dim in dims]
     expected = [prod(lengths[at + 1 :]) for at in range(len(lengths))]
-    if all(shape[dim] == 1 or dim == at for at, dim in enumerate(dims)):
+    if begin is None and all(shape[dim] == 1 or dim == at for at, dim in enumerate(dims)):
         return [RunPart(0, stop - start, Flat(start, stop), (stop - start,), (0,))]
     assert all(length == 1 or strides[dim] == step for dim, length, step in zip(dims, lengths, expected, strict=True))
     order = tuple(dims.index(dim) for dim in range(len(shape)))
     parts = []
-    for offset, extent in _blocks(lengths, start, stop):
-        first = sum(at * step for at, step in zip(offset, expected, strict=True)) - start
-        box = Box(tuple(offset[at] for at in order), tuple(extent[at] for at in order))
-        parts.append(RunPart(first, first + prod(extent), box, tuple(extent), order))
+    for block in blocks(lengths, start, stop):
+        first = sum(at * step for at, step in zip(block.offset, expected, strict=True)) - start
+        box = Box(tuple(block.offset[at] for at in order), tuple(block.shape[at] for at in order))
+        region = box if begin is None else moved(box, begin)
+        parts.append(RunPart(first, first + prod(block.shape), region, block.shape, order))
     return parts
-
-
-def _blocks(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:
-    """Cuts a range of elements of a row-major tensor into blocks, each as an offset and a shape, in ascending order."""
-    if start >= stop:
-        return []
-    if len(shape) == 1:
-        return [([start], [stop - start])]
-    row = prod(shape[1:])
-    blocks: list[tuple[list[int], list[int]]] = []
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # the range lies within a row
-        return [
-            ([last, *offset], [1, *extent]) for offset, extent in _blocks(shape[1:], start % row, stop - last * row)
-        ]
-    if start < first * row:
-        at = start // row
-        blocks += [([at, *o], [1, *e]) for o, e in _blocks(shape[1:], start - at * row, row)]
-    if first < last:
-        blocks.append(([first, *[0] * (len(shape) - 1)], [last - first, *shape[1:]]))
-    if last * row < stop:
-        blocks += [([last, *o], [1, *e]) for o, e in _blocks(shape[1:], 0, stop - last * row)]
-    return blocks

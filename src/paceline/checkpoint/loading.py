@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from paceline.checkpoint.adopting import adopt
 from paceline.checkpoint.background import BACKGROUND
+from paceline.checkpoint.disks import found_disks
+from paceline.checkpoint.fetching import fetch
 from paceline.checkpoint.filling import Filling
 from paceline.checkpoint.foreign.opening import open_foreign
 from paceline.checkpoint.format.checkpoint import Checkpoint, open_checkpoint
+from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.objects import State
 from paceline.checkpoint.outcomes import heard, told
+from paceline.checkpoint.preparing import agreed_numberings
 from paceline.checkpoint.reading import fill
 from paceline.checkpoint.restoring import Restoring
+from paceline.checkpoint.sources import Elsewhere, Spread, newest_spread, opened
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
+from paceline.errors import CheckpointError
 from paceline.group.process_group import ProcessGroup
 
 _FOREIGN = "foreign:"
@@ -30,7 +37,12 @@ class Loaded:
 
 
 def load(
-    state: State, path: str | os.PathLike[str], *, strict: bool = True, group: ProcessGroup | None = None
+    state: State,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    group: ProcessGroup | None = None,
+    shared: bool = True,
 ) -> int | None:
     """Loads a checkpoint into `state`; every rank calls this, and their number need not be that which saved it.
 
@@ -45,6 +57,8 @@ def load(
             safetensors file.
         strict: whether everything in the state must be in the checkpoint, and modules must have the same parameters.
         group: the ranks; the default group if None. A process without a group loads alone.
+        shared: whether all ranks share the disk. With False each rank reads what its own disk has, and gets the rest
+            from ranks that see it. A checkpoint counts if all its files are on the disks of these ranks.
 
     Returns:
         The step that the checkpoint was saved with, None if it was saved without one.
@@ -61,12 +75,18 @@ def load(
     """
     BACKGROUND.finish()
     talk = talk_of(group)
+    if not shared:
+        root = Root(path)
+        spread, _ = newest_spread(root, found_disks(root, talk), talk, {})
+        if spread is None:
+            raise CheckpointError(f"{root.place.describe()} has no checkpoint on the disks of these ranks")
+        return load_spread(state, root, spread, talk, strict=strict).step
     answer = told(lambda: _found(path).encode(), talk.me) if talk.rank == 0 else b""
     where = heard(talk.announce(answer)).decode()
     if where.startswith(_FOREIGN):
         foreign = open_foreign(where[len(_FOREIGN) :])
         assert foreign is not None
-        adopt(state, foreign, strict=strict)
+        adopt(state, foreign, agreed_numberings(state, talk), strict=strict)
         return None
     return load_from(state, where, talk, strict=strict).step
 
@@ -74,24 +94,41 @@ def load(
 def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
     """Loads the checkpoint whose path or address is `where`, the same on every rank."""
     with ExitStack() as closing:
-        opened: list[Checkpoint] = []
+        here: list[Checkpoint] = []
 
         def open_it() -> bytes:
-            opened.append(closing.enter_context(open_checkpoint(where)))
+            here.append(closing.enter_context(open_checkpoint(where)))
             return b""
 
         _all_well(told(open_it, talk.me), talk)
-        filling = Filling(opened[0], talk.rank)
-        with ExitStack() as contexts:
+        return _load_opened(state, here[0], talk, strict, fill)
 
-            def want() -> bytes:
-                Restoring(filling, strict, contexts).want(state)
-                return b""
 
-            _all_well(told(want, talk.me), talk)
-            fill(filling, talk)
-            filling.finish()
-        return Loaded(opened[0].manifest.step, opened[0].nbytes_read)
+def load_spread(state: State, root: Root, spread: Spread, talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
+    """Loads a checkpoint whose files are on the disks of several hosts."""
+    with opened(root, spread, talk) as checkpoint:
+        return _load_opened(state, checkpoint, talk, strict, lambda filling, talk: fetch(filling, spread.holders, talk))
+
+
+def _load_opened(
+    state: State,
+    checkpoint: Checkpoint | Elsewhere,
+    talk: GroupTalk | Alone,
+    strict: bool,
+    read: Callable[[Filling, GroupTalk | Alone], None],
+) -> Loaded:
+    numberings = agreed_numberings(state, talk)
+    filling = Filling(checkpoint, talk.rank)
+    with ExitStack() as contexts:
+
+        def want() -> bytes:
+            Restoring(filling, strict, contexts, numberings).want(state)
+            return b""
+
+        _all_well(told(want, talk.me), talk)
+        read(filling, talk)
+        filling.finish()
+    return Loaded(checkpoint.manifest.step, checkpoint.nbytes_read)
 
 
 def _found(where: str | os.PathLike[str]) -> str:

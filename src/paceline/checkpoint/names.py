@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 SEPARATOR = "/"
 _OF_RANK = "@rank"
 
@@ -32,3 +34,12 @@ def of_rank(name: str, rank: int) -> str:
     'random@rank3'
     """
     return f"{name}{_OF_RANK}{rank}"
+
+
+def some(names: Collection[str]) -> str:
+    """Returns the first few of many names, for a message.
+
+    >>> some({"b", "a"})
+    "['a', 'b']"
+    """
+    return f"{sorted(names)[:5]}{' and others' if len(names) > 5 else ''}" if names else "none"

@@ -3,46 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.checkpoint.captured import Captured, Held, whole_of
-from paceline.checkpoint.element_types import name_of
-from paceline.checkpoint.layout import RunPart, parts_of_run
+from paceline.checkpoint.captured import Captured, require_dense, whole_of
+from paceline.checkpoint.divided import (
+    held_of_shard,
+    is_first_of,
+    part_of,
+    region_of,
+    require_fit,
+    require_undivided,
+    shape_of,
+)
 from paceline.checkpoint.names import join
-from paceline.checkpoint.trees import take_apart
+from paceline.checkpoint.numbering import Numbering
+from paceline.checkpoint.optimizers import capture_optimizer
 from paceline.data.loader import StatefulLoader
 from paceline.elastic.registry import Stateful
 from paceline.elastic.state import ElasticState
 from paceline.parallel.ddp.module import DistributedDataParallel
-from paceline.parallel.pipeline.module import Pipeline, is_in_pipeline
+from paceline.parallel.pipeline.module import Pipeline
 from paceline.parallel.sharded.loader import ShardLoader
 from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.tensor.slices import slice_of
-from paceline.parallel.zero.groups import to_state_dict
 from paceline.parallel.zero.parameters import ShardedParameters, sharded_parameters_of
-from paceline.parallel.zero.partitioned import PartitionedOptimizer
-from paceline.parallel.zero.shards import Shard
 
 State = Mapping[str, Any]
+_NONE: Mapping[str, Numbering] = MappingProxyType({})
 _WRAPPERS = (DistributedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def capture(state: State, is_first: bool) -> Captured:
+def capture(state: State, is_first: bool, numberings: Mapping[str, Numbering] = _NONE) -> Captured:
     """Returns what this rank contributes to a checkpoint of `state`; nothing is copied.
 
     Args:
         state: objects and plain values by name.
         is_first: whether this is the first rank, whose buffers and positions count.
+        numberings: of the optimizers of pipelines, by their names.
 
     Raises:
         TypeError: something in the state cannot be held by a checkpoint; the message names it.
     """
     into = Captured(is_first)
     for name, value in entries(state):
-        _capture(name, value, into)
+        _capture(name, value, into, numberings.get(name))
     return into
 
 
@@ -57,7 +65,9 @@ def entries(state: State, name: str = "") -> Iterator[tuple[str, Any]]:
             raise TypeError(f"the state has the key {key!r} of type {type(key).__name__}; names are texts")
         inner = join(name, key)
         if isinstance(value, ElasticState):
-            yield from entries(value.parts(), inner)
+            for part, each in entries(value.parts(), inner):
+                require_undivided(part, module_of(each), each)
+                yield part, each
             yield join(inner, "epoch"), value
         elif isinstance(value, dict) and holds_objects(value):
             yield from entries(value, inner)
@@ -82,38 +92,18 @@ def module_of(value: object) -> nn.Module | None:
     return value if isinstance(value, nn.Module) else None
 
 
-def require_undivided(name: str, value: object) -> None:
-    """Requires that a model or an optimizer is that of a whole model, of which all ranks have the same.
+def key_in_whole(module: nn.Module, key: str) -> str:
+    """Returns the key that a value of a module's `state_dict` has in that of the undivided model."""
+    return module.whole.key_of(key) if isinstance(module, Pipeline) else key
 
-    Raises:
-        TypeError: it belongs to a `Pipeline` or to a module that `parallelize_module` divided.
-    """
+
+def _capture(name: str, value: object, into: Captured, numbering: Numbering | None) -> None:
     module = module_of(value)
-    parameters: Iterator[torch.Tensor] = iter(())
-    if module is not None:
-        parameters = module.parameters()
-    elif isinstance(value, torch.optim.Optimizer):
-        parameters = (each for group in value.param_groups for each in group["params"])
-    is_divided = isinstance(module, Pipeline) or any(
-        slice_of(each) is not None or is_in_pipeline(each) for each in parameters
-    )
-    if is_divided:
-        raise TypeError(
-            f"{name!r} belongs to a model that is divided by Pipeline or parallelize_module, whose parts are not put "
-            "together in a checkpoint. Save each rank's state_dict() with torch.save in a file of its own, and load it "
-            "with as many ranks"
-        )
-
-
-def _capture(name: str, value: object, into: Captured) -> None:
-    require_undivided(name, value)
-    module = module_of(value)
+    require_fit(name, module, value)
     if module is not None:
         _capture_module(name, module, into)
-    elif isinstance(value, PartitionedOptimizer):
-        _capture_partitioned(name, value, into)
     elif isinstance(value, torch.optim.Optimizer):
-        _capture_optimizer(name, value.state_dict(), into)
+        capture_optimizer(name, value, into, numbering)
     elif isinstance(value, (StatefulLoader, ShardLoader)):
         if into.is_first:  # in the last step of an epoch, the first rank's position is that of all
             into.values[name] = _only_plain(name, value.state_dict())
@@ -133,59 +123,28 @@ def _only_plain(name: str, state: object) -> object:
 
 def _capture_module(name: str, module: nn.Module, into: Captured) -> None:
     sharded = sharded_parameters_of(module)
+    is_pipeline = isinstance(module, Pipeline)
+    if isinstance(module, Pipeline):
+        into.layers[name] = [each for each, _ in module.named_children()], len(module.whole.names)
+    counts = is_first_of(module.parameters())
     for key, value in module.state_dict(keep_vars=True).items():
-        full = join(name, key)
+        full = join(name, key_in_whole(module, key))
         shards = None if sharded is None else sharded.shards_of(value)
         if shards is not None:
             for shard in shards:
-                if (run := ShardedParameters.own_run(shard)) is not None:
-                    into.held += held_of(full, shard, run)
+                run = ShardedParameters.own_run(shard)
+                if run is not None and (counts or slice_of(shard.param) is not None):
+                    into.hold(held_of_shard(full, shard, run))
         elif isinstance(value, nn.Parameter):
-            into.add_tensor(full, value)
-        elif isinstance(value, torch.Tensor):
-            into.add_of_first(full, value)
+            if is_pipeline or slice_of(value) is not None:
+                require_dense(full, value)
+                into.offer(part_of(full, value, shape_of(value), region_of(value)))
+            else:
+                into.add_tensor(full, value)
+        elif not isinstance(value, torch.Tensor):
+            into.add_object(full, value, is_everywhere=not is_pipeline)
+        elif is_pipeline:
+            require_dense(full, value)
+            into.offer(whole_of(full, value.detach()), of_first=True)
         else:
-            into.add_object(full, value)
-
-
-def _capture_optimizer(name: str, state: Mapping[str, Any], into: Captured) -> None:
-    for key, value in state.items():
-        if key != "state":
-            into.add_tree(join(name, key), value)
-            continue
-        for index, values in value.items():
-            for what, each in values.items():
-                into.add_tree(join(name, "state", index, what), each)
-
-
-def _capture_partitioned(name: str, optimizer: PartitionedOptimizer, into: Captured) -> None:
-    into.add_tree(join(name, "param_groups"), to_state_dict(optimizer.param_groups, {})["param_groups"])
-    for place, shard, values in optimizer.own_parts():
-        for key, value in values.items():
-            full = join(name, "state", place, key)
-            if isinstance(value, torch.Tensor) and value.shape == shard.run_shape and not shard.is_whole:
-                into.held += held_of(full, shard, value)
-            elif shard.is_first_part:
-                _hold_alone(full, value, into)
-
-
-def _hold_alone(name: str, value: object, into: Captured) -> None:
-    """Adds what this rank alone contributes."""
-    tensors: dict[str, torch.Tensor] = {}
-    taken = take_apart(name, value, tensors)
-    if not isinstance(value, torch.Tensor):
-        into.values[name] = taken
-    into.held += [whole_of(each, tensor) for each, tensor in tensors.items()]
-
-
-def held_of(name: str, shard: Shard, run: torch.Tensor) -> list[Held]:
-    """Returns the elements of a shard as what this rank holds of the parameter, or of a tensor of its shape."""
-    shape, dtype = tuple(shard.shape), name_of(run.dtype)
-    if shard.is_whole:
-        return [whole_of(name, run.detach())]
-
-    def part_of(part: RunPart) -> Held:
-        nbytes = (part.stop - part.start) * run.element_size()
-        return Held(name, dtype, shape, part.region, nbytes, lambda: part.row_major(run.detach()))
-
-    return [part_of(part) for part in parts_of_run(shape, shard.strides, *shard.elements)]
+            into.add_of_first(full, value)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import xxhash
 
-from paceline.checkpoint.captured import Captured, Held, Object, flat, whole_of
+from paceline.checkpoint.captured import Captured, Held, Object, Offered, cut, whole_of
 from paceline.checkpoint.dealing import Share, deal
+from paceline.checkpoint.disks import Disks, begin
 from paceline.checkpoint.element_types import name_of
 from paceline.checkpoint.format.drafts import Draft
-from paceline.checkpoint.format.regions import Flat
 from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.format.values import Json, encode
 from paceline.checkpoint.names import of_rank
-from paceline.checkpoint.objects import State, capture
+from paceline.checkpoint.numbering import Numbering, agreed, outline_of
+from paceline.checkpoint.objects import State, capture, entries
 from paceline.checkpoint.outcomes import fault_of, heard, told
+from paceline.checkpoint.owners import Offer, owned
 from paceline.checkpoint.talking import Alone, GroupTalk
 from paceline.checkpoint.trees import take_apart
 from paceline.errors import CheckpointError
@@ -27,15 +30,24 @@ from paceline.parallel.digests import memory_of
 
 @dataclass(frozen=True)
 class Prepared:
-    """What this rank writes, in which draft, and the plain values that it contributes."""
+    """What this rank writes, in which draft, and the plain values that it contributes.
+
+    `disks` are None if all ranks share one.
+    """
 
     draft: Draft
     held: Sequence[Held]
     values: dict[str, Json]
+    disks: Disks | None = None
 
 
-def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone) -> Prepared:
+def prepare(
+    state: State, root: Root, step: int | None, talk: GroupTalk | Alone, disks: Disks | None = None
+) -> Prepared:
     """Returns what this rank has to write; every rank calls this. Nothing is copied yet.
+
+    Args:
+        disks: those of the hosts; None if all ranks share one.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' states differ in their tensors, or there is no
@@ -43,10 +55,11 @@ def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone)
     """
     captured = Captured()
     digests: dict[str, str] = {}
+    numberings = agreed_numberings(state, talk)
 
     def take() -> bytes:
         nonlocal captured
-        captured = capture(state, talk.rank == 0)
+        captured = capture(state, talk.rank == 0, numberings)
         digests.update({name: _digest(name, each) for name, each in captured.objects.items()})
         for name, value in captured.values.items():
             encode(value, name)
@@ -57,18 +70,37 @@ def prepare(state: State, root: Root, step: int | None, talk: GroupTalk | Alone)
         "fault": fault,
         "step": step,
         "tensors": _described(captured),
+        "offered": [_offer(each).packed() for each in captured.offered],
         "nbytes": sum(each.nbytes for each in captured.held),
         "objects": digests,
+        "layers": captured.layers,
     }
     everyone = [json.loads(each) for each in talk.exchange(json.dumps(facts).encode())]
     _require_alike(everyone, talk.me)
-    is_alike = {name: all(each["objects"].get(name) == digest for each in everyone) for name, digest in digests.items()}
-    _settle_objects(captured, is_alike, talk.rank)
-    loads = [each["nbytes"] for each in everyone]
-    total = sum(loads) + sum(each.nbytes for each in captured.everywhere.values())
-    draft = agreed_draft(root, step, total, talk)
+    _require_all_layers([each["layers"] for each in everyone])
+    _settle_objects(captured, [each["objects"] for each in everyone], talk.rank)
+    offers = [[Offer.unpacked(each) for each in one["offered"]] for one in everyone]
+    shares = owned(offers, [each["nbytes"] for each in everyone])
+    loads = [each["nbytes"] + _size(its) for each, its in zip(everyone, shares, strict=True)]
+    tensors = list(captured.everywhere.items())
+    dealt = deal([tensor.nbytes for _, tensor in tensors], loads)
+    nbytes = [load + _size(its) for load, its in zip(loads, dealt, strict=True)]
+    draft = agreed_draft(root, step, sum(nbytes), talk) if disks is None else begin(root, step, nbytes, disks, talk)
     values = {name: encode(value, name) for name, value in captured.values.items()}
-    return Prepared(draft, [*captured.held, *_dealt(captured, loads, talk.rank)], values)
+    own = [(captured.offered[item].held, start, stop) for item, start, stop in shares[talk.rank]]
+    own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in dealt[talk.rank]]
+    held = [*captured.held, *(part for each in own for part in cut(*each))]
+    return Prepared(draft, held, values, disks)
+
+
+def agreed_numberings(state: State, talk: GroupTalk | Alone) -> dict[str, Numbering]:
+    """Returns the numberings of the optimizers of pipelines, by their names; every rank calls this.
+
+    Raises:
+        CheckpointError: a rank has other optimizers, or other groups; raised on every rank.
+    """
+    everyone = talk.exchange(told(lambda: outline_of(entries(state)), talk.me))
+    return agreed([heard(each) for each in everyone])
 
 
 def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Alone) -> Draft:
@@ -81,6 +113,11 @@ def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Al
     if talk.rank == 0:
         answer = told(lambda: root.begin(step, nbytes=nbytes).to_bytes(), talk.me)
     return Draft.from_bytes(heard(talk.announce(answer)))
+
+
+def _offer(offered: Offered) -> Offer:
+    held = offered.held
+    return Offer(held.name, held.dtype, held.shape, held.region, held.nbytes, offered.of_first)
 
 
 def _described(captured: Captured) -> list[list[Any]]:
@@ -113,6 +150,17 @@ def _require_alike(everyone: Sequence[dict[str, Any]], me: str) -> None:
             )
 
 
+def _require_all_layers(everyone: Sequence[Mapping[str, tuple[Sequence[str], int]]]) -> None:
+    for name in everyone[0]:
+        having = [each[name][0] if name in each else [] for each in everyone]
+        found, total = set(chain.from_iterable(having)), everyone[0][name][1]
+        if len(found) != total:
+            raise CheckpointError(
+                f"the {len(everyone)} ranks that save have {len(found)} of the {total} layers of the pipeline "
+                f"{name!r}; all ranks of the mesh must save together"
+            )
+
+
 def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int) -> str:
     ours, theirs = ({name: f"{dtype}{shape}" for name, dtype, shape in each} for each in (first, other))
     for name in [*ours, *theirs]:
@@ -122,10 +170,21 @@ def _first_difference(first: list[list[Any]], other: list[list[Any]], rank: int)
     return f"rank {rank} of the group has the same tensors as rank 0 in another order"
 
 
-def _settle_objects(captured: Captured, is_alike: dict[str, bool], rank: int) -> None:
-    """Decides for each object whether its state is one for all, or this rank's own."""
+def _settle_objects(captured: Captured, digests: Sequence[Mapping[str, str]], rank: int) -> None:
+    """Decides for each object whether its state is one for all, or this rank's own.
+
+    Args:
+        digests: what each rank has, by name.
+    """
     for name, one in captured.objects.items():
-        if is_alike[name]:
+        having = [each for each, known in enumerate(digests) if name in known]
+        is_alike = len({digests[each][name] for each in having}) == 1
+        if is_alike and not one.is_everywhere:
+            captured.values[name] = one.value
+            if rank == having[0]:
+                captured.held += [whole_of(each, tensor) for each, tensor in one.tensors.items()]
+            continue
+        if is_alike and len(having) == len(digests):
             captured.everywhere.update({each: tensor.detach() for each, tensor in one.tensors.items()})
             if not (len(one.tensors) == 1 and name in one.tensors):
                 captured.values[name] = one.value
@@ -135,21 +194,5 @@ def _settle_objects(captured: Captured, is_alike: dict[str, bool], rank: int) ->
         captured.held += [whole_of(each, tensor) for each, tensor in tensors.items()]
 
 
-def _dealt(captured: Captured, loads: Sequence[int], rank: int) -> list[Held]:
-    """Returns this rank's part of what all have."""
-    tensors = list(captured.everywhere.items())
-    shares = deal([tensor.nbytes for _, tensor in tensors], loads)[rank]
-    return [_part(tensors[share.item][0], tensors[share.item][1], share) for share in shares]
-
-
-def _part(name: str, tensor: Any, share: Share) -> Held:
-    all_of_it = whole_of(name, tensor)
-    if share.stop - share.start == tensor.nbytes:
-        return all_of_it
-    start, stop = share.start // tensor.element_size(), share.stop // tensor.element_size()
-    return replace(
-        all_of_it,
-        region=Flat(start, stop),
-        nbytes=share.stop - share.start,
-        elements=lambda: flat(tensor)[start:stop],
-    )
+def _size(shares: Sequence[Share]) -> int:
+    return sum(share.stop - share.start for share in shares)

@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from paceline.checkpoint.filling import Filling, Wanted, pieces_of
+from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.manifest import BLOCK_NBYTES
 from paceline.checkpoint.format.regions import Flat, whole
 from paceline.checkpoint.memory import as_bytes, memory_with
@@ -19,7 +20,7 @@ _SENT_AT_ONCE = 256 << 20  # bytes in one call, so that a rank that reads slowly
 
 
 def fill(filling: Filling, talk: GroupTalk | Alone) -> None:
-    """Reads everything that is wanted; every rank calls this.
+    """Reads everything that is wanted from a disk that all ranks share; every rank calls this.
 
     Raises:
         CheckpointError: the ranks want different things of what all want, or a rank could not read.
@@ -30,10 +31,12 @@ def fill(filling: Filling, talk: GroupTalk | Alone) -> None:
     if isinstance(talk, Alone) or talk.size == 1:
         own, by_all = [*by_all, *own], []
     owners = _owners(by_all, filling, talk.size)
+    checkpoint = filling.checkpoint
+    assert isinstance(checkpoint, Checkpoint)
 
     def read() -> bytes:
         for each in own:
-            filling.checkpoint.read_into(each.name, each.region, memory_with(each.memory))
+            checkpoint.read_into(each.name, each.region, memory_with(each.memory))
         for each, start, stop, owner in owners:
             if owner == talk.rank:
                 _read_bytes(filling, each, start, stop)
@@ -66,6 +69,7 @@ def _owners(by_all: Sequence[Wanted], filling: Filling, size: int) -> list[Owned
 
 def _read_bytes(filling: Filling, wanted: Wanted, start: int, stop: int) -> None:
     memory = as_bytes(wanted.memory)
+    assert isinstance(filling.checkpoint, Checkpoint)
     if stop - start == memory.numel():
         filling.checkpoint.read_into(wanted.name, whole(filling.tensors[wanted.name].shape), memory_with(wanted.memory))
         return

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.checkpoint.divided import (
+    parts_of_shard,
+    region_of,
+    region_of_shard,
+    require_fit,
+    shape_of,
+    shape_of_shard,
+)
 from paceline.checkpoint.filling import Filling
-from paceline.checkpoint.layout import parts_of_run
-from paceline.checkpoint.names import SEPARATOR, escaped, join, unescaped
-from paceline.checkpoint.objects import State, holds_objects, module_of
+from paceline.checkpoint.names import SEPARATOR, escaped, join, some
+from paceline.checkpoint.numbering import Numbering
+from paceline.checkpoint.objects import State, holds_objects, key_in_whole, module_of
+from paceline.checkpoint.restoring_optimizers import RestoringOptimizers, filling_run
 from paceline.checkpoint.trees import with_classes_of
 from paceline.elastic.registry import Stateful
 from paceline.elastic.state import ElasticState
 from paceline.errors import CheckpointError
 from paceline.parallel.one_copy.parameters import private_parameters_of
+from paceline.parallel.pipeline.module import Pipeline
+from paceline.parallel.tensor.slices import slice_of
 from paceline.parallel.zero.parameters import ShardedParameters, sharded_parameters_of
-from paceline.parallel.zero.partitioned import PartitionedOptimizer
 from paceline.parallel.zero.shards import Shard
 
 
@@ -30,10 +39,14 @@ class Restoring:
         filling: what is wanted of the checkpoint.
         strict: whether modules must have the same names as the checkpoint, and everything in the state must be there.
         contexts: entered while parameters are written to.
+        numberings: of the optimizers of pipelines, by their names.
     """
 
-    def __init__(self, filling: Filling, strict: bool, contexts: ExitStack) -> None:
+    def __init__(
+        self, filling: Filling, strict: bool, contexts: ExitStack, numberings: Mapping[str, Numbering]
+    ) -> None:
         self._filling, self._strict, self._contexts = filling, strict, contexts
+        self._optimizers = RestoringOptimizers(filling, numberings)
         self._where = filling.checkpoint.describe()
 
     def want(self, state: State, name: str = "") -> None:
@@ -64,12 +77,11 @@ class Restoring:
 
     def _want(self, name: str, value: object, state: State, key: str) -> None:
         module = module_of(value)
+        require_fit(name, module, value)
         if module is not None:
             self._want_module(name, module)
-        elif isinstance(value, PartitionedOptimizer):
-            self._want_partitioned(name, value)
         elif isinstance(value, torch.optim.Optimizer):
-            self._want_optimizer(name, value)
+            self._optimizers.want(name, value)
         elif isinstance(value, torch.Tensor):
             self._filling.into(name, value)
         elif isinstance(value, Stateful):
@@ -93,9 +105,10 @@ class Restoring:
             sharded.free_all()
         self._contexts.enter_context(private_parameters_of(module))
         own = module.state_dict(keep_vars=True)
-        self._require_names(name, own)
+        by_all = not isinstance(module, Pipeline)
+        self._require_names(name, module.whole.keys if isinstance(module, Pipeline) else own.keys())
         for key, value in own.items():
-            full = join(name, key)
+            full = join(name, key_in_whole(module, key))
             if not self._filling.has(full):
                 continue
             shards = None if sharded is None else sharded.shards_of(value)
@@ -103,108 +116,37 @@ class Restoring:
                 for shard in shards:
                     if (run := ShardedParameters.own_run(shard)) is not None:
                         self._want_run(full, shard, run)
+            elif isinstance(value, torch.Tensor) and slice_of(value) is not None:
+                self._filling.into(full, value, shape=shape_of(value), region=region_of(value), by_all=False)
             elif isinstance(value, torch.Tensor):
-                self._filling.into(full, value)
+                self._filling.into(full, value, by_all=by_all)
             else:
-                self._want_extra(full, key, module)
+                self._want_extra(full, key, module, by_all)
 
-    def _require_names(self, name: str, own: Mapping[str, object]) -> None:
+    def _require_names(self, name: str, own: Iterable[str]) -> None:
         expected = {escaped(key) for key in own}
         found = {rest.partition("@")[0].partition(SEPARATOR)[0] for rest in self._filling.names_below(name)}
         if self._strict and expected != found:
             raise CheckpointError(
-                f"{name!r} in {self._where} is another model's: it lacks {_some(expected - found)}, and has "
-                f"{_some(found - expected)} besides. Load it into the same model, or give strict=False"
+                f"{name!r} in {self._where} is another model's: it lacks {some(expected - found)}, and has "
+                f"{some(found - expected)} besides. Load it into the same model, or give strict=False"
             )
 
     def _want_run(self, name: str, shard: Shard, run: torch.Tensor) -> None:
+        shape = shape_of_shard(shard)
         if shard.is_whole:
-            self._filling.into(name, run, by_all=False)
+            self._filling.into(name, run, shape=shape, region=region_of_shard(shard), by_all=False)
             return
-        for part in parts_of_run(tuple(shard.shape), shard.strides, *shard.elements):
+        for part in parts_of_shard(shard):
             read = self._filling.region(name, part.region)
-            self._filling.finally_do(_filling_run(part.fill, run, read))
+            self._filling.finally_do(filling_run(part.fill, run, read))
 
-    def _want_extra(self, name: str, key: str, module: nn.Module) -> None:
-        tree = self._filling.tree(name)
+    def _want_extra(self, name: str, key: str, module: nn.Module, by_all: bool) -> None:
+        tree = self._filling.tree(name, by_all=by_all)
         self._filling.finally_do(lambda: _load_extra(module, key, tree()))
-
-    def _want_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        trees: dict[str, Callable[[], Any]] = {}
-        states: dict[object, dict[object, Callable[[], Any]]] = {}
-        for rest, full in self._filling.names_below(name).items():
-            keys = [unescaped(each) for each in rest.split(SEPARATOR)]
-            if keys[0] == "state" and len(keys) == 3:
-                states.setdefault(_number(keys[1]), {})[keys[2]] = self._filling.tree(full)
-            elif len(keys) == 1:
-                trees[keys[0]] = self._filling.tree(full)
-
-        def load() -> None:
-            state = {index: {key: tree() for key, tree in each.items()} for index, each in states.items()}
-            optimizer.load_state_dict({"state": state, **{key: tree() for key, tree in trees.items()}})
-
-        self._filling.finally_do(load)
-
-    def _want_partitioned(self, name: str, optimizer: PartitionedOptimizer) -> None:
-        groups = self._filling.tree(join(name, "param_groups"))
-        states = [self._wanted_state(join(name, "state", place), shard) for place, shard, _ in optimizer.own_parts()]
-        self._filling.finally_do(
-            lambda: optimizer.load_own_parts(
-                groups(), [{key: each() for key, each in state.items()} for state in states]
-            )
-        )
-
-    def _wanted_state(self, name: str, shard: Shard) -> dict[str, Callable[[], Any]]:
-        wanted: dict[str, Callable[[], Any]] = {}
-        for rest, full in self._filling.names_below(name).items():
-            if SEPARATOR in rest:
-                continue
-            entry = self._filling.tensors.get(full)
-            if entry is None:
-                wanted[unescaped(rest)] = self._filling.tree(full)
-            elif entry.shape == tuple(shard.shape) and entry.shape and not shard.is_whole:
-                run = self._run_of(full, shard)
-                wanted[unescaped(rest)] = _returning(run)
-            else:
-                wanted[unescaped(rest)] = _returning(self._filling.tensor(full, by_all=False))
-        return wanted
-
-    def _run_of(self, name: str, shard: Shard) -> torch.Tensor:
-        """Returns memory in which this shard's elements of a tensor of the parameter's shape will be."""
-        parts = parts_of_run(tuple(shard.shape), shard.strides, *shard.elements)
-        if len(parts) == 1 and len(parts[0].in_memory) == 1:
-            return self._filling.region(name, parts[0].region)
-        reads = [self._filling.region(name, part.region) for part in parts]
-        run = torch.empty(shard.run_shape, dtype=reads[0].dtype)
-        for part, read in zip(parts, reads, strict=True):
-            self._filling.finally_do(_filling_run(part.fill, run, read))
-        return run
-
-
-def _filling_run(
-    fill: Callable[[torch.Tensor, torch.Tensor], None], run: torch.Tensor, read: torch.Tensor
-) -> Callable[[], None]:
-    def work() -> None:
-        with torch.no_grad():
-            fill(run, read)
-
-    return work
-
-
-def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
-
-
-def _number(key: str) -> object:
-    return int(key) if key.isdigit() else key
 
 
 def _load_extra(module: nn.Module, key: str, value: object) -> None:
     path, _, what = key.rpartition(".")
     assert what == "_extra_state"
     module.get_submodule(path).set_extra_state(value)
-
-
-def _some(names: set[str]) -> str:
-    """Returns the first few of many names, for a message."""
-    return f"{sorted(names)[:5]}{' and others' if len(names) > 5 else ''}" if names else "none"

@@ -7,18 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from paceline.checkpoint.background import BACKGROUND, SaveHandle
 from paceline.checkpoint.captured import Held
-from paceline.checkpoint.format.manifest import Part
-from paceline.checkpoint.format.manifest_json import part_from_bytes, part_to_bytes
+from paceline.checkpoint.disks import abandon, found_disks
+from paceline.checkpoint.format.manifest_json import part_to_bytes
 from paceline.checkpoint.format.parts import Outgoing, write_part
 from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.memory import memory_with
 from paceline.checkpoint.objects import State
 from paceline.checkpoint.outcomes import heard, told
 from paceline.checkpoint.preparing import Prepared, prepare
+from paceline.checkpoint.publishing import publish_on_each, publish_on_one
 from paceline.checkpoint.talking import Alone, GroupTalk, StoreTalk, Talk, talk_of
 from paceline.durations import to_seconds
 from paceline.group.default import default_world
@@ -35,12 +36,14 @@ def save(
     keep: int = 1,
     group: ProcessGroup | None = None,
     asynchronous: bool = False,
+    shared: bool = True,
 ) -> SaveHandle | None:
     """Saves the state of a training loop as a checkpoint in the directory `path`; every rank calls this.
 
     Every rank writes its part: of what all have, such as a model's parameters, an equal share, and of what is divided
-    among the ranks, such as ZeRO's state, its own. The checkpoint becomes visible at once when all of it is on the
-    disk, and only then are older ones removed, so there is always a whole one. Any number of ranks can load it.
+    among the ranks, such as ZeRO's state or the layers of a `Pipeline`, its own. The checkpoint becomes visible at once
+    when all of it is on the disk, and only then are older ones removed, so there is always a whole one. Any number of
+    ranks can load it.
 
     Buffers of modules and positions of loaders are those of the first rank. Everything else is kept for each rank if it
     differs between ranks.
@@ -48,12 +51,14 @@ def save(
     Args:
         state: by name: modules (plain, or in `DistributedDataParallel` or `LogicalShards`), optimizers, everything with
             `state_dict` and `load_state_dict`, tensors, plain values, and dicts of these.
-        path: the directory, on a disk that all ranks share. It is made if it does not exist.
+        path: the directory. It is made if it does not exist.
         step: the number of the training step, for the checkpoint's name.
         keep: how many checkpoints of the directory to keep.
         group: the ranks; the default group if None. A process without a group saves alone.
         asynchronous: whether to return when a copy of the state has been taken. A thread then writes it, at a low
             priority; the next save waits for it.
+        shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and `load` with
+            `shared=False` gets parts that a host lacks from the others.
 
     Returns:
         None, or with `asynchronous` a handle with `wait` and `done`.
@@ -68,7 +73,7 @@ def save(
     BACKGROUND.finish()
     talk = talk_of(group)
     root = Root(path)
-    prepared = prepare(state, root, step, talk)
+    prepared = prepare(state, root, step, talk, None if shared else found_disks(root, talk))
     if asynchronous:
         return write_later(root, prepared, keep, talk)
     write(root, prepared, keep, talk)
@@ -88,36 +93,34 @@ def write_later(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alo
         for outcome in talk.exchange(told(copy, talk.me)):
             heard(outcome)
     except BaseException:
-        if talk.rank == 0:
-            root.abandon(prepared.draft)
+        abandon(root, prepared.draft, prepared.disks, talk.rank)
         raise
-    later: Talk = talk
+    staged = replace(prepared, held=copies)
+    talks: list[Talk] = [talk, talk]
     if isinstance(talk, GroupTalk):
-        later = StoreTalk(talk.group, default_world().store, prepared.draft.token, to_seconds(talk.group.timeout))
-    staged = Prepared(prepared.draft, copies, prepared.values)
-    return BACKGROUND.start(lambda: write(root, staged, keep, later), prepared.draft.name)
+        tokens = (
+            [prepared.draft.token] if prepared.disks is None else [prepared.draft.token, f"{prepared.draft.token}/seen"]
+        )
+        store, timeout_s = default_world().store, to_seconds(talk.group.timeout)
+        talks = [StoreTalk(talk.group, store, token, timeout_s) for token in tokens]
+    return BACKGROUND.start(lambda: _write(root, staged, keep, talks), prepared.draft.name)
 
 
-def write(root: Root, prepared: Prepared, keep: int, talk: Talk) -> None:
-    """Writes this rank's part, and has rank 0 make the checkpoint visible.
+def write(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alone) -> None:
+    """Writes this rank's part, and has the checkpoint made visible.
 
     Raises:
         CheckpointError: a rank failed; raised on every rank.
     """
-    part = told(lambda: _written(root, prepared, talk), talk.me)
-    if talk.rank > 0:
-        talk.collect(part)
-        heard(talk.announce(b""))
-        return
-    is_published = False
-    try:
-        verdict = told(lambda: _published(root, prepared, talk.collect(part), talk), talk.me)
-        is_published = verdict[:1] == b"+"
-        heard(talk.announce(verdict))
-    finally:
-        if not is_published:
-            root.abandon(prepared.draft)
-    root.retire(keep)
+    _write(root, prepared, keep, [talk, talk])
+
+
+def _write(root: Root, prepared: Prepared, keep: int, talks: Sequence[Talk]) -> None:
+    part = told(lambda: _written(root, prepared, talks[0]), talks[0].me)
+    if prepared.disks is None:
+        publish_on_one(root, prepared, part, keep, talks[0])
+    else:
+        publish_on_each(root, prepared, prepared.disks, part, keep, (talks[0], talks[1]))
 
 
 def _written(root: Root, prepared: Prepared, talk: Talk) -> bytes:
@@ -125,17 +128,6 @@ def _written(root: Root, prepared: Prepared, talk: Talk) -> bytes:
     outgoing = [_outgoing(each) for each in prepared.held]
     part = write_part(root.place, prepared.draft, talk.rank, outgoing, progress=shown)
     return json.dumps([part_to_bytes(part).decode(), prepared.values]).encode()
-
-
-def _published(root: Root, prepared: Prepared, everyone: Sequence[bytes], talk: Talk) -> bytes:
-    parts: list[Part] = []
-    values: dict[str, Any] = {}
-    for each in reversed(everyone):  # where several ranks have a value, that of the first one counts
-        part, own = json.loads(heard(each))
-        parts.append(part_from_bytes(part.encode()))
-        values |= own
-    root.publish(prepared.draft, parts[::-1], values, world_size=talk.size)
-    return b""
 
 
 def _outgoing(held: Held) -> Outgoing:

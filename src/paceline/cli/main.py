@@ -8,14 +8,27 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paceline import __version__
-from paceline.cli import analyze, launch_script, plan, report, runs, trace
+from paceline.cli import analyze, launch_script, migrate, plan, report, runs, trace
 from paceline.cli.checkpoint import command as checkpoint
 from paceline.cli.doctor import command as doctor
 from paceline.cli.top import command as top
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
-COMMANDS = ("run", "join", "launch-script", "doctor", "plan", "analyze", "runs", "trace", "report", "top", "checkpoint")
+COMMANDS = (
+    "run",
+    "join",
+    "launch-script",
+    "doctor",
+    "plan",
+    "analyze",
+    "runs",
+    "trace",
+    "report",
+    "top",
+    "checkpoint",
+    "migrate",
+)
 
 
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
@@ -103,6 +116,14 @@ def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentPars
         "wrote.",
     )
     checkpoint.add_arguments(saved)
+    migrating = commands.add_parser(
+        "migrate",
+        help="rewrite a program of torch.distributed or Horovod, and the files that start it",
+        description="Rewrites Python files, shell scripts, batch files, YAML and Dockerfiles so that they use "
+        "Paceline. Prints the changes as a diff, or with --write makes them; what is left to do becomes a comment with "
+        "the reason. Needs paceline[migrate].",
+    )
+    migrate.add_arguments(migrating)
     return whole
 
 
@@ -140,5 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "report": report.run,
         "top": top.run,
         "checkpoint": checkpoint.run,
+        "migrate": migrate.run,
     }
     return others.get(options.command, run)(options)

@@ -99,6 +99,8 @@ def _words(options: argparse.Namespace) -> list[str]:
 
     switches = (("--elastic", options.elastic), ("-m", options.module), ("--no-python", options.no_python))
     flags = [name for name, is_on in switches if is_on]
+    if options.compat:
+        flags += ["--compat", ",".join(options.compat)]
     if options.security is not None:
         flags += ["--security", options.security, *(["--insecure"] if options.insecure else [])]
     return [*flags, *map(shlex.quote, [options.script, *options.args])]

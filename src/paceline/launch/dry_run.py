@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 
+from paceline.launch.compat import compat_variables
 from paceline.launch.elastic.options import ElasticOptions
 from paceline.launch.job import Job, Kind
 from paceline.launch.machine import Machine
@@ -71,6 +72,7 @@ def _start(job: Job) -> Start | None:
 def _worker(job: Job, machine: Machine, start: Start, index: int) -> list[str]:
     place = place_of(job, start, index)
     variables = variables_of(job, start, index, os.environ, machine.gpus)
+    variables |= compat_variables(job.compat, os.environ)
     if start.master_port == 0:
         variables["MASTER_PORT"] = _UNKNOWN
     if machine.threads is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launch import values
+from paceline.launch.compat import libraries
 from paceline.launch.elastic.chaos import Chaos
 from paceline.security.levels import LEVELS
 
@@ -113,6 +114,9 @@ FLAGS = (
     Flag("dash-host", "with --dash: the names under which a proxy serves it", str, "", "NAMES", ours=True),
     Flag("dash-actions", "with --dash: the page may act, too: take the stacks of all ranks", ours=True),
     # others
+    Flag("compat", "torch: calls of torch.distributed on CPU tensors use Paceline's engine, whatever backend the "
+         "script names; horovod: `import horovod.torch` is paceline.horovod", libraries, "", "torch,horovod",
+         variable=False, ours=True),
     Flag("stall-after", "when a call lasts longer, say which rank is not there and why; 0: never", values.seconds, "15",
          "SECONDS", variable=False, ours=True),
     Flag("stdin", "the rank that reads the launcher's stdin, or none; the other ranks' stdin is empty",

@@ -108,6 +108,7 @@ class Job:
     scheduler: Scheduler | None = None
     elastic: ElasticOptions | None = None
     page: PageOptions | None = None
+    compat: tuple[str, ...] = ()  # libraries whose calls Paceline takes over
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
@@ -150,6 +151,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         scheduler=scheduler,
         elastic=elastic_of(options, workers, rendezvous.address is not None),
         page=page_of(options),
+        compat=options.compat,
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline import __version__
 from paceline.launch.cleanup import Cleanup
+from paceline.launch.compat import compat_variables
 from paceline.launch.environment import free_port, inherited
 from paceline.launch.events import Events
 from paceline.launch.failures import report_parts
@@ -200,7 +201,8 @@ class Loop(ABC):
 
     def _environment(self, mark: str) -> dict[str, str]:
         """Returns the variables that the workers share; `mark` tells those that start together from the others."""
-        return {**inherited(self._machine.environment(os.environ)), **self._cleanup.variables(mark)}
+        shared = inherited(self._machine.environment(os.environ))
+        return {**shared, **compat_variables(self._job.compat, shared), **self._cleanup.variables(mark)}
 
     def _wait_s(self) -> float | None:
         page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)

@@ -6,6 +6,7 @@ at the end of `import torch`, so it imports nothing else and never raises.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,8 @@ def register() -> None:
         torch_dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu"])
         if find_spec("torch.distributed._dist2") is not None:  # releases 2.8 to 2.13
             import_module("torch.distributed._dist2").register_backend("paceline", _create_alone)
+        if "torch" in os.environ.get("PACELINE_COMPAT", "").split(","):  # from `paceline run --compat torch`
+            import_module("paceline.plugin.compat").take_over()
     except Exception as error:
         import logging
 

@@ -35,8 +35,7 @@ class BorrowedStore(Store):
         try:
             self._store.wait(names, timedelta(seconds=max(timeout_s, _SHORTEST_S)))
         except RuntimeError:  # torch's stores raise different errors for this
-            absent = [name.encode() for name in names if not self._store.check([name])]
-            if not absent:
-                raise
-            return Status.TIMED_OUT, 0, absent
+            # What is there by now came between the time-out and this question.
+            if absent := [name.encode() for name in names if not self._store.check([name])]:
+                return Status.TIMED_OUT, 0, absent
         return Status.OK, 0, [] if op is Op.WAIT else [self._store.get(name) for name in names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeAlias
 
 from paceline.checkpoint.format.copies import copies
@@ -86,7 +86,13 @@ class Checkpoint:
         return buffer
 
     def read_into(
-        self, name: str, region: Region | None, buffer: bytearray | memoryview, *, verify: bool = True
+        self,
+        name: str,
+        region: Region | None,
+        buffer: bytearray | memoryview,
+        *,
+        verify: bool = True,
+        files: Container[str] | None = None,
     ) -> None:
         """Fills a buffer with a region of a tensor, and reads no more than the blocks that have some of it.
 
@@ -95,6 +101,7 @@ class Checkpoint:
             region: of it; None is all.
             buffer: of the region's size in bytes, writable and contiguous.
             verify: whether to compare the blocks with their digests.
+            files: what is in other files is left out; None for all.
 
         Raises:
             CheckpointDamagedError: a file is missing or cut, or has other bytes than were written.
@@ -112,13 +119,28 @@ class Checkpoint:
                 f"the buffer has {len(target)} bytes, and {wanted} of {name} has {count(wanted) * itemsize}"
             )
         for piece in entry.pieces:
-            parts = copies(entry.shape, piece.region, wanted)
+            is_wanted = files is None or piece.file in files
+            parts = copies(entry.shape, piece.region, wanted) if is_wanted else []
             if parts:
                 blocks = _Blocks(self, name, piece, count(piece.region) * itemsize, verify)
                 for part in parts:
                     first = part.target * itemsize
                     size = part.nelements * itemsize
                     blocks.copy(part.source * itemsize, target[first : first + size])
+
+    def read_piece(self, name: str, number: int, region: Region) -> bytearray:
+        """Returns what one piece of a tensor has of a region, in ascending order; raises what `read_into` raises."""
+        entry = self.entry(name)
+        piece, itemsize = entry.pieces[number], ITEMSIZE[entry.dtype]
+        parts = copies(entry.shape, piece.region, region)
+        buffer = bytearray(sum(part.nelements for part in parts) * itemsize)
+        blocks = _Blocks(self, name, piece, count(piece.region) * itemsize, verify=True)
+        at, target = 0, memoryview(buffer)
+        for part in parts:
+            size = part.nelements * itemsize
+            blocks.copy(part.source * itemsize, target[at : at + size])
+            at += size
+        return buffer
 
     def verify(self, progress: Progress | None = None) -> list[str]:
         """Reads every byte that this directory has; returns what is wrong, with file and tensor.

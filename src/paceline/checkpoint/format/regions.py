@@ -52,6 +52,52 @@ def fault_of(region: Region, shape: tuple[int, ...]) -> str | None:
     return None
 
 
+def blocks(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cuts the elements `start` to `stop` of a row-major tensor into blocks, in ascending order.
+
+    >>> blocks([2, 3], 1, 6)
+    [Box(offset=(0, 1), shape=(1, 2)), Box(offset=(1, 0), shape=(1, 3))]
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,))]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # the range lies within a row
+        return _in_row(last, blocks(shape[1:], start % row, stop - last * row))
+    cut: list[Box] = []
+    if start < first * row:
+        cut += _in_row(first - 1, blocks(shape[1:], start - (first - 1) * row, row))
+    if first < last:
+        cut.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < stop:
+        cut += _in_row(last, blocks(shape[1:], 0, stop - last * row))
+    return cut
+
+
+def _in_row(at: int, cut: list[Box]) -> list[Box]:
+    return [Box((at, *each.offset), (1, *each.shape)) for each in cut]
+
+
+def moved(box: Box, by: Sequence[int]) -> Box:
+    """Returns a block of a block that begins at `by`, as one of the whole tensor."""
+    return Box(tuple(first + more for first, more in zip(box.offset, by, strict=True)), box.shape)
+
+
+def cut_out(region: Region, start: int, stop: int) -> list[Region]:
+    """Returns the regions that have the elements `start` to `stop` of a region's own buffer, in their order.
+
+    >>> cut_out(Flat(10, 20), 2, 5)
+    [Flat(start=12, stop=15)]
+    >>> cut_out(Box((0, 4), (3, 2)), 1, 4)
+    [Box(offset=(0, 5), shape=(1, 1)), Box(offset=(1, 4), shape=(1, 2))]
+    """
+    if isinstance(region, Flat):
+        return [Flat(region.start + start, region.start + stop)]
+    return [moved(each, region.offset) for each in blocks(region.shape, start, stop)]
+
+
 def simplified(region: Region, shape: tuple[int, ...]) -> Region:
     """Returns a region as `Flat` if its elements are adjacent in the flattened tensor, otherwise as it is."""
     if isinstance(region, Flat):

@@ -67,10 +67,12 @@ class Root:
             self._held[draft.token] = saving.prepare(self.place, draft)
         return draft
 
-    def join(self, draft: Draft) -> None:
-        """Makes the directory of a checkpoint that another host's rank began, on a disk of this host."""
+    def join(self, draft: Draft, *, nbytes: int | None = None) -> None:
+        """Makes the directory of a checkpoint that another host's rank began, on a disk of this host; see `begin`."""
         with self._refusing("prepare"):
             saving.remove_left_overs(self.place)
+            if nbytes is not None:
+                check_room(self.place, nbytes)
             self._held[draft.token] = saving.prepare(self.place, draft)
 
     def next_sequence(self) -> int:

@@ -23,9 +23,8 @@ from paceline.parallel.pipeline.proof import prove
 from paceline.parallel.pipeline.schedules import forwards_only, make
 from paceline.parallel.pipeline.stage import Stage, Value
 from paceline.parallel.pipeline.transfer import Forms, Transfers
+from paceline.parallel.pipeline.whole import Whole, described
 from paceline.parallel.recorded import RecordedSteps
-
-_IN_PIPELINE = "_paceline_is_in_pipeline"
 
 
 class Loss(Protocol):
@@ -55,9 +54,12 @@ class Pipeline(nn.Module):
         group: the ranks of the pipeline, such as `mesh.get_group("pp")`; the default group if None.
         data_parallel_group: the ranks that have the same stages and train on other samples, such as
             `mesh.get_group("dp")`. Gradients are averaged over them while later stages still compute.
+        whole: the model that the layers of a list were taken from, if it has other names for them, such as
+            `blocks.0` for layer 1. Checkpoints then have its names, and the order of its parameters.
 
     Raises:
-        ValueError: the schedule does not fit the numbers, there are too few layers, or two stages share a weight.
+        ValueError: the schedule does not fit the numbers, there are too few layers, two stages share a weight, or
+            `whole` has other layers.
 
     Example::
 
@@ -79,6 +81,7 @@ class Pipeline(nn.Module):
         split: Sequence[int] | None = None,
         group: Group = None,
         data_parallel_group: Group = None,
+        whole: nn.Module | None = None,
     ) -> None:
         super().__init__()
         chosen = resolve(group)
@@ -95,6 +98,7 @@ class Pipeline(nn.Module):
         _require_own_weights(listed, divided)
         numbers = [str(number) for number in range(len(listed))]
         names = list(layers._modules) if isinstance(layers, nn.Sequential) else numbers
+        self._whole = described(names, listed, whole)
         self._stages = self._kept(names, listed, divided, plan)
         own = next(self.parameters(), None)
         self._device = torch.device("cpu") if own is None else own.device
@@ -106,6 +110,11 @@ class Pipeline(nn.Module):
     def plan(self) -> Plan:
         """The schedule, as data."""
         return self._train.plan
+
+    @property
+    def whole(self) -> Whole:
+        """The names of the whole model, of which this rank has a part."""
+        return self._whole
 
     @property
     def is_first(self) -> bool:
@@ -178,8 +187,6 @@ class Pipeline(nn.Module):
                 stages[stage] = Stage([layers[each] for each in numbers])
                 for each in numbers:
                     self.add_module(names[each], layers[each])
-        for parameter in self.parameters():
-            setattr(parameter, _IN_PIPELINE, True)
         return stages
 
     def _begin(self, inputs: Any, targets: Any, needs_targets: bool) -> int:
@@ -228,11 +235,6 @@ class Pipeline(nn.Module):
             for stage in stages.values():
                 stage.forget()
             raise
-
-
-def is_in_pipeline(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter is one of a `Pipeline`, which other ranks do not have."""
-    return getattr(parameter, _IN_PIPELINE, False)
 
 
 def _several(given: Any) -> Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.parallel.zero.clipping_watch import ClippingWatch
 from paceline.parallel.zero.gradients import GradientReducer, clip_scale, total_norm
 from paceline.parallel.zero.groups import copy_options
 from paceline.parallel.zero.join_hook import ZeroJoinHook
+from paceline.parallel.zero.kept import Kept
 from paceline.parallel.zero.parameters import ShardedParameters
 from paceline.parallel.zero.partition import is_elementwise
 from paceline.parallel.zero.partitioned import PartitionedOptimizer
@@ -51,13 +53,18 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         stage: 1, 2 or 3; 3 needs the module.
         module: the module, where `params` are groups of its parameters.
         bucket_cap_mb: MiB of gradients that are averaged together in backward.
+        master_dtype: the optimizer updates copies of this type, such as `torch.float32`, of parameters that have fewer
+            digits, such as bfloat16; the parameters are rounded from them. None to update the parameters themselves.
+        offload: a directory: the copies and the state are kept in a file there, of which the system keeps in memory
+            what it has room for. `"cpu"`: they are kept in the memory of the CPU, for parameters on a GPU.
         defaults: keyword arguments for `optimizer_class`.
 
     Raises:
         CollectiveMismatchError: parameters or arguments differ between ranks; raised on every rank.
         TypeError: the optimizer evaluates the loss several times in a step, or `process_group` is not a group of
             Paceline's.
-        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module.
+        ValueError: `stage` is not 1, 2 or 3, or is 3 without a module, or `offload="cpu"` with parameters on the CPU.
+        OSError: no file can be made in the directory of `offload`, or the disk is full.
 
     Example::
 
@@ -75,6 +82,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         *,
         module: nn.Module | None = None,
         bucket_cap_mb: float = 4,
+        master_dtype: torch.dtype | None = None,
+        offload: str | os.PathLike[str] | None = None,
         **defaults: Any,
     ) -> None:
         if isinstance(params, nn.Module):
@@ -93,6 +102,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._module = module
         self._rank = self.process_group.rank()
         self._shards = Shards(self._rank, self.process_group.size(), cuts=is_elementwise(optimizer_class))
+        self._kept = Kept(master_dtype, offload, f"rank {self.process_group.me.rank}")
+        self._copies = False  # whether the inner optimizer updates copies of parameters, on any rank
         self._ends = BackwardEnd()
         self._reducer: GradientReducer | None = None
         self._watch: ClippingWatch | None = None
@@ -102,10 +113,13 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         start_alike(
             self._module,
             self.param_groups,
-            {"stage": stage, "optimizer_class": optimizer_class.__name__},
+            {"stage": stage, "optimizer_class": optimizer_class.__name__, **self._kept.arguments},
             self.process_group,
+            self._kept.problem(self._params()),
         )
+        self._kept.make_masters(self._shards.mine())
         self._make_inner(optimizer_class, defaults)
+        self._settle()
         self._start()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -129,7 +143,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     @property
     def owns_gradients(self) -> bool:
         """Whether only the owner of a shard has its averaged gradient."""
-        return self.stage > 1
+        return self.stage > 1 or self._copies
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -143,7 +157,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._shards.follow()
         else:
             self._sharded.free_all()  # the parameters that were gathered ahead will be out of date
-        self._inner.step()
+        for shard in self._shards.mine():
+            shard.refresh_master()
+        self._kept.step(self._inner)
+        for shard in self._shards.mine():
+            shard.round_master()
         copy_options(self._inner.param_groups, self.param_groups)
         if self._sharded is None:
             self._shards.copy_from_owners(self.process_group)
@@ -160,7 +178,9 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         assert self._inner is not None
         if self._watch is not None:
             self._watch.check()
-        self._shards.take_gradients(free=self.stage > 1)
+        self._shards.take_gradients(free=self.owns_gradients)
+        for shard in self._shards.mine():
+            shard.take_to_master()
         return self._inner
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -176,9 +196,12 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._shards.add(group["params"])
+        self._copies = self._copies or any(map(self._kept.copies, group["params"]))
         if self._inner is not None:
+            self._kept.make_masters(self._shards.mine())
             self._inner.add_param_group(self._part_of(group))
             copy_options(self._inner.param_groups, self.param_groups)
+            self._settle()
             self._stop()
             self._start()
 
@@ -191,7 +214,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         gradients = self._shards.gradients()
         total = total_norm(gradients, norm_type, self.process_group)
         scale = clip_scale(total, max_norm)
-        if self.stage == 1:
+        if not self.owns_gradients:
             gradients = [param.grad for param in self._params() if param.grad is not None]
         for gradient in gradients:
             gradient.detach().mul_(scale)
@@ -217,6 +240,14 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         Every rank enters it.
         """
         return nullcontext() if self._sharded is None else self._sharded.all_present()
+
+    def _load(self, part: dict[str, Any]) -> None:
+        super()._load(part)
+        self._settle()
+
+    def _settle(self) -> None:
+        assert self._inner is not None
+        self._kept.settle(self._inner)
 
     def _start(self) -> None:
         if not self._averages:

@@ -20,6 +20,7 @@ from paceline.parallel.zero.groups import (
     state_dict_of_parts,
     to_state_dict,
 )
+from paceline.parallel.zero.kept import load_masters, state_of_shard
 from paceline.parallel.zero.shards import Shard, Shards
 
 
@@ -94,11 +95,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: the state has different parameter groups.
         """
-        assert self._inner is not None
-        self._inner.load_state_dict(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
-        self.state = self._inner.state
-        self._consolidated = None
-        copy_options(self._inner.param_groups, self.param_groups)
+        self._load(part_of_state_dict(state_dict, self.param_groups, self._shards.by_param))
 
     def own_parts(self) -> Iterator[tuple[int, Shard, Mapping[str, object]]]:
         """Yields the shards that this rank updates, each with its parameter's number and the state that it has.
@@ -119,8 +116,15 @@ class PartitionedOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: the groups have other numbers of parameters.
         """
+        self._load(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
+
+    def _load(self, part: dict[str, Any]) -> None:
+        """Loads what the inner optimizer must load."""
         assert self._inner is not None
-        self._inner.load_state_dict(state_dict_of_parts(groups, states, self.param_groups, self._shards.by_param))
+        own = {id(s.target): s for s in self._shards.mine()}
+        targets = [each for group in self._inner.param_groups for each in group["params"]]
+        load_masters(part["state"], [own[id(each)] for each in targets])
+        self._inner.load_state_dict(part)
         self.state = self._inner.state
         self._consolidated = None
         copy_options(self._inner.param_groups, self.param_groups)
@@ -128,8 +132,11 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _own_state(self) -> dict[int, dict[str, object]]:
         """Returns the state of the shards that this rank updates, by their numbers."""
         assert self._inner is not None
-        number_of = {id(shard.updated): number for number, shard in enumerate(self._shards.all()) if shard.is_mine}
-        return {number_of[id(updated)]: values for updated, values in self._inner.state.items()}
+        states: dict[int, dict[str, object]] = {}
+        for number, shard in enumerate(self._shards.all()):
+            if shard.is_mine and shard.target is not None and (state := state_of_shard(shard, self._inner)):
+                states[number] = state
+        return states
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

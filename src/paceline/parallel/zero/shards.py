@@ -16,9 +16,12 @@ from paceline.parallel.zero.partition import Part, divide
 class Shard:
     """The part of `param` that one rank updates: all of it, or a run of elements in the order of their memory.
 
-    `updated` is what the inner optimizer gets: the whole parameter, or, on the owner, a one-dimensional tensor for the
-    run, which shares the parameter's memory; None for a run on other ranks.
+    `updated` is the whole parameter, or, on the owner, a one-dimensional tensor for the run, which shares the
+    parameter's memory; None for a run on other ranks. The inner optimizer gets `target`: that, or its copy `master`,
+    from which `updated` is rounded.
     """
+
+    master: torch.Tensor | None = None
 
     def __init__(self, param: torch.Tensor, part: Part, rank: int) -> None:
         self.param = param
@@ -33,6 +36,11 @@ class Shard:
             self.updated = param
         elif self.is_mine:
             self.updated = nn.Parameter(self.run(param.data), param.requires_grad)
+
+    @property
+    def target(self) -> torch.Tensor | None:
+        """What the inner optimizer updates."""
+        return self.updated if self.master is None else self.master
 
     @property
     def run_shape(self) -> torch.Size:
@@ -85,6 +93,34 @@ class Shard:
             assert self.updated is not None
             self.updated.data = self.run(self.param.data)
 
+    def take_to_master(self) -> None:
+        """Moves the gradient to the copy that the inner optimizer updates, in its type."""
+        if self.master is None or self.updated is None or self.updated.grad is None:
+            return
+        gradient = self.updated.grad.detach().to(self.master)
+        self.updated.grad = None
+        self.master.grad = gradient if self.master.grad is None else self.master.grad.add_(gradient)
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Takes over the elements of the parameter that others have changed since `round_master`, as by loading it.
+
+        All other elements are what the copy rounds to, and it keeps its digits.
+        """
+        if self.master is None or self.updated is None:
+            return
+        updated = self.updated.detach().to(self.master.device)
+        is_changed = self.master.to(updated.dtype).ne(updated)
+        if is_changed.any():
+            self.master.copy_(torch.where(is_changed, updated.to(self.master.dtype), self.master))
+
+    @torch.no_grad()
+    def round_master(self) -> None:
+        """Makes the parameter what its copy rounds to; the gradient has been used up."""
+        if self.master is not None and self.updated is not None:
+            self.updated.copy_(self.master)
+            self.master.grad = None
+
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds to the gradient of a run, which has its own memory."""
         assert self.updated is not None
@@ -128,9 +164,9 @@ class Shards:
         return [shard for shard in self.all() if shard.is_mine]
 
     def mine_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the tensors that this rank updates for these parameters."""
+        """Returns what the inner optimizer updates for these parameters."""
         wanted = {id(param) for param in params}
-        return [s.updated for s in self.mine() if s.updated is not None and id(s.param) in wanted]
+        return [s.target for s in self.mine() if s.target is not None and id(s.param) in wanted]
 
     def follow(self) -> None:
         """Makes runs share the memory that their parameters have now."""
@@ -164,11 +200,13 @@ class Shards:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of what this rank updates."""
-        return [s.updated.grad for s in self.mine() if s.updated is not None and s.updated.grad is not None]
+        return [s.target.grad for s in self.mine() if s.target is not None and s.target.grad is not None]
 
     def forget_run_gradients(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of runs; those of whole parameters stay as they are."""
+        """Clears the gradients of runs and copies; those of whole parameters stay as they are."""
         for shard in self.mine():
+            if shard.master is not None:
+                shard.master.grad = None
             if not shard.is_whole and shard.updated is not None and shard.updated.grad is not None:
                 if set_to_none:
                     shard.updated.grad = None

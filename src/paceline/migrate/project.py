@@ -1,0 +1,184 @@
+"""Finds the files of a program, migrates them together, and writes them back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.migrate.commands import migrate_commands
+from paceline.migrate.names import Way
+from paceline.migrate.places import Choice, Migrated, Place
+
+if TYPE_CHECKING:
+    from paceline.migrate.reading import Reading
+
+_NO_PROGRAMS = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
+_COMMANDS = {".bash", ".job", ".sbatch", ".sh", ".slurm", ".yaml", ".yml"}
+_WORDS = ("torch", "horovod", "accelerate", "lightning", "deepspeed", "transformers")
+
+
+class MissingLibCST(ImportError):
+    """LibCST, with which Python files are read, is not installed."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the program: its text, and what becomes of it."""
+
+    path: Path
+    before: str
+    after: Migrated
+
+    @property
+    def changes(self) -> bool:
+        """Whether its text changes."""
+        return self.before != self.after.text
+
+
+@dataclass
+class Program:
+    """A program after its migration, which `write` puts on the disk."""
+
+    choice: Choice
+    files: list[File] = field(default_factory=list)
+    unread: list[tuple[Path, str]] = field(default_factory=list)  # files that are no Python, and why
+
+    def places(self) -> list[Place]:
+        """Returns the places of all files."""
+        return [place for file in self.files for place in file.after.places]
+
+    def write(self) -> int:
+        """Writes the files that change; returns how many they are.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        changed = [file for file in self.files if file.changes]
+        for file in changed:
+            with file.path.open("w", encoding="utf-8", newline="") as opened:
+                opened.write(file.after.text)
+        return len(changed)
+
+
+def migrate(paths: Sequence[Path], way: Way | None = None) -> Program:
+    """Returns what becomes of the files at `paths`, which are files or folders of one program. Nothing is written.
+
+    Args:
+        paths: the program's files, or the folders that hold them.
+        way: how it is to come over; by default its imports decide.
+
+    Raises:
+        FileNotFoundError: there is nothing at one of the paths.
+        MissingLibCST: there are Python files to read, and LibCST is not installed.
+    """
+    texts = {path: text for path in files_at(paths) if (text := _text(path)) is not None}
+    scripts = {path: text for path, text in texts.items() if path.suffix == ".py"}
+    readings, unread = _readings({path: text for path, text in scripts.items() if _is_worth_reading(text)})
+    program = Program(Choice(way) if way is not None else _choice(readings), unread=unread)
+    for path, text in texts.items():
+        if path in readings:
+            from paceline.migrate.python_files import migrate_python
+
+            migrated = migrate_python(readings[path], program.choice.way)
+        elif path.suffix != ".py":
+            migrated = migrate_commands(text)
+        else:
+            continue
+        if migrated.places:
+            program.files.append(File(path, text, migrated))
+    return program
+
+
+def files_at(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yields the files that a program may consist of: Python, shell scripts, batch files, YAML and Dockerfiles.
+
+    Raises:
+        FileNotFoundError: there is nothing at one of the paths.
+    """
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"there is no {path}")
+        if not path.is_dir():
+            yield path
+            continue
+        for directory, below, names in os.walk(path):
+            below[:] = sorted(name for name in below if _is_of_the_program(Path(directory, name)))
+            yield from (found for name in sorted(names) if _is_kind(found := Path(directory, name)))
+
+
+def _is_of_the_program(directory: Path) -> bool:
+    is_hidden = directory.name.startswith(".") or directory.name in _NO_PROGRAMS
+    return not is_hidden and not (directory / "pyvenv.cfg").exists()
+
+
+def _is_kind(path: Path) -> bool:
+    is_image = path.name.startswith(("Dockerfile", "Containerfile")) or path.suffix == ".dockerfile"
+    return path.is_file() and (path.suffix == ".py" or path.suffix in _COMMANDS or is_image)
+
+
+def _text(path: Path) -> str | None:
+    """Returns the file's text with its ends of lines as they are; None if it is no text."""
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError:
+            return None
+
+
+def _is_worth_reading(text: str) -> bool:
+    return any(word in text for word in _WORDS)
+
+
+def _readings(texts: dict[Path, str]) -> tuple[dict[Path, Reading], list[tuple[Path, str]]]:
+    """Returns the Python files as they were read, and those that cannot be."""
+    if not texts:
+        return {}, []
+    try:
+        import libcst
+    except ImportError:
+        raise MissingLibCST(
+            f"{next(iter(texts))} is read with LibCST, which is not installed: pip install 'paceline[migrate]'"
+        ) from None
+    from paceline.migrate.reading import read
+
+    readings: dict[Path, Reading] = {}
+    unread: list[tuple[Path, str]] = []
+    for path, text in texts.items():
+        try:
+            readings[path] = read(text)
+        except libcst.ParserSyntaxError as error:
+            unread.append((path, f"line {error.editor_line}: {error.message}"))
+    return readings, unread
+
+
+def _choice(readings: dict[Path, Reading]) -> Choice:
+    """Returns the way for these files; modules beside them that they import count too."""
+    if not readings:
+        return Choice(Way.IMPORT)
+    from paceline.migrate.survey import choose_way
+
+    choice = choose_way({str(path): reading for path, reading in readings.items()})
+    if choice.way is Way.PLUGIN:
+        return choice
+    for path in _modules_beside(readings):
+        if "torch.distributed" in (_text(path) or ""):
+            reason = (
+                f"{path} mentions torch.distributed and is not among the files to migrate; name its folder for both"
+            )
+            return Choice(Way.PLUGIN, reason)
+    return choice
+
+
+def _modules_beside(readings: dict[Path, Reading]) -> Iterator[Path]:
+    """Yields the modules that the files import from their own folders, and that are not among them."""
+    known = {path.resolve() for path in readings}
+    for path, reading in readings.items():
+        for imported in reading.imports:
+            parts = imported.name.split(".")
+            for length in range(1, len(parts) + 1):
+                module = path.parent.joinpath(*parts[:length]).with_suffix(".py")
+                if module.is_file() and module.resolve() not in known:
+                    yield module

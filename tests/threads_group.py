@@ -1,0 +1,121 @@
+"""Groups whose ranks are threads of this process, for what needs the ranks' agreement but none of their speed."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline.group.process_group import ProcessGroup
+from paceline.group.reduce_op import ReduceOp
+
+_TIMEOUT_S = 60.0
+
+
+class _Meeting:
+    """Where the ranks of a group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
+        self.brought: list[Any] = [None] * size
+        self.mail: dict[tuple[int, int], Queue[list[torch.Tensor]]] = defaultdict(Queue)
+
+
+class ThreadGroup(ProcessGroup):
+    """One rank's side of a group; it has the calls that saving, loading and wrapping make."""
+
+    def __init__(self, meeting: _Meeting, rank: int, ranks: Sequence[int]) -> None:
+        self._meeting, self._number, self._numbers = meeting, rank, tuple(ranks)
+
+    me = property(lambda self: SimpleNamespace(rank=self._numbers[self._number]))  # type: ignore[assignment]
+    ranks = property(lambda self: self._numbers)  # type: ignore[assignment]
+
+    def rank(self) -> int:
+        return self._number
+
+    def size(self) -> int:
+        return len(self._numbers)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:  # type: ignore[override]
+        return self._exchange(data)
+
+    def broadcast(self, tensors: Any, root: int = 0, **_: object) -> None:  # type: ignore[override]
+        listed = _listed(tensors)
+        for mine, theirs in zip(listed, self._exchange(listed)[root], strict=True):
+            if self._number != root:
+                with torch.no_grad():
+                    mine.copy_(theirs)
+        self._meeting.barrier.wait()
+
+    def all_reduce(self, tensors: Any, op: ReduceOp = ReduceOp.SUM, **_: object) -> None:  # type: ignore[override]
+        listed = _listed(tensors)
+        everyone = self._exchange([each.clone() for each in listed])
+        for number, tensor in enumerate(listed):
+            together = torch.stack([own[number] for own in everyone])
+            tensor.copy_(together.amax(0) if op == ReduceOp.MAX else together.sum(0))
+
+    def send(self, tensors: Any, dst: int, tag: int = 0, async_op: bool = False) -> Any:  # type: ignore[override]
+        self._meeting.mail[self._number, dst].put([each.clone() for each in _listed(tensors)])
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0, async_op: bool = False) -> None:  # type: ignore[override]
+        for mine, theirs in zip(
+            _listed(tensors), self._meeting.mail[src, self._number].get(timeout=_TIMEOUT_S), strict=True
+        ):
+            mine.copy_(theirs)
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        self._meeting.brought[self._number] = mine
+        self._meeting.barrier.wait()
+        everyone = list(self._meeting.brought)
+        self._meeting.barrier.wait()
+        return everyone
+
+
+class ThreadMesh:
+    """Ranks laid out as an array, and the group of each along each dimension; `world` is that of all."""
+
+    def __init__(self, *shape: int) -> None:
+        self.size = int(torch.tensor(shape).prod())
+        numbers = torch.arange(self.size).view(shape)
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.groups = [
+            [self._group(rank, numbers.movedim(dim, -1)) for dim in range(len(shape))] for rank in range(self.size)
+        ]
+        self.worlds = [self._group(rank, numbers.view(1, -1)) for rank in range(self.size)]
+
+    def _group(self, rank: int, rows: torch.Tensor) -> ThreadGroup:
+        ranks = next(tuple(row) for row in rows.reshape(-1, rows.size(-1)).tolist() if rank in row)
+        meeting = self._meetings.setdefault(ranks, _Meeting(len(ranks)))
+        return ThreadGroup(meeting, ranks.index(rank), ranks)
+
+    def run(self, program: Callable[[ThreadGroup, list[ThreadGroup]], Any]) -> list[Any]:
+        """Calls `program` with its world and its groups in a thread for each rank; returns what they return."""
+        with ThreadPoolExecutor(self.size) as pool:
+            running = [
+                pool.submit(self._run_one, program, world, groups)
+                for world, groups in zip(self.worlds, self.groups, strict=True)
+            ]
+        faults = [fault for each in running if (fault := each.exception()) is not None]
+        causes = [each for each in faults if not isinstance(each, threading.BrokenBarrierError)]
+        if faults:
+            raise (causes or faults)[0]
+        return [each.result() for each in running]
+
+    def _run_one(self, program: Callable[..., Any], world: ThreadGroup, groups: list[ThreadGroup]) -> Any:
+        try:
+            return program(world, groups)
+        except BaseException:
+            for meeting in self._meetings.values():
+                meeting.barrier.abort()
+            raise
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return tensors if isinstance(tensors, list) else [tensors]
