@@ -80,7 +80,8 @@ class Inner:
     def ended(self, node, why, now_s):
         return [("a", End(1, failures=self.failures))]
 
-    lost = ended
+    def lost(self, node, why, now_s, silent_s=0.0):
+        return self.ended(node, why, now_s)
 
 
 def nodes(count=2):

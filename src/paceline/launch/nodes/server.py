@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from paceline.launch.nodes.framing import Inbox, MessageError, encode
 from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Order, Report, TellTime
+from paceline.launch.nodes.starvation import is_starved
 from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection, receive_now
@@ -64,10 +65,25 @@ class MeetingServer:
 
     One thread serves. Another one gives the nodes signs of life, since to explain a failure takes the first one
     seconds on a busy machine, in which the nodes would otherwise believe that the meeting is lost.
+
+    Args:
+        listener: the socket.
+        secret: the job's.
+        steering: decides what the nodes do.
+        silence_s: a node that is silent for longer is lost.
+        bears_starvation: whether a node may be silent for longer while its machine answers.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes | None, steering: Steering, silence_s: float) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes | None,
+        steering: Steering,
+        silence_s: float,
+        bears_starvation: bool = False,
+    ) -> None:
         self._steering = steering
+        self._bears_starvation = bears_starvation
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
         self._came: list[Connection] = []
@@ -182,8 +198,11 @@ class MeetingServer:
             silent_s = now_s - node.heard_s
             if node.fault:
                 self._drop(node, node.fault)
-            elif silent_s > self._silence_s:
+            elif silent_s > self._silence_s and not self._is_starved(node, silent_s):
                 self._drop(node, f"nothing was heard of it for {silent_s:.1f} s", silent_s=silent_s)
+
+    def _is_starved(self, node: _Node, silent_s: float) -> bool:
+        return self._bears_starvation and is_starved(node.connection, silent_s, self._silence_s / 2)
 
     def _carry(self, orders: Orders) -> None:
         for name, order in orders:
