@@ -13,7 +13,8 @@ from paceline.security.encryption import Connection
 
 PATIENCE_S = 30.0  # with a launcher that is silent while its machine answers
 
-_UNACKNOWLEDGED_AND_LAST_MS = struct.Struct("=24xI28xI")  # within `struct tcp_info` of linux/tcp.h
+_INFO = struct.Struct("=2xB53xI")  # within `struct tcp_info` of linux/tcp.h: tcpi_retransmits, tcpi_last_ack_recv
+_FEWEST_REPEATED = 2  # one repetition may cross with an answer that is only late
 
 
 def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool:
@@ -27,8 +28,7 @@ def is_starved(connection: Connection, silent_s: float, within_s: float) -> bool
     if silent_s >= PATIENCE_S:
         return False
     try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED_AND_LAST_MS.size)
-        unacknowledged, last_ms = _UNACKNOWLEDGED_AND_LAST_MS.unpack(info)
+        repeated, last_answer_ms = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     except (OSError, struct.error):
         return False
-    return bool(unacknowledged == 0 or last_ms * 1e-3 <= within_s)
+    return bool(repeated < _FEWEST_REPEATED or last_answer_ms * 1e-3 <= within_s)
