@@ -71,6 +71,11 @@ def command() -> str:
     return shlex.join(["python", *words])
 
 
+def load() -> str:
+    """Returns the number of processes that ran or wanted to, over the last minute."""
+    return f"{os.getloadavg()[0]:.0f}"
+
+
 def show(title: str, rows: Rows, json_path: str | None) -> None:
     """Prints a table, and writes it to `json_path` if there is one."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -84,13 +89,14 @@ def show(title: str, rows: Rows, json_path: str | None) -> None:
         keep([{"title": title, "rows": rows}], json_path)
 
 
-def keep(tables: Sequence[dict[str, object]], json_path: str) -> None:
+def keep(tables: Sequence[dict[str, object]], json_path: str, note: str = "") -> None:
     """Writes tables with all that one must know to judge them; `bench/publish` draws documentation from such files."""
     result = {
         "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": machine(),
         "versions": versions(),
+        "note": note,
         "tables": list(tables),
     }
     Path(json_path).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from report import p95, parser, show
+from report import keep, load, p95, parser, show
 from verdict_cases.faults import FAULTS, HEALTHY, Fault, is_accused
 from verdict_cases.jobs import Said, paceline, torchs
 
@@ -51,7 +51,7 @@ class Case:
         right = sum(self.is_right(each.text) for each in said)
         times = [each.after_s for each in said if each.after_s is not None and not self.fault.at_the_end]
         row: dict[str, object] = {"fault": self.fault.name, "ranks": self.ranks, "hosts": self.hosts}
-        row["right"] = f"{right} of {len(said)}"
+        row |= {"runs": len(said), "right": right}
         p50_s, p95_s = (statistics.median(times), p95(times)) if times else (None, None)
         return {**row, "median s": p50_s, "p95 s": p95_s, "longest s": max(times, default=None)}
 
@@ -75,22 +75,27 @@ def made(cases: Sequence[Case], options: Namespace) -> list[dict[str, object]]:
         with ThreadPoolExecutor(at_once) as threads:
             for case, said in zip(turns, threads.map(run, turns), strict=True):
                 runs.setdefault(case, []).append(said)
-    rows = [case.row(runs[case]) for case in cases]
-    for case, row in zip(cases, rows, strict=True):
-        if options.torch and case.hosts == 1 and not case.fault.at_the_end:
-            row["torch names the rank"] = of_torch(case.fault, case.ranks, options.runs, options.show)
-    return rows
+    rows = {case: case.row(runs[case]) for case in cases}
+    if options.torch:
+        for case, right in of_torch(cases, options).items():
+            rows[case]["torch names the rank"] = right
+    return list(rows.values())
 
 
-def of_torch(fault: Fault, ranks: int, runs: int, shows: bool) -> str:
-    """Returns how often torch's analyzer named the rank."""
-    right = 0
-    for _ in range(runs):
-        text = torchs(fault.name, ranks).text
-        right += Fault(fault.name, fault.torchs).is_right(text, ranks - 1)
-        if shows:
-            print(text, flush=True)
-    return f"{right} of {runs}"
+def of_torch(cases: Sequence[Case], options: Namespace) -> dict[Case, int]:
+    """Returns how often torch's analyzer named the rank, for the faults at which it looks."""
+
+    def run(case: Case) -> bool:
+        text = torchs(case.fault.name, case.ranks).text
+        if options.show:
+            print(f"== torch, {case.fault.name}, {case.ranks} ranks:\n{text}", flush=True)
+        return Fault(case.fault.name, case.fault.torchs).is_right(text, case.ranks - 1)
+
+    chosen = [case for case in cases if case.hosts == 1 and not case.fault.is_alone]
+    turns = chosen * options.runs
+    with ThreadPoolExecutor(options.at_once) as threads:
+        right = list(threads.map(run, turns))
+    return {case: sum(was for each, was in zip(turns, right, strict=True) if each == case) for case in chosen}
 
 
 def healthy(cases: Sequence[tuple[str, int, int]], options: Namespace) -> list[dict[str, object]]:
@@ -143,12 +148,18 @@ def main() -> None:
         if not fault.hosts or hosts in fault.hosts
         for ranks in options.ranks
     ]
+    before = load()
+    tables: dict[str, tuple[str, list[dict[str, object]]]] = {}
     if cases and options.runs:
-        show("The right rank and cause, by classes of faults", made(cases, options), options.json)
+        tables["faults"] = "The right rank and cause, by classes of faults", made(cases, options)
     if options.healthy:
         kinds = [(kind, ranks, hosts) for kind in HEALTHY for hosts in options.hosts for ranks in options.ranks]
-        rows = healthy(kinds, options)
-        show("False verdicts in healthy runs", rows, options.json and f"{options.json}.healthy")
+        tables["healthy"] = "False verdicts in healthy runs", healthy(kinds, options)
+    for title, rows in tables.values():
+        show(title, rows, None)
+    if options.json:
+        kept = [{"case": case, "title": title, "rows": rows} for case, (title, rows) in tables.items()]
+        keep(kept, options.json, f"The load average was {before} at the beginning and {load()} at the end.")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from publish.elastic_blocks import ELASTIC
 from publish.readme_blocks import README
 from publish.results import Result, Row
 from publish.tables import Cell, number, pivot, ratio, source, spread, spread_of, table
+from publish.verdict_blocks import VERDICTS
 
 Results = Mapping[str, Result]
 Contestants = Mapping[str, Row]
@@ -271,4 +272,5 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "plan": plan,
     **ELASTIC,
     **README,
+    **VERDICTS,
 }

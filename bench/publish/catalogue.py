@@ -55,5 +55,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "elastic-speeds": ("elastic.py", "--cases", "speeds"),
     "elastic-thin": ("elastic.py", "--cases", "thin"),
     "plan": ("plan.py",),
-    "verdicts-quick": ("verdicts.py", "--runs", "3", "--faults", "raise", "kill", "--healthy", "0"),
+    "verdicts": ("verdicts.py", "--runs", "4", "--healthy", "0", "--at-once", "4", "--torch"),
+    "verdicts-healthy": ("verdicts.py", "--runs", "0", "--healthy", "4", "--at-once", "6"),
 }

@@ -48,7 +48,9 @@ FAULTS = (
     Fault("slow_link", r"the network between h0, h1 took", hosts=(2,), at_the_end=True, is_alone=True),
 )
 HEALTHY = ("evaluate", "save", "compile")
-ACCUSATION = re.compile(r"is not there|deadlock|as call \d|failed|it has not ended|came last|the network between")
+ACCUSATION = re.compile(
+    r"is not there|did not come|deadlock|as call \d|failed|it has not ended|came last|the network between"
+)
 NO_ERROR = "That is no error"
 
 

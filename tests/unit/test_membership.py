@@ -250,6 +250,18 @@ def test_numbered_machines_end_with_any_of_them():
     assert play.membership.phase is Phase.OVER
 
 
+@pytest.mark.parametrize(("kind", "count"), [("ValueError", 1), ("PeerLostError", 0)])
+def test_what_failed_is_told_if_a_machine_is_lost_after_it(kind, count):
+    play = Play(policy(2, 2, is_static=True))
+    play.join("a", node_rank=0)
+    play.join("b", node_rank=1)
+    play.fail("b", failure(1, kind))
+    play.lose("b")
+    end = play.last("a")
+    assert "b (address-b, pid 1) was lost" in end.reason
+    assert len(end.failures) == count, "a lost machine explains what it did to others"
+
+
 def test_a_machine_that_leaves_is_told_to_end_and_the_rest_go_on():
     play = Play(policy(1, 2))
     play.join("a", serves=True)

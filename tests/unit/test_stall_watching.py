@@ -10,7 +10,13 @@ from observed_world import loop, play
 from paceline.launch.failures import Failure, Record
 from paceline.launch.nodes.framing import decode, encode
 from paceline.launch.nodes.messages import End, Join, Look, Sighting, Told
-from paceline.launch.nodes.sightings import FAILURE_PATIENCE_S, PATIENCE_S, Sightings
+from paceline.launch.nodes.sightings import (
+    FAILURE_LAST_PATIENCE_S,
+    FAILURE_PATIENCE_S,
+    LAST_PATIENCE_S,
+    PATIENCE_S,
+    Sightings,
+)
 from paceline.observe import picture
 from paceline.observe.evidence import Call, Ending, Header, Manner, Place, Process, Rank, State
 from paceline.observe.picture import Picture
@@ -74,7 +80,8 @@ class Inner:
     def ended(self, node, why, now_s):
         return [("a", End(1, failures=self.failures))]
 
-    lost = ended
+    def lost(self, node, why, now_s, silent_s=0.0):
+        return self.ended(node, why, now_s)
 
 
 def nodes(count=2):
@@ -101,7 +108,7 @@ def test_the_other_nodes_look_and_the_one_that_serves_tells():
     [(node, told)] = sightings.reported("a", of_node(seen, [0, 1], clock_s=5000.0, is_stalled=False), 2.0)
     assert node == "a"
     assert "ranks 0-2 wait in all_reduce(float32, 4096) call 6 (train.py:88); rank 3 is not there" in told.text
-    assert "DataLoader.__next__ (train.py:71), for 20 s" in told.text
+    assert "DataLoader.__next__ (train.py:71), for 21 s" in told.text, "the picture of b is a second old"
 
 
 def test_a_diagnosis_that_fails_ends_no_job(monkeypatch, capsys):
@@ -118,9 +125,26 @@ def test_a_diagnosis_that_fails_ends_no_job(monkeypatch, capsys):
 def test_a_node_that_does_not_look_is_not_waited_for():
     sightings, seen = nodes(), scene()
     sightings.reported("a", of_node(seen, [0, 1]), 1.0)
-    assert sightings.tick(1.0 + PATIENCE_S / 2) == []
-    [(_, told)] = sightings.tick(1.0 + PATIENCE_S)
+    assert sightings.tick(1.0 + PATIENCE_S) == [], "what is missing may be the cause"
+    assert sightings.deadline_s == 1.0 + LAST_PATIENCE_S
+    [(_, told)] = sightings.tick(1.0 + LAST_PATIENCE_S)
     assert "ranks 2, 3 did not come and left nothing to read" in told.text
+
+
+def test_a_node_that_is_slow_to_look_is_not_accused():
+    sightings, seen = nodes(), scene()
+    sightings.reported("a", of_node(seen, [0, 1]), 1.0)
+    assert sightings.tick(1.0 + PATIENCE_S) == []
+    [(_, told)] = sightings.reported("b", of_node(seen, [2, 3]), 7.0)
+    assert "rank 3 is not there: it is in DataLoader.__next__" in told.text and told.blamed == (3,)
+
+
+def test_a_cause_that_is_known_needs_no_other_node():
+    sightings, seen = nodes(3), scene(6, 3)
+    sightings.reported("a", of_node(seen, [0, 1]), 1.0)
+    sightings.reported("b", of_node(seen, [2, 3]), 2.0)
+    [(_, told)] = sightings.tick(1.0 + PATIENCE_S)
+    assert "rank 3 is not there: it is in DataLoader.__next__" in told.text
 
 
 def test_the_end_of_a_stall_is_told_once():
@@ -174,6 +198,54 @@ def test_an_error_that_others_caused_is_not_told_without_them():
     picture_of_it = picture.encode(Picture(seen.now_s, (ended, seen.ranks[1])))
     sightings.reported("a", Sighting(picture_of_it, is_failure=True), 1.0)
     assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
+
+
+def ended(seen, ranks, stray, ending):
+    """What a node sees of these ranks of which one has ended."""
+    shown = tuple(replace(seen.ranks[rank], ending=ending if rank == stray else None) for rank in ranks)
+    return picture.encode(Picture(seen.now_s, shown))
+
+
+def test_a_cause_that_is_seen_late_is_told():
+    sightings, seen = nodes(), scene()
+    lost = Ending(Manner.CONSEQUENCE, seen.now_s, "PeerLostError")
+    sightings.reported("a", Sighting(ended(seen, [0, 1], 0, lost), is_failure=True), 1.0)
+    assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
+    [(_, told)] = sightings.reported("b", failed(seen, [2, 3], 3), 3.0)
+    assert "rank 3 failed: ValueError: bad (train.py:5)" in told.text
+
+
+def test_an_error_that_was_wrapped_waits_for_its_cause():
+    sightings, seen = nodes(), scene()
+    sum_of_0 = seen.ranks[0].calls[-1]
+    lost = replace(sum_of_0, ended_s=seen.now_s - 1, outcome="peer_lost")
+    wrapped = replace(seen.ranks[0], calls=(*seen.ranks[0].calls[:-1], lost))
+    seen = replace(seen, ranks=(wrapped, *seen.ranks[1:]))
+    ending = Ending(Manner.EXCEPTION, seen.now_s - 1, "RuntimeError: training failed", "train.py:99")
+    sightings.reported("a", Sighting(ended(seen, [0, 1], 0, ending), is_failure=True), 1.0)
+    assert sightings.tick(1.0 + FAILURE_PATIENCE_S) == []
+    [(_, told)] = sightings.tick(1.0 + FAILURE_LAST_PATIENCE_S)
+    assert "rank 0 failed: RuntimeError" in told.text, "nothing else is known"
+
+
+def test_the_first_of_failures_on_two_nodes_is_blamed():
+    """The pictures come four seconds apart: by their own clocks alone, the later one would seem to be the earlier."""
+    sightings, seen = nodes(), scene()
+    sightings.inner.failures = (Failure(3, 1, 1, 0.0, None),)
+    first = Ending(Manner.EXCEPTION, seen.now_s - 0.5, "ValueError: the first", "train.py:5")
+    second = Ending(Manner.EXCEPTION, seen.now_s - 1.0, "KeyError: the second", "train.py:9")
+    sightings.reported("b", Sighting(ended(seen, [2, 3], 3, first), is_last=True), 1.0)
+    sightings.reported("a", Sighting(ended(seen, [0, 1], 0, second), is_last=True), 5.0)
+    (_, told), _ = sightings.ended("a", "", 5.0)
+    assert "rank 3 failed: ValueError: the first" in told.text
+
+
+def test_a_failure_is_told_when_its_node_is_lost():
+    sightings, seen = nodes(), scene()
+    sightings.reported("b", failed(seen, [2, 3], 3), 1.0)
+    (_, told), (_, end) = sightings.lost("b", "its launcher has ended", 1.1)
+    assert told.is_last and "rank 3 failed: ValueError: bad (train.py:5)" in told.text
+    assert isinstance(end, End)
 
 
 def test_a_picture_that_is_none_is_ignored():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from paceline.launch.alarm import Alarm
-from paceline.launch.failures import Failure, keep, read_record
+from paceline.launch.failures import Failure, Record, keep, read_record
 from paceline.launch.following import Following, failure_of
 from paceline.launch.keyboard import Keyboard
 from paceline.launch.memory import MemoryWatch
@@ -61,7 +61,7 @@ class Generation:
         self._memory = MemoryWatch()
         self._grace_s = shutdown_timeout_s
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
-        self._was_asked_to_end = False
+        self._asked_s: float | None = None  # at what time of day the workers were asked to end
 
     def follow(self, worker: Worker, outputs: list[Output]) -> None:
         """Watches a worker that has just been started: passes on its output, and notices its end."""
@@ -162,10 +162,8 @@ class Generation:
         if code == 0:
             return
         record = read_record(worker.error_file)
-        if self._was_asked_to_end and (
-            not self.failures or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))
-        ):
-            return  # it ended because it was asked to
+        if self._asked_s is not None and ended_as_asked(code, record, self._asked_s, is_first=not self.failures):
+            return
         failure = failure_of(worker, code, record, self._memory)
         keep(failure)
         self.failures.append(failure)
@@ -174,6 +172,23 @@ class Generation:
             self._on_failure(failure)
 
     def _signal(self, number: int) -> None:
-        self._was_asked_to_end = True
+        if self._asked_s is None:
+            self._asked_s = time.time()
         self.signal(number)
         self.signal(signal.SIGCONT)  # a stopped worker hears it now, before anything else of its program runs
+
+
+def ended_as_asked(code: int, record: Record | None, asked_s: float, is_first: bool) -> bool:
+    """Returns whether a worker that did not end well ended because it was asked to.
+
+    One that had raised an exception before, and was only slow to end, may be the cause of what went wrong elsewhere.
+
+    Args:
+        code: its exit code.
+        record: the exception that it left.
+        asked_s: at what time of day it was asked to end.
+        is_first: whether no worker of this machine had failed before it.
+    """
+    if record is not None and record.time_s < asked_s and record.kind != "KeyboardInterrupt":
+        return False
+    return is_first or (record is None and code in (-signal.SIGTERM, -signal.SIGKILL))

@@ -65,7 +65,7 @@ def _failed(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
         most = max(others, key=lambda wait: len(wait.waiters))
         told = f"; {waiting(scene, most, without=first.rank)}"
     sentence = f"{beginning(scene, [first.rank])}{named([first.rank], scene.word)} failed: {ending.how}{where}{after}"
-    return Verdict(_OWN_FAULTS[ending.manner], (first.rank,), sentence + told)
+    return Verdict(_OWN_FAULTS[ending.manner], (first.rank,), sentence + told, is_certain=not _was_led(first))
 
 
 def _was_led(rank: Rank) -> bool:
@@ -148,7 +148,7 @@ def _missed(scene: Scene, waits: Sequence[Wait]) -> Verdict | None:
     wait = max(strange, key=lambda each: len(each.waiters))
     who = named(wait.strangers, scene.word)
     sentence = f"{beginning(scene, wait.waiters)}{waiting(scene, wait)}; {who} did not come and left nothing to read"
-    return Verdict(Cause.UNKNOWN, wait.strangers, sentence)
+    return Verdict(Cause.UNKNOWN, wait.strangers, sentence, is_certain=False)
 
 
 def _miscounted(scene: Scene, wait: Wait) -> Verdict | None:

@@ -40,9 +40,10 @@ def look(workers: Sequence[Watched], patience: Patience, is_asked: bool, look_s:
     ranks = []
     for worker in workers:
         process = processes.between(first[worker.pid], last := processes.sample(worker.pid))
-        frames = _stack(worker.pid, last)
-        process = replace(process, moves=frames != before[worker.pid])
-        ranks.append(_seen(worker, process, frames))
+        frames, earlier = _stack(worker.pid, last), before[worker.pid]
+        moves = bool(frames and earlier) and frames != earlier  # a stack that did not come in time says nothing
+        is_still = process.state in STILL
+        ranks.append(_seen(worker, replace(process, moves=moves), frames or (() if is_still else earlier)))
     return Picture(time.monotonic(), tuple(ranks), _stalled_since_s(ranks, soon))
 
 

@@ -44,12 +44,14 @@ class Verdict:
         blamed: the ranks that are at fault, or one of which is.
         sentence: what the user reads.
         is_fault: whether something is wrong; otherwise others wait for a rank that works on something.
+        is_certain: whether no rank of which nothing is known can have led to it.
     """
 
     cause: Cause
     blamed: tuple[int, ...]
     sentence: str
     is_fault: bool = True
+    is_certain: bool = True
 
     @property
     def is_failure(self) -> bool:

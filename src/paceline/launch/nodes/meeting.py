@@ -89,7 +89,7 @@ def open_meeting(
 
         return join_elastic(job, job.elastic, secret, say, address, listener, _policy(job), steering)
     if listener is not None and steering is not None:
-        server = MeetingServer(listener, secret, Viewing(Sightings(steering)), options.silence_s)
+        server = MeetingServer(listener, secret, Viewing(Sightings(steering)), options.silence_s, bears_starvation=True)
         address = server.address
     try:
         client = dial(address, secret, options.join_timeout_s, options.silence_s, say)

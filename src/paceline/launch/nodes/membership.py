@@ -230,7 +230,7 @@ class Membership:
         if self.phase is Phase.OVER:
             return []
         if join.serves or (self.policy.is_static and self.phase is not Phase.GATHERING):
-            return self._end(End(1, why))
+            return self._end(End(1, why, self._causes()))
         if node not in self._open:
             return self._gather(now_s) if self.phase is Phase.GATHERING else []
         self._lost.append(why)
@@ -255,6 +255,11 @@ class Membership:
         which = f"restart {self.restarts} of {self.policy.max_restarts} in {pause_s(self._in_a_row):g} s"
         reason = f"{which}: rank {cause.rank} failed ({cause.host}, pid {cause.pid}, {cause.how})"
         return [(node, Wait(reason)) for node in self.nodes]
+
+    def _causes(self) -> tuple[Failure, ...]:
+        """Returns the failures of this generation, unless a lost node explains them all."""
+        is_over = self.phase is Phase.GATHERING or all(each.is_consequence for each in self._failures)
+        return () if is_over else shortened(self._failures)
 
     def _begin_gathering(self, now_s: float) -> Orders:
         self.phase = Phase.GATHERING

@@ -65,7 +65,7 @@ class RemoteClient:
         self, connection: Connection, silence_s: float, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._queue = OrderQueue()
-        self._wire = Wire(connection, silence_s, self._queue.put, self._lost, clock_ns)
+        self._wire = Wire(connection, silence_s, self._queue.put, self._lost, True, clock_ns)
         self.local_address = self._wire.local_address
         self._wire.start()
 

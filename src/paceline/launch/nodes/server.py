@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -11,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 
 from paceline.launch.nodes.framing import Inbox, MessageError, encode
-from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Report, TellTime
+from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Order, Report, TellTime
+from paceline.launch.nodes.starvation import is_starved
 from paceline.launch.nodes.steering import Orders, Steering
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection, receive_now
@@ -22,22 +24,66 @@ CHANNEL = "node"
 HEARTBEAT_S = 0.5
 _SEND_S = 1.0
 _STALL_S = 1.0  # after a pause of this process as long as this, silence says nothing about the others
+_LONGEST_TURN_S = 30.0  # a server that is busy for longer gives no more signs of life
 _LARGEST_READ = 1 << 16
 
 
 @dataclass
 class _Node:
+    """A node, to which two threads send; `fault` says why nothing more can be sent to it."""
+
     name: str
     connection: Connection
     heard_s: float
     inbox: Inbox = field(default_factory=Inbox)
+    fault: str = ""
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def send(self, message: Order) -> None:
+        """Sends a message whole, or sets `fault`."""
+        with self._sending:
+            if not self.fault:
+                try:
+                    self.connection.sendall(encode(message))
+                except OSError as error:
+                    self.fault = str(error)
+
+    def part(self) -> None:
+        """Closes the connection; the other side, if it lives, must not take that for the end of this launcher."""
+        self.send(Dropped())
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection, when nobody sends."""
+        with self._sending:
+            self.fault = self.fault or "the connection was closed"
+            self.connection.close()
 
 
 class MeetingServer:
-    """Serves on `listener`, a listening socket, which it takes over, in a thread of its own until `close`."""
+    """Serves on `listener`, a listening socket, which it takes over, in threads of its own until `close`.
 
-    def __init__(self, listener: socket.socket, secret: bytes | None, steering: Steering, silence_s: float) -> None:
+    One thread serves. Another one gives the nodes signs of life, since to explain a failure takes the first one
+    seconds on a busy machine, in which the nodes would otherwise believe that the meeting is lost.
+
+    Args:
+        listener: the socket.
+        secret: the job's.
+        steering: decides what the nodes do.
+        silence_s: a node that is silent for longer is lost.
+        bears_starvation: whether a node may be silent for longer while its machine answers.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes | None,
+        steering: Steering,
+        silence_s: float,
+        bears_starvation: bool = False,
+    ) -> None:
         self._steering = steering
+        self._bears_starvation = bears_starvation
         self._silence_s = silence_s
         self._nodes: dict[str, _Node] = {}
         self._came: list[Connection] = []
@@ -49,15 +95,22 @@ class MeetingServer:
         self.address: tuple[str, int] = listener.getsockname()[:2]
         key = derive_key(secret, CHANNEL)
         self._doorkeeper = Doorkeeper(listener, key, CHANNEL, self._admit, secret=secret)
-        self._thread = threading.Thread(target=self._serve, name="paceline-meeting", daemon=True)
-        self._thread.start()
+        self._turned_s = time.monotonic()  # when the serving thread last began a turn
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=each, name=f"paceline-meeting{suffix}", daemon=True)
+            for each, suffix in ((self._serve, ""), (self._beat, "-beat"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self, linger_s: float = 2.0) -> None:
         """Waits for the nodes to disconnect, `linger_s` seconds at most; idempotent."""
         if self._closing_by_s is None:
             self._closing_by_s = time.monotonic() + linger_s
             os.write(self._waking, b".")
-            self._thread.join()
+            for thread in self._threads:
+                thread.join()
             self._doorkeeper.close()
             self._selector.close()
             os.close(self._waiting)
@@ -75,25 +128,30 @@ class MeetingServer:
         self.wake()
 
     def _serve(self) -> None:
-        next_beat_s = 0.0
+        try:
+            self._take_turns()
+        finally:
+            self._is_over.set()
+
+    def _take_turns(self) -> None:
         while self._closing_by_s is None or (self._nodes and time.monotonic() < self._closing_by_s):
             now_s = time.monotonic()
-            if now_s - next_beat_s > _STALL_S:
+            if now_s - self._turned_s > HEARTBEAT_S + _STALL_S:
                 for node in self._nodes.values():
                     node.heard_s = max(node.heard_s, now_s)
-            if now_s >= next_beat_s:
-                next_beat_s = now_s + HEARTBEAT_S
-                self._beat()
-            until_s = min(next_beat_s, self._steering.deadline_s or next_beat_s)
-            for key, _ in self._selector.select(max(0.0, until_s - now_s)):
+            self._turned_s = now_s
+            until_s = min(now_s + HEARTBEAT_S, self._steering.deadline_s or math.inf)
+            ready = self._selector.select(max(0.0, until_s - now_s))
+            woken_s = time.monotonic()
+            for key, _ in ready:
                 if key.data is None:
                     self._welcome()
                 else:
                     self._hear(key.data)
-            self._find_the_silent()
+            self._find_the_lost(woken_s)
             self._carry(self._steering.tick(time.monotonic()))
         for node in list(self._nodes.values()):
-            node.connection.close()
+            node.close()
 
     def _welcome(self) -> None:
         os.read(self._waiting, 4096)
@@ -121,20 +179,30 @@ class MeetingServer:
         node.heard_s = time.monotonic()
         for message in messages:
             if isinstance(message, AskTime):
-                self._send(node, encode(TellTime(message.asked_ns, time.monotonic_ns())))
+                self._send(node, TellTime(message.asked_ns, time.monotonic_ns()))
             elif isinstance(message, Report):
                 self._carry(self._steering.reported(node.name, message, node.heard_s))
 
     def _beat(self) -> None:
-        for node in list(self._nodes.values()):
-            self._send(node, encode(Alive()))
+        while not self._is_over.wait(HEARTBEAT_S):
+            if time.monotonic() - self._turned_s < _LONGEST_TURN_S:
+                for node in list(self._nodes.values()):
+                    node.send(Alive())
 
-    def _find_the_silent(self) -> None:
-        now_s = time.monotonic()
+    def _find_the_lost(self, now_s: float) -> None:
+        """Drops the nodes of which nothing was heard until `now_s`, and those to which nothing can be sent.
+
+        What has come since `now_s` may not have been read, as long as this thread was busy.
+        """
         for node in list(self._nodes.values()):
-            if now_s - node.heard_s > self._silence_s:
-                silent_s = now_s - node.heard_s
+            silent_s = now_s - node.heard_s
+            if node.fault:
+                self._drop(node, node.fault)
+            elif silent_s > self._silence_s and not self._is_starved(node, silent_s):
                 self._drop(node, f"nothing was heard of it for {silent_s:.1f} s", silent_s=silent_s)
+
+    def _is_starved(self, node: _Node, silent_s: float) -> bool:
+        return self._bears_starvation and is_starved(node.connection, silent_s, self._silence_s / 2)
 
     def _carry(self, orders: Orders) -> None:
         for name, order in orders:
@@ -143,13 +211,12 @@ class MeetingServer:
             if isinstance(order, Dropped):
                 self._part(self._nodes.pop(name))
             else:
-                self._send(self._nodes[name], encode(order))
+                self._send(self._nodes[name], order)
 
-    def _send(self, node: _Node, data: bytes) -> None:
-        try:
-            node.connection.sendall(data)
-        except OSError as error:
-            self._drop(node, str(error))
+    def _send(self, node: _Node, order: Order) -> None:
+        node.send(order)
+        if node.fault:
+            self._drop(node, node.fault)
 
     def _drop(self, node: _Node, why: str, has_ended: bool = False, silent_s: float = 0.0) -> None:
         if self._nodes.pop(node.name, None) is None:
@@ -162,8 +229,5 @@ class MeetingServer:
             self._carry(self._steering.lost(node.name, why, now_s, silent_s))
 
     def _part(self, node: _Node) -> None:
-        """Closes a connection; the other side, if it lives, must not take that for the end of this launcher."""
-        with contextlib.suppress(OSError):
-            node.connection.sendall(encode(Dropped()))
         self._selector.unregister(node.connection)
-        node.connection.close()
+        node.part()

@@ -6,7 +6,7 @@ It stands around the state machine that decides what the nodes do, and is one it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.launch.nodes.around import Around
@@ -20,7 +20,27 @@ if TYPE_CHECKING:
     from paceline.observe.verdict import Verdict
 
 PATIENCE_S = 4.0  # for the other nodes' pictures, which take as long as a look
-FAILURE_PATIENCE_S = 0.3  # likewise when a worker has failed, for pictures that are taken at once
+LAST_PATIENCE_S = 10.0  # likewise if the cause may be where they are taken; a node that is lost is not waited for
+FAILURE_PATIENCE_S = 0.3  # when a worker has failed, for pictures that are taken at once
+FAILURE_LAST_PATIENCE_S = 4.0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A picture, and when it came: those of several nodes may be seconds apart, and their clocks do not tell that."""
+
+    picture: Picture
+    at_s: float
+
+    def by(self, now_s: float) -> Picture:
+        """Returns the picture as if it had been taken now."""
+        return replace(self.picture, taken_s=self.picture.taken_s + now_s - self.at_s)
+
+    @property
+    def stalled_since_s(self) -> float | None:
+        """Since when, on the clock of `at_s`, a call lasts too long; None if none does."""
+        since_s = self.picture.stalled_since_s
+        return None if since_s is None else self.at_s - (self.picture.taken_s - since_s)
 
 
 @dataclass
@@ -30,21 +50,29 @@ class Round:
     Attributes:
         missing: the nodes whose pictures have not come.
         deadline_s: when to make do with those that have.
+        last_s: when to do so if they do not tell what the cause is.
         pictures: by node.
     """
 
     missing: set[str]
     deadline_s: float
-    pictures: dict[str, Picture] = field(default_factory=dict)
+    last_s: float
+    pictures: dict[str, Arrived] = field(default_factory=dict)
 
-    def add(self, node: str, picture: Picture) -> None:
+    def add(self, node: str, arrived: Arrived) -> None:
         """Takes a node's picture, asked for or not."""
-        self.pictures[node] = picture
+        self.pictures[node] = arrived
         self.missing.discard(node)
 
     def is_over(self, now_s: float) -> bool:
         """Returns whether nothing is waited for any longer."""
         return not self.missing or now_s >= self.deadline_s
+
+    def goes_on(self) -> bool:
+        """Waits until `last_s`; returns whether there is anything to wait for."""
+        is_later = bool(self.missing) and self.last_s > self.deadline_s
+        self.deadline_s = self.last_s
+        return is_later
 
 
 @dataclass
@@ -58,7 +86,7 @@ class Sightings(Around):
     word: str = "rank"
     _stall: Round | None = None
     _failure: Round | None = None  # one in each generation
-    _last: dict[str, Picture] = field(default_factory=dict)  # of workers that have ended
+    _last: dict[str, Arrived] = field(default_factory=dict)  # of workers that have ended
     _said: Said = field(default_factory=Said)
     _has_failed: bool = False  # a worker of this generation
     _has_ended: bool = False
@@ -75,19 +103,19 @@ class Sightings(Around):
         """Takes a node's report."""
         if isinstance(report, Sighting):
             return self._sighted(node, report, now_s)
-        return self._with_the_last_word(super().reported(node, report, now_s))
+        return self._with_the_last_word(super().reported(node, report, now_s), now_s)
 
     def ended(self, node: str, why: str, now_s: float) -> Orders:
         """Removes a node whose launcher has ended."""
-        return self._with_the_last_word(super().ended(node, why, now_s))
+        return self._with_the_last_word(super().ended(node, why, now_s), now_s)
 
     def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
         """Removes a node that was lost."""
-        return self._with_the_last_word(super().lost(node, why, now_s, silent_s))
+        return self._with_the_last_word(super().lost(node, why, now_s, silent_s), now_s)
 
     def tick(self, now_s: float) -> Orders:
         """Does what is due at `now_s`."""
-        return [*self._with_the_last_word(super().tick(now_s)), *self._conclude(now_s)]
+        return [*self._with_the_last_word(super().tick(now_s), now_s), *self._conclude(now_s)]
 
     def _sighted(self, node: str, sighting: Sighting, now_s: float) -> Orders:
         if not sighting.body:
@@ -99,66 +127,74 @@ class Sightings(Around):
             picture = decode(sighting.body)
         except ValueError:
             return []
+        arrived = Arrived(picture, now_s)
         orders: Orders = []
         if sighting.is_last:
-            self._last[node] = picture
+            self._last[node] = arrived
             if self._failure is not None:
-                self._failure.add(node, picture)
+                self._failure.add(node, arrived)
         elif sighting.is_failure:
             if not self._has_failed:
                 self._has_failed = True
-                self._failure, orders = self._round(node, now_s + FAILURE_PATIENCE_S, Look(is_failure=True))
+                self._failure, orders = self._round(
+                    node, Look(is_failure=True), now_s + FAILURE_PATIENCE_S, now_s + FAILURE_LAST_PATIENCE_S
+                )
                 for other, last in self._last.items():
                     self._failure.add(other, last)
             if self._failure is not None:
-                self._failure.add(node, picture)
+                self._failure.add(node, arrived)
         else:
             if self._stall is None and picture.stalled_since_s is not None:
-                self._stall, orders = self._round(node, now_s + PATIENCE_S, Look())
+                self._stall, orders = self._round(node, Look(), now_s + PATIENCE_S, now_s + LAST_PATIENCE_S)
             if self._stall is not None:
-                self._stall.add(node, picture)
+                self._stall.add(node, arrived)
         return [*orders, *self._conclude(now_s)]
 
-    def _round(self, node: str, deadline_s: float, order: Look) -> tuple[Round, Orders]:
+    def _round(self, node: str, order: Look, deadline_s: float, last_s: float) -> tuple[Round, Orders]:
         """Returns a round that a node's picture has begun, and the orders to all others."""
         others = set(self._serves) - {node}
-        return Round(others, deadline_s), [(other, order) for other in sorted(others)]
+        return Round(others, deadline_s, last_s), [(other, order) for other in sorted(others)]
 
     def _conclude(self, now_s: float) -> Orders:
         """Says what the pictures of a round show that is over."""
         if self._failure is not None and self._failure.is_over(now_s):
-            finished, self._failure = self._failure, None
-            verdict = self._verdict(finished.pictures)
-            if verdict is None or not (verdict.is_failure or (verdict.is_fault and not finished.missing)):
-                return []  # what is missing may be the cause
-            return self._tell_verdict(verdict, now_s)
+            return self._conclude_failure(self._failure, now_s)
         if self._stall is None or not self._stall.is_over(now_s):
             return []
-        pictures, self._stall = self._stall.pictures, None
-        stalls = [
-            picture.taken_s - picture.stalled_since_s
-            for picture in pictures.values()
-            if picture.stalled_since_s is not None
-        ]
-        verdict = self._verdict(pictures)
-        return [] if verdict is None or not stalls else self._tell_verdict(verdict, now_s - max(stalls))
+        verdict = self._verdict(self._stall.pictures, now_s)
+        if (verdict is None or not verdict.is_certain) and self._stall.goes_on():
+            return []
+        pictures, self._stall = self._stall.pictures.values(), None
+        stalls = [since_s for each in pictures if (since_s := each.stalled_since_s) is not None]
+        return [] if verdict is None or not stalls else self._tell_verdict(verdict, min(stalls))
+
+    def _conclude_failure(self, finished: Round, now_s: float) -> Orders:
+        """Says what has failed, or waits on for the nodes that are missing, since one of them may have the cause."""
+        verdict = self._verdict(finished.pictures, now_s)
+        is_known = verdict is not None and verdict.is_failure and verdict.is_certain
+        if not is_known and finished.goes_on():
+            return []
+        self._failure = None
+        if verdict is None or not (verdict.is_failure or (verdict.is_fault and not finished.missing)):
+            return []
+        return self._tell_verdict(verdict, now_s)
 
     def _tell_verdict(self, verdict: Verdict, since_s: float) -> Orders:
         """Says it, unless that was said before."""
         text = self._said.tell(verdict, since_s)
         return self._tell(text, verdict.blamed) if text is not None else []
 
-    def _verdict(self, pictures: Mapping[str, Picture]) -> Verdict | None:
+    def _verdict(self, pictures: Mapping[str, Arrived], now_s: float) -> Verdict | None:
         from paceline.observe.diagnosis import diagnose
         from paceline.observe.picture import scene_of
 
-        return carefully(lambda: diagnose(scene_of(pictures.values(), self.word)), None)
+        return carefully(lambda: diagnose(scene_of((each.by(now_s) for each in pictures.values()), self.word)), None)
 
     def _tell(self, text: str, blamed: tuple[int, ...] | None = None) -> Orders:
         told = Told(text, is_stall=blamed is not None, blamed=blamed or ())
         return [(node, told) for node in self._serving() or self._serves]  # who served first may be gone
 
-    def _with_the_last_word(self, orders: Orders) -> Orders:
+    def _with_the_last_word(self, orders: Orders, now_s: float) -> Orders:
         """Adds, in front of the orders that end a job, why it has failed, or which ranks the others waited for."""
         if any(isinstance(order, Start) for _, order in orders):
             self._stall = self._failure = None
@@ -169,16 +205,22 @@ class Sightings(Around):
         if self._has_ended or not ends:
             return orders
         self._has_ended = True
-        texts = []
-        if self._last and ends[0][1].failures:
-            verdict = self._verdict(self._last)
-            texts = [verdict.sentence] if verdict is not None and verdict.is_fault else []
-        elif self._last and ends[0][1].code == 0:
+        told = [(node, Told(text, is_last=True)) for text in self._last_words(ends[0][1], now_s) for node, _ in ends]
+        return [*told, *orders]
+
+    def _last_words(self, end: End, now_s: float) -> list[str]:
+        """Returns what is to be said at the end of a job, in sentences."""
+        if end.code == 0:
             from paceline.observe.lateness import lateness
 
-            texts = carefully(lambda: lateness(self._last.values(), self.word), [])
-        told = [(node, Told(text, is_last=True)) for text in texts for node, _ in ends]
-        return [*told, *orders]
+            pictures = [each.picture for each in self._last.values()]
+            return carefully(lambda: lateness(pictures, self.word), [])
+        seen = self._failure.pictures if self._failure is not None else {}
+        verdict = self._verdict({**seen, **self._last}, now_s) if seen or (self._last and end.failures) else None
+        # Without a failure the job ends since a node is gone; a rank that failed before is worth telling all the same.
+        if verdict is None or not (verdict.is_failure or (verdict.is_fault and end.failures)):
+            return []
+        return [verdict.sentence]
 
     def _forget(self, node: str) -> None:
         super()._forget(node)

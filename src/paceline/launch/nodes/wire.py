@@ -13,6 +13,7 @@ from enum import Enum, auto
 from paceline.launch.nodes.framing import Inbox, MessageError, encode
 from paceline.launch.nodes.messages import Alive, AskTime, Begin, Know, Order, Report, Start, TellTime
 from paceline.launch.nodes.server import CHANNEL, HEARTBEAT_S
+from paceline.launch.nodes.starvation import is_starved
 from paceline.observe.clocks import Offset, OffsetEstimate
 from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import TIMEOUT_S, Hello, prove
@@ -38,6 +39,7 @@ class Wire:
         silence_s: a connection that is silent for longer is lost.
         on_order: is called with each order, from a thread.
         on_lost: is called once, from a thread, when the connection is lost, with a reason for the user.
+        bears_starvation: whether the other side may be silent for longer while its machine answers.
         clock_ns: the clock whose offset to the other side's is measured.
     """
 
@@ -47,9 +49,11 @@ class Wire:
         silence_s: float,
         on_order: Callable[[Order], None],
         on_lost: Callable[[Lost, str], None],
+        bears_starvation: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._clock_ns = clock_ns
+        self._bears_starvation = bears_starvation
         self._offset = OffsetEstimate()
         self._measuring = threading.Lock()
         self._may_ask = False  # a meeting of another version must not get a message that it does not know
@@ -105,7 +109,10 @@ class Wire:
                 data = self._connection.recv(1 << 16)
                 messages = inbox.feed(data)
             except TimeoutError:
-                self._lost(Lost.SILENT, f"nothing was heard of it for {self._silence_s:g} s")
+                silent_s = max(self._silence_s, time.monotonic() - self._heard_s)
+                if self._bears_starvation and is_starved(self._connection, silent_s, self._silence_s / 2):
+                    continue
+                self._lost(Lost.SILENT, f"nothing was heard of it for {silent_s:.2g} s")
                 return
             except (OSError, MessageError) as error:
                 is_recent = time.monotonic() - self._heard_s <= self._silence_s

@@ -1,0 +1,80 @@
+"""What the blocks of docs/observe.md show: how often a fault is told right, and who is accused in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from publish.results import Result, Row
+from publish.tables import markdown, number, source
+
+Results = Mapping[str, Result]
+
+_FAULTS = {
+    "skip": "a rank skips a call",
+    "extra": "a rank makes a call twice",
+    "shape": "a rank's tensor has another shape",
+    "order": "a rank makes calls in another order",
+    "stop": "a rank is stopped (SIGSTOP)",
+    "kill": "a rank is killed (SIGKILL)",
+    "loader": "a rank waits for its data",
+    "stuck": "a rank is stuck in native code",
+    "deadlock": "two groups wait for each other",
+    "raise": "a rank raises an exception",
+    "memory": "a rank takes all memory",
+    "slow_core": "a rank computes more slowly",
+    "slow_link": "the network is slow",
+}
+
+
+def faults(results: Results) -> str:
+    """Returns a line for each class of faults, and one for all together."""
+    result = results["verdicts"]
+    rows = result.rows("faults")
+    heads = ["what happens", "one host", "two hosts", "until it is told: median", "longest", "torch, one host"]
+    lines = [
+        [told, *_counts([row for row in rows if row["fault"] == fault])]
+        for fault, told in _FAULTS.items()
+        if any(row["fault"] == fault for row in rows)
+    ]
+    return "\n\n".join([markdown(heads, [*lines, ["all", *_counts(rows, has_times=False)]]), source(result)])
+
+
+def _counts(rows: Sequence[Row], has_times: bool = True) -> list[object]:
+    """Returns the cells of rows together: how many runs were told right on one host and two, how soon, and by torch."""
+    by_hosts = [[row for row in rows if row["hosts"] == hosts] for hosts in (1, 2)]
+    torch = [row for row in rows if row.get("torch names the rank") is not None]
+    times = [row for row in rows if has_times and row.get("median s") is not None]
+    return [
+        *(_of(own, "right") for own in by_hosts),
+        _seconds(times, "median s"),
+        f"{number(max(row['longest s'] for row in times))} s" if times else None,
+        _of(torch, "torch names the rank"),
+    ]
+
+
+def _of(rows: Sequence[Row], column: str) -> str | None:
+    """Returns how many of the runs a column counts."""
+    return f"{sum(row[column] for row in rows)} of {sum(row['runs'] for row in rows)}" if rows else None
+
+
+def _seconds(rows: Sequence[Row], column: str) -> str | None:
+    """Returns the range of a column's times."""
+    values = sorted(row[column] for row in rows)
+    ends = list(dict.fromkeys(number(value) for value in values[:: max(1, len(values) - 1)]))
+    return f"{' to '.join(ends)} s" if ends else None
+
+
+def healthy(results: Results) -> str:
+    """Returns a line for each kind of work with which rank 0 keeps the others waiting."""
+    result = results["verdicts-healthy"]
+    kinds = {"evaluate": "evaluates", "save": "saves a checkpoint", "compile": "waits for a compiler"}
+    lines = []
+    for kind, told in kinds.items():
+        rows = result.rows("healthy", healthy=kind)
+        accused, waited = (sum(row[name] for row in rows) for name in ("false verdicts", "told that others wait"))
+        lines.append([f"rank 0 {told}", str(sum(row["runs"] for row in rows)), str(accused), str(waited)])
+    heads = ["what happens", "runs", "false verdicts", "told that the others wait, which is no error"]
+    return "\n\n".join([markdown(heads, lines), source(result)])
+
+
+VERDICTS: dict[str, Callable[[Results], str]] = {"verdicts": faults, "verdicts-healthy": healthy}

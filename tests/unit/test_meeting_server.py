@@ -1,0 +1,92 @@
+"""The server of a meeting does not lose its nodes while it thinks, and they do not lose it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from launching import wait_until
+
+from paceline.launch.nodes import server as serving
+from paceline.launch.nodes.messages import Alive, Finished, Stopped
+from paceline.launch.nodes.remote_client import dial
+from paceline.launch.nodes.server import MeetingServer
+from paceline.launch.nodes.steering import Orders
+
+SILENCE_S = 60.0  # of the test's own clock, which runs ahead of the real one
+
+
+@dataclass
+class Thinker:
+    """A steering that thinks about a report of kind `Stopped` until it may go on."""
+
+    deadline_s = None
+    thinks: threading.Event = field(default_factory=threading.Event)
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+    reports: list[object] = field(default_factory=list)
+    lost_nodes: list[str] = field(default_factory=list)
+
+    def reported(self, node: str, report: object, now_s: float) -> Orders:
+        if isinstance(report, Stopped):
+            self.thinks.set()
+            assert self.may_go_on.wait(60)
+        self.reports.append(report)
+        return []
+
+    def ended(self, node: str, why: str, now_s: float) -> Orders:
+        return []
+
+    def lost(self, node: str, why: str, now_s: float, silent_s: float = 0.0) -> Orders:
+        self.lost_nodes.append(why)
+        return []
+
+    def tick(self, now_s: float) -> Orders:
+        return []
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    monkeypatch.setattr(serving, "HEARTBEAT_S", 0.05)
+    thinker = Thinker()
+    server = MeetingServer(socket.create_server(("127.0.0.1", 0)), None, thinker, SILENCE_S)
+    clients = [dial(server.address, None, 60.0, SILENCE_S, print) for _ in range(2)]
+    for client in clients:
+        client.send(Finished(0))
+    wait_until(lambda: thinker.reports.count(Finished(0)) == 2)
+    yield thinker, clients
+    thinker.may_go_on.set()
+    for client in clients:
+        client.close()
+    server.close(0.0)
+
+
+def test_a_server_that_thinks_gives_signs_of_life(meeting):
+    thinker, clients = meeting
+    clients[0].send(Stopped(1, 2))
+    assert thinker.thinks.wait(60)
+    heard: list[object] = []
+
+    def has_heard(client) -> bool:
+        heard.extend(client.receive())
+        return heard.count(Alive()) > 10  # more than can have been on their way
+
+    for client in clients:
+        client.receive()
+        heard.clear()
+        wait_until(lambda client=client: has_heard(client))
+
+
+def test_what_came_while_the_server_thought_was_no_silence(meeting, monkeypatch):
+    thinker, (first, second) = meeting
+    first.send(Stopped(1, 2))
+    assert thinker.thinks.wait(60)
+    ahead = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * SILENCE_S, monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(serving, "time", ahead)
+    second.send(Finished(1))
+    thinker.may_go_on.set()
+    wait_until(lambda: Finished(1) in thinker.reports)
+    assert thinker.lost_nodes == []

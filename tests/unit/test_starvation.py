@@ -1,0 +1,96 @@
+"""A launcher that lacks a processor is not taken for one that is gone."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+from launching import wait_until
+
+from paceline.launch.nodes import wire
+from paceline.launch.nodes.messages import End
+from paceline.launch.nodes.remote_client import dial
+from paceline.launch.nodes.starvation import PATIENCE_S, is_starved
+
+
+@pytest.fixture
+def connection():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mine = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+        with mine, theirs:
+            yield mine
+
+
+def test_what_a_machine_acknowledges_shows_that_it_is_there(connection):
+    connection.sendall(b"beat")  # which nobody reads
+    wait_until(lambda: is_starved(connection, 3.0, 0.0))
+
+
+def test_patience_with_a_silent_launcher_ends(connection):
+    assert not is_starved(connection, PATIENCE_S, 60.0)
+
+
+class Kernel:
+    """A connection of which the kernel tells this, as in `struct tcp_info` of linux/tcp.h."""
+
+    def __init__(self, repeated: int, last_answer_ms: int) -> None:
+        self._info = bytes([1, 0, repeated, *[0] * 53]) + last_answer_ms.to_bytes(4, sys.byteorder)
+
+    def getsockopt(self, level: int, option: int, nbytes: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return self._info[:nbytes]
+
+
+@pytest.mark.parametrize(
+    ("repeated", "last_ms", "is_there"), [(0, 5000, True), (1, 5000, True), (3, 900, True), (3, 1500, False)]
+)
+def test_a_machine_that_acknowledges_nothing_is_lost(repeated, last_ms, is_there):
+    assert is_starved(Kernel(repeated, last_ms), 2.0, 1.0) is is_there
+
+
+def test_a_closed_connection_leads_to_nobody(connection):
+    connection.close()
+    assert not is_starved(connection, 2.0, 1.0)
+
+
+class Mute:
+    """A server's part of the handshake, after which it says nothing."""
+
+    deadline_s = None
+
+    def reported(self, node, report, now_s):
+        return []
+
+    def ended(self, node, why, now_s):
+        return []
+
+    def lost(self, node, why, now_s, silent_s=0.0):
+        return []
+
+    def tick(self, now_s):
+        return []
+
+
+def test_a_silent_meeting_is_lost_once_its_machine_is(monkeypatch):
+    from paceline.launch.nodes import server as serving
+
+    asked = []
+
+    def answers(connection, silent_s, within_s) -> bool:
+        asked.append(silent_s)
+        return len(asked) < 3
+
+    monkeypatch.setattr(serving, "HEARTBEAT_S", 60.0)
+    monkeypatch.setattr(wire, "is_starved", answers)
+    server = serving.MeetingServer(socket.create_server(("127.0.0.1", 0)), None, Mute(), 60.0)
+    client = dial(server.address, None, 60.0, 0.1, print)
+    try:
+        told = []
+        wait_until(lambda: told.extend(client.receive()) or told)
+        assert len(asked) == 3 and asked == sorted(asked)
+        assert isinstance(told[0], End) and "was lost: nothing was heard of it for" in told[0].reason
+    finally:
+        client.close()
+        server.close(0.0)
