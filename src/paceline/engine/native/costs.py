@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -13,6 +12,7 @@ import torch
 
 from paceline import _core
 from paceline.engine.algorithms import UNMEASURED
+from paceline.engine.api import KnownCosts
 from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
@@ -30,8 +30,12 @@ _TIMEOUT_NS = 60_000_000_000
 _ALONE = 1  # as a number of bytes: no message follows the number
 
 
-def agree_on_costs(formation: Formation, topology: Topology, links: Messages, timeout_s: float) -> CostModel:
-    """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 measures.
+def agree_on_costs(
+    formation: Formation, topology: Topology, links: Messages, known: KnownCosts, timeout_s: float
+) -> CostModel:
+    """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 knows or measures.
+
+    What was measured is added to `known`, on all ranks, so that the next group of these hosts forms sooner.
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
     in seconds a message, beta and gamma in seconds a byte.
@@ -44,13 +48,17 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
     deadline = time.monotonic() + timeout_s
     partners = [topology.hosts[0][1]] if len(topology.hosts[0]) > 1 else []
     between = topology.hosts[1][0]
+    measured = _measured_ranks(topology)
     if topology.rank == 0:
         given = os.environ.get(VARIABLE)
-        to = functools.partial(_Probe, formation, topology, links)
-        within_host = _measure(to(partners[0])) if partners else UNMEASURED.within_host
-        between_hosts = _measure(to(between))
-        gamma = _core.time_reduction(_REDUCED) / _REDUCED
-        model = _parse(given) if given else CostModel(within_host, between_hosts, gamma)
+        probes = [_Probe(formation, topology, links, peer) for peer in (*partners, between)]
+        model = _parse(given) if given else known.get(measured)
+        if model is None:
+            *within_host, between_hosts = map(_measure, probes)
+            gamma = _core.time_reduction(_REDUCED) / _REDUCED
+            model = known[measured] = CostModel(*(within_host or [UNMEASURED.within_host]), between_hosts, gamma)
+        for probe in probes:
+            probe.end()
         formation.store.set(_KEY, _format(model))
         return model
     if topology.rank in (*partners, between):
@@ -60,7 +68,13 @@ def agree_on_costs(formation: Formation, topology: Topology, links: Messages, ti
             f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
             f"{timeout_s:.0f} s; look at its output"
         )
-    return _parse(formation.store.get(_KEY).decode())
+    model = known[measured] = _parse(formation.store.get(_KEY).decode())
+    return model
+
+
+def _measured_ranks(topology: Topology) -> tuple[str, ...]:
+    """Returns a text for each of the hosts whose ranks the model is measured with: its name and how many they are."""
+    return tuple(f"{topology.members[ranks[0]].host} {min(len(ranks), 2)}" for ranks in topology.hosts[:2])
 
 
 class _Probe:
@@ -80,6 +94,10 @@ class _Probe:
         """Receives into `tensor` and waits until the receive is over."""
         self._pass(self._links.receive, tensor)
 
+    def end(self) -> None:
+        """Tells the rank that nothing is measured any more."""
+        self.send(torch.tensor([0], device="cpu"))
+
     def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], Message], tensor: torch.Tensor) -> None:
         pieces = [tensor.data_ptr(), tensor.nbytes]
         message = call(self._peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
@@ -95,8 +113,8 @@ class _Probe:
 def _measure(probe: _Probe) -> LinkCost:
     """Measures round trips within the time budget.
 
-    Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 ends
-    the measurement.
+    Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 (see
+    `_Probe.end`) ends the measurement.
     """
     started = time.monotonic()
 
@@ -118,7 +136,6 @@ def _measure(probe: _Probe) -> LinkCost:
     if alpha_s < _BUDGET_S / 8:
         # A large message is offered before it is sent, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
-    probe.send(torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 
