@@ -14,6 +14,7 @@ from paceline.elastic.messages import View
 from paceline.engine.api import KnownCosts
 from paceline.errors import StoreConnectionError
 from paceline.group.default import World
+from paceline.group.engines import agreed_identity
 from paceline.group.forming import Options, form_apart
 from paceline.rendezvous.environment import open_store, open_store_at
 from paceline.store.base import Store
@@ -112,8 +113,9 @@ class Forming:
             if is_over:
                 raise StoreConnectionError(f"view {self.view.generation} is over, since a later one has come")
             meeting_place = PrefixStore(f"view/{self.view.generation}", store)
-            ranks, options = len(self.view.members), Options(costs=self._costs)
-            world = form_apart(meeting_place, self._rank, ranks, timedelta(seconds=_FORMING_S), options)
+            options = Options(costs=self._costs, identity=agreed_identity(self.view.generation))
+            patience = timedelta(seconds=_FORMING_S)
+            world = form_apart(meeting_place, self._rank, len(self.view.members), patience, options)
         except BaseException:
             store.close()
             raise

@@ -36,6 +36,8 @@ class Options:
 
     Attributes:
         costs: what messages cost, as far as groups before have measured it; this one adds to that.
+        identity: a number that tells the group from others of these ranks (see `engines.agreed_identity`), the same on
+            all of them; None for the one that they count.
     """
 
     name: str = ""
@@ -44,6 +46,7 @@ class Options:
     between_hosts: str | None = None
     wire: WireKind | None = None
     costs: KnownCosts | None = None
+    identity: int | None = None
 
 
 def meet(
@@ -80,8 +83,10 @@ def form(joined: RendezvousResult, backend: Backend, timeout: timedelta, options
                 costs=options.costs,
             )
             engines = undo.enter_context(contextlib.closing(Engines(start, backend, options.between_hosts)))
-            ranks = range(joined.world_size)
-            group = open_on(engines, backend, ranks, timeout, options.name, options.algorithm, wire=options.wire)
+            ranks, identity = range(joined.world_size), options.identity
+            group = open_on(
+                engines, backend, ranks, timeout, options.name, options.algorithm, identity, wire=options.wire
+            )
         undo.pop_all()
     return World(joined.store, engines, group, timeout)
 
