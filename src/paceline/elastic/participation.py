@@ -52,9 +52,7 @@ class Participation:
         is_leaving: it was asked to end.
     """
 
-    def __init__(
-        self, connection: LauncherConnection, registry: Registry, here: Position, steps: Steps | None
-    ) -> None:
+    def __init__(self, connection: LauncherConnection, registry: Registry, here: Position, steps: Steps | None) -> None:
         self._connection = connection
         self._registry = registry
         self._here = here

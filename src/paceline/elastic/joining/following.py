@@ -67,9 +67,7 @@ class Following(Learning):
         """Returns what this worker says about itself when it enters a view."""
         windows = range(WINDOWS) if self._is_small else sorted(self._course.unchecked)
         parts = tuple((window, self._registry.rolling_digest(window)) for window in windows)
-        return Status(
-            self._course.round, dealt=dealt, committed=self._course.committed, has_followed=True, parts=parts
-        )
+        return Status(self._course.round, dealt=dealt, committed=self._course.committed, has_followed=True, parts=parts)
 
     def until_admitted(self) -> None:
         """Returns when this worker is in a view with the others.
