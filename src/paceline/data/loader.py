@@ -237,8 +237,8 @@ class StatefulLoader(Generic[Sample]):
             yield from recorded_waits(self._batches.read(order, self._returned), "StatefulLoader")
             return
         rest = Rest(self._position, length_of(self.dataset), self._returned)
-        order = self._order_of_epoch(rest.length)
-        batches = self._batches.read(len(rest), lambda at: order[rest.place(at)], deal)
+        indices = self._order_of_epoch(rest.length)
+        batches = self._batches.read(len(rest), lambda at: indices[rest.place(at)], deal)
         used = 0
         for batch, end in recorded_waits(batches, "StatefulLoader"):
             yield Taken(batch, Bookmark(0), rest.after(used), end - used)

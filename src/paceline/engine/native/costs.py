@@ -56,7 +56,8 @@ def agree_on_costs(
         if model is None:
             *within_host, between_hosts = map(_measure, probes)
             gamma = _core.time_reduction(_REDUCED) / _REDUCED
-            model = known[measured] = CostModel(*(within_host or [UNMEASURED.within_host]), between_hosts, gamma)
+            within = within_host[0] if within_host else UNMEASURED.within_host
+            model = known[measured] = CostModel(within, between_hosts, gamma)
         for probe in probes:
             probe.end()
         formation.store.set(_KEY, _format(model))
