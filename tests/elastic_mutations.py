@@ -10,7 +10,7 @@ import msgspec
 from paceline.elastic import vote
 from paceline.elastic.connection import LauncherConnection
 from paceline.elastic.messages import View
-from paceline.elastic.rounds import Rounds
+from paceline.elastic.participation import Participation
 
 
 def run_without(rule: str, program: Callable[..., Any], *arguments: object) -> Any:
@@ -22,13 +22,13 @@ def run_without(rule: str, program: Callable[..., Any], *arguments: object) -> A
 
 def _forget_sums() -> None:
     """Sums that were computed before a view broke are computed again."""
-    status_of = Rounds._status
+    status_of = Participation._status
 
-    def without_sums(self: Rounds) -> Any:
-        self._mine.held.clear()
+    def without_sums(self: Participation) -> Any:
+        self._here.mine.held.clear()
         return status_of(self)
 
-    Rounds._status = without_sums
+    Participation._status = without_sums
 
 
 def _take_any_view() -> None:
@@ -43,13 +43,13 @@ def _take_any_view() -> None:
 
 def _go_on_alone() -> None:
     """A worker that others have gone on without does so too."""
-    enter = Rounds._enter
+    enter = Participation.enter
 
-    def enter_anyway(self: Rounds, view: View) -> None:
+    def enter_anyway(self: Participation, view: View) -> None:
         is_out = self._connection.name not in view.members
         enter(self, msgspec.structs.replace(view, members=(self._connection.name,)) if is_out else view)
 
-    Rounds._enter = enter_anyway
+    Participation.enter = enter_anyway
 
 
 def _trust_everybody() -> None:

@@ -166,6 +166,27 @@ def train(
     }
 
 
+def train_and_save(epochs: int, directory: str) -> dict[str, Any]:
+    """Goes on from the newest checkpoint, trains, and saves one every third step; returns the digest and the record."""
+    dist.init_process_group(elastic=True)
+    inner, optimizer = build(centres=True)
+    model = dist.DistributedDataParallel(inner)
+    loader = dist.StatefulLoader(dataset(), BATCH)
+    steps = Steps()
+    state = dist.ElasticState(model, optimizer=optimizer, loader=loader, steps=steps)
+    with dist.CheckpointManager(directory, every=3, keep=2) as manager:
+        restored = manager.restore({"all": state})
+        for _ in state.epochs(epochs):
+            for indices, inputs, targets in loader:
+                model.zero_grad()
+                logits, shares = model(indices, inputs)
+                (nn.functional.cross_entropy(logits, targets) + shares).backward()
+                steps.shares.append(_shares(inner.used.grad))
+                optimizer.step()
+                manager.save(len(steps.shares), {"all": state})
+    return {"digest": state.digest(), "shares": steps.shares, "restored": restored}
+
+
 def skip_after_error(state: dist.ElasticState, loss: torch.Tensor, logits: torch.Tensor) -> None:
     """Has a backward fail when it has begun, and skips the batch."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import elastic_job
 import elastic_programs
+import elastic_usual
 import pytest
 
 from paceline.checkpoint.format.root import Root
@@ -51,6 +52,33 @@ def die_in_a_save(
 def test_a_worker_may_die_while_it_saves(tmp_path: Path, undisturbed: str, point: str, count: int) -> None:
     ended = die_in_a_save(tmp_path, f"0.0.0:{point}@{count}=kill", undisturbed, True)
     assert ended["0.0.0"] == -9
+
+
+def train_as_usual(directory: Path, epochs: int, failpoints: str = "") -> elastic_job.Outcome:
+    """Requires that all workers end with the same state, and that each sample was used once in an epoch."""
+    policy = {"gather_s": 0.02, "start_patience_s": 5.0}
+    outcome = elastic_job.run(
+        elastic_usual.train_and_save, epochs, str(directory), failpoints=failpoints, policy=policy
+    )
+    assert (outcome.code, outcome.errors) == (0, {}), outcome
+    assert len({str(result["digest"]) for result in outcome.results.values()}) == 1, outcome
+    for result in outcome.results.values():
+        used = [index for step in result["shares"] for index in step]
+        assert len(used) == epochs * elastic_usual.SAMPLES
+        for at in range(0, len(used), elastic_usual.SAMPLES):
+            assert sorted(used[at : at + elastic_usual.SAMPLES]) == list(range(elastic_usual.SAMPLES))
+    return outcome
+
+
+@pytest.mark.parametrize("point", ["checkpoint.create", "checkpoint.rename"])
+def test_a_worker_of_the_usual_loop_may_die_in_a_save(tmp_path: Path, point: str) -> None:
+    ended = train_as_usual(tmp_path, 2, f"0.0.0:{point}@1=kill").ended
+    assert ended["0.0.0"] == -9
+    found, skipped = Root(tmp_path).newest_whole(digests=True)
+    assert found is not None
+    assert skipped == []
+    later = train_as_usual(tmp_path, 3)
+    assert {result["restored"] for result in later.results.values()} == {found.step}
 
 
 @pytest.mark.soak

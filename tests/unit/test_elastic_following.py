@@ -101,6 +101,25 @@ def test_all_parts_are_compared_after_the_first_step():
     assert (course.round, course.committed) == (9, 8)
 
 
+def test_a_large_state_is_compared_once_after_a_step():
+    course = Course(SNAPSHOT, 4, WINDOWS_HERE, is_large=True)
+    assert not course.compares(5), "nothing was made yet"
+    compared = []
+    for round_ in range(5, 15):
+        compared.append(course.compares(round_))
+        course.passes(passed(round_, round_ - 1, round_), 0 if compared[-1] else None)
+        course.steps(made(round_ + 1, round_))
+    assert compared == [False, True, True, True, True, *[False] * 5]
+    assert not course.unchecked
+
+
+def test_what_was_not_compared_stays_unchecked():
+    course = Course(SNAPSHOT, 4, WINDOWS_HERE, is_large=True)
+    course.steps(made(5, 4))
+    course.passes(passed(5, 4, 5, state=7), None)
+    assert course.unchecked == {0, 1, 2, 3}
+
+
 def test_another_state_and_an_obstacle_are_reported():
     course = Course(SNAPSHOT, 4, WINDOWS_HERE)
     with pytest.raises(StrayedError, match="before round 5 its state differed"):

@@ -71,6 +71,7 @@ def test_a_learner_that_never_comes_near_is_admitted_in_time():
     pursuit = Pursuit()
     taken = next(n for n in range(1, 1000) if pursuit.is_near(10))
     assert taken == 4 * 10 + 16 + 1
+    assert pursuit.is_hopeless
 
 
 def result(round_: int, *tensors: torch.Tensor, state: int = 0) -> tuple[Result, list[memoryview]]:
@@ -232,6 +233,36 @@ def test_results_are_replayed_until_the_donors_are_gone(donor):
     donors[1].snapshot.close()
     with pytest.raises(LostDonorsError, match="nobody serves the result of round 9"):
         replay.take(9)
+
+
+def test_a_learner_says_that_it_is_near_when_it_may_come(donor):
+    made = donor(Model(1, 10), "a")
+    taught = learn(made.offer).learn()
+    assert taught is not None
+    near: list[int] = []
+    may_come: list[bool] = []
+    replay = Replay(taught.donors, near.append, lambda: None, lambda: bool(may_come))
+    for number in range(7, 9):
+        made.snapshot.log(*result(number, torch.ones(1)))
+    replay.take(7)
+    assert near == []
+    may_come.append(True)
+    replay.take(8)
+    assert near == [8]
+    replay.close()
+
+
+def test_a_learner_that_never_comes_near_need_not_be_ready(donor):
+    made = donor(Model(1, 10), "a")
+    taught = learn(made.offer).learn()
+    assert taught is not None
+    near: list[int] = []
+    replay = Replay(taught.donors, near.append, lambda: None, lambda: False)
+    for number in range(7, 32):
+        made.snapshot.log(*result(number, torch.ones(1)))
+        replay.take(number)
+    assert near == [7 + 4 * 1 + 16]
+    replay.close()
 
 
 def test_a_learner_that_does_not_come_costs_no_more_than_a_log(donor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -17,12 +17,15 @@ class IndexedBatches:
         self._indices = _Indices()
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._indices, **options)
 
-    def read(self, order: list[int], position: int, deal: Deal) -> Iterator[tuple[Any, int]]:
-        """Yields the batches of the epoch's `order` from `position` on, and where each batch's step ends."""
-        plan = list(shares(position, len(order), deal))
-        self._indices.upcoming = [[order[place] for place in share.places] for share in plan]
+    def read(self, count: int, index_of: Callable[[int], int], deal: Deal) -> Iterator[tuple[Any, int]]:
+        """Yields the batches of `count` places, and where each batch's step ends.
+
+        Nothing is listed beforehand, so that ranks which are dealt other parts go on at once, however long the epoch
+        is. `index_of` returns the index of the sample in a place; it must not refer to what owns this, see `_Indices`.
+        """
+        self._indices.upcoming = ([index_of(place) for place in share.places] for share in shares(0, count, deal))
         # The DataLoader returns batches in the order in which it was asked for them.
-        for share, batch in zip(plan, self._loader, strict=True):
+        for share, batch in zip(shares(0, count, deal), self._loader, strict=True):
             yield batch, share.end
 
 
@@ -33,10 +36,10 @@ class _Indices:
     garbage, which closes their queues first, and torch then waits five seconds for each of them.
     """
 
-    upcoming: list[list[int]]
+    upcoming: Iterable[list[int]]
 
     def __init__(self) -> None:
-        self.upcoming = []
+        self.upcoming = ()
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.upcoming)

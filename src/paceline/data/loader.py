@@ -110,6 +110,7 @@ class StatefulLoader(Generic[Sample]):
         self._bookmark = Bookmark(0)  # at most a step before the position, if it has a state
         self._dealer: Dealer | None = None
         self._step: Step | None = None  # the latest one that the dealer has dealt out
+        self._ordered: tuple[tuple[int, bool, int, int], list[int]] | None = None  # the order of an epoch, and of which
         self._iteration = 0
         self._reading = 0
         options = {
@@ -236,12 +237,19 @@ class StatefulLoader(Generic[Sample]):
             yield from recorded_waits(self._batches.read(order, self._returned), "StatefulLoader")
             return
         rest = Rest(self._position, length_of(self.dataset), self._returned)
-        order_of_epoch = epoch_order(rest.length, self.shuffle, self.seed, self.epoch)
-        indices = [order_of_epoch[place] for place in rest.places(0, len(rest))]
+        indices = self._order_of_epoch(rest.length)
+        batches = self._batches.read(len(rest), lambda at: indices[rest.place(at)], deal)
         used = 0
-        for batch, end in recorded_waits(self._batches.read(indices, 0, deal), "StatefulLoader"):
+        for batch, end in recorded_waits(batches, "StatefulLoader"):
             yield Taken(batch, Bookmark(0), rest.after(used), end - used)
             used = end
+
+    def _order_of_epoch(self, length: int) -> list[int]:
+        """Returns the order of the current epoch, which is kept for readings of it that begin later."""
+        which = length, self.shuffle, self.seed, self.epoch
+        if self._ordered is None or self._ordered[0] != which:
+            self._ordered = which, epoch_order(*which)
+        return self._ordered[1]
 
     def _use(self, taken: Taken) -> None:
         left = taken.before.after(taken.used)

@@ -27,6 +27,16 @@ class Rest:
         """Returns the number of places."""
         return self.length - self.position + len(self.returned)
 
+    def place(self, at: int) -> int:
+        """Returns one of the places.
+
+        >>> rest = Rest(position=6, length=8, returned=(2, 3))
+        >>> [rest.place(at) for at in range(len(rest))]
+        [6, 7, 2, 3]
+        """
+        ahead = self.length - self.position
+        return self.position + at if at < ahead else self.returned[at - ahead]
+
     def places(self, first: int, end: int) -> list[int]:
         """Returns a slice of the places."""
         ahead = self.length - self.position

@@ -35,7 +35,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
         voted: the digest of the result with which it has voted in this round, 0 without one.
         committed: the digest of the result of the round before, 0 without one.
         has_followed: it has made the steps of the others, in the usual loop, and lacks the rest of the state.
-        unchecked: the parts of the state that were not compared meanwhile.
+        parts: the parts of the state that were not compared meanwhile, each with its digest.
         teaches: it gives a lesson.
         guest_until: before this round it has not yet shown in votes that its whole state is that of the others.
     """
@@ -48,7 +48,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     voted: int = 0
     committed: int = 0
     has_followed: bool = False
-    unchecked: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int], ...] = ()
     teaches: bool = False
     guest_until: int = 0
 

@@ -38,45 +38,27 @@ class HandingOver:
             if source == self._group.rank():
                 reach("state.before_sending")
                 with Recorded(EventKind.CHECKPOINT, "send"):
-                    is_whole = receiver in agreed.followers and self._give_rest(receiver, statuses[receiver].unchecked)
-                    if not is_whole:
-                        self._send(self._registry.capture(), receiver)
+                    lacks_all = receiver not in agreed.followers or self._differs(statuses[receiver])
+                    state = self._registry.capture() if lacks_all else self._registry.capture_rest(self._is_known)
+                    send_object_list([lacks_all, state], group_dst=receiver, group=self._group)
                 reach("state.sent")
 
-    def take(self, source: int, mine: Status, follower: Following | None) -> None:
-        """Takes over what this worker lacks; `follower` if that is not the whole."""
+    def take(self, source: int, follower: Following | None) -> None:
+        """Takes over what this worker lacks; `follower` if that may not be the whole."""
         with Recorded(EventKind.CHECKPOINT, "receive"):
-            if follower is None:
-                self._registry.restore(self._receive(source))
-            elif not self._take_rest(source, mine.unchecked):
-                follower.strays(_OTHER)
-                self._registry.restore(self._receive(source))
+            box: list[Any] = [None, None]
+            recv_object_list(box, group_src=source, group=self._group)
+            lacks_all, state = box
+            if not lacks_all:
+                self._registry.restore_rest(state)
+            else:
+                if follower is not None:
+                    follower.strays(_OTHER)
+                self._registry.restore(state)
         reach("state.loaded")
 
-    def _give_rest(self, receiver: int, windows: Sequence[int]) -> bool:
-        """Gives what does not follow from the steps; returns whether the receiver has the state then."""
-        rest = self._registry.capture_rest(self._is_known)
-        self._send([rest, self._digests(windows)], receiver)
-        return bool(self._receive(receiver))
-
-    def _take_rest(self, source: int, windows: Sequence[int]) -> bool:
-        mine = self._digests(windows)
-        rest, theirs = self._receive(source)
-        if mine == theirs:
-            self._registry.restore_rest(rest)
-        self._send(mine == theirs, source)
-        return bool(mine == theirs)
+    def _differs(self, follower: Status) -> bool:
+        return any(self._registry.rolling_digest(window) != digest for window, digest in follower.parts)
 
     def _is_known(self, param: torch.Tensor) -> bool:
         return self._steps is not None and self._steps.are_noted(param)
-
-    def _digests(self, windows: Sequence[int]) -> list[int]:
-        return [self._registry.rolling_digest(window) for window in windows]
-
-    def _send(self, value: object, receiver: int) -> None:
-        send_object_list([value], group_dst=receiver, group=self._group)
-
-    def _receive(self, source: int) -> Any:
-        box: list[Any] = [None]
-        recv_object_list(box, group_src=source, group=self._group)
-        return box[0]

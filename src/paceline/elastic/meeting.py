@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from datetime import timedelta
 
 import msgspec
 
 from paceline.elastic.agreement import Status
 from paceline.elastic.connection import LauncherConnection
+from paceline.elastic.forming import Forming
 from paceline.elastic.messages import View
+from paceline.engine.api import KnownCosts
 from paceline.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RendezvousError, StoreError
-from paceline.group.default import default_group, leave, stand_beside
-from paceline.group.init import init_process_group
+from paceline.group.default import leave, stand_beside
+from paceline.group.forming import make_default
 from paceline.group.process_group import ProcessGroup
-from paceline.rendezvous.environment import open_store
-from paceline.store.base import Store
-from paceline.store.prefix import PrefixStore
 
 # What a member sees when another one is lost, or has left for a later view.
 LOST = (PeerLostError, GroupAbortedError, CollectiveTimeoutError, RendezvousError, StoreError)
-_FORMING_S = 60.0
 _NO_COLLECTIVES = (
     "this worker came late and runs the loop on results of the others, who are not in this call. For a loop with "
     "collectives of its own, make the state with ElasticState(..., replays=False)"
 )
 _CALL_S = 3600.0
+_PARTING_S = 5.0  # how long a group that nobody wants any more may take to notice that
 
 
 class Meeting:
-    """Holds the default process group of the current view."""
+    """Holds the default process group of the current view, and forms that of a planned view as soon as it is told."""
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
-        self._store: Store | None = None
+        self._costs: KnownCosts = {}
+        self._lock = threading.Lock()  # may be taken while the connection's is held, and not the other way round
+        self._current: Forming | None = None
+        self._next: Forming | None = None  # of a planned view
+        self._discarded: list[Forming] = []
+        self._latest_forced = 0
+        self._prepares = True
+        connection.when_told(self._told)
 
     def enter(self, view: View) -> ProcessGroup:
         """Makes the process group of `view` the default group; ends the one before.
@@ -41,33 +47,13 @@ class Meeting:
         Raises:
             PeerLostError, GroupAbortedError, RendezvousError, StoreError: a member was lost, or a later view came.
         """
-        self.leave()
-        rank = view.members.index(self._connection.name)
-        if view.store:  # the one of this worker's environment may be gone, with the launcher that served it
-            os.environ["PACELINE_STORE"] = view.store
-        store = self._store = open_store(rank, len(view.members), timedelta(seconds=_FORMING_S))
-        formed: list[ProcessGroup] = []
-
-        def superseded(later: View) -> None:
-            # Nobody may come to this view any more: what waits for others in it, while it forms or later, ends.
-            if later.generation > view.generation and not later.is_planned:
-                store.close()
-                for group in formed:
-                    group.abort()
-
-        self._connection.when_told(superseded)
-        init_process_group(
-            "paceline",
-            store=PrefixStore(f"view/{view.generation}", store),
-            rank=rank,
-            world_size=len(view.members),
-            timeout=_FORMING_S,
-        )
-        group = default_group()
-        group.set_timeout(timedelta(seconds=_CALL_S))
-        formed.append(group)
-        self._connection.when_told(superseded)
-        return group
+        forming = self._take(view)
+        self._connection.when_told(self._told)  # a later view may have come before there was anything to end
+        forming.settle()
+        world = forming.world()
+        make_default(world)
+        world.group.set_timeout(timedelta(seconds=_CALL_S))
+        return world.group
 
     def watch_only(self, workers: int) -> None:
         """Lets the script see itself as one more rank than so many workers, until it enters a view.
@@ -76,13 +62,64 @@ class Meeting:
         """
         stand_beside(workers, _NO_COLLECTIVES)
 
+    def prepare_no_more(self) -> None:
+        """Forms no other group beforehand, since the loop is over; the current one stays."""
+        with self._lock:
+            self._prepares = False
+            self._discard_next()
+            discarded, self._discarded = self._discarded, []
+        for each in discarded:
+            each.has_ended(_PARTING_S)
+
     def leave(self) -> None:
         """Ends the default process group; idempotent."""
         self._connection.when_told(None)
+        self.prepare_no_more()
+        with self._lock:
+            current, self._current = self._current, None
         leave()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if current is not None:
+            current.close_store()
+
+    def _take(self, view: View) -> Forming:
+        """Returns the group of a view, which may have begun to form; ends the current one."""
+        with self._lock:
+            before, forming = self._current, self._next
+            if forming is not None and forming.view == view:
+                self._next = None
+            else:
+                self._discard_next()
+                forming = Forming(view, self._connection.name, self._costs)
+            self._current = forming
+        leave()
+        if before is not None:
+            before.close_store()
+        return forming
+
+    def _told(self, view: View) -> None:
+        """Ends what waits for members of earlier views, or prepares a planned view; in the listening thread."""
+        with self._lock:
+            if view.is_planned:
+                self._prepare(view)
+                return
+            self._latest_forced = max(self._latest_forced, view.generation)
+            for each in (self._current, self._next):
+                if each is not None and each.view.generation < view.generation:
+                    each.end()
+
+    def _prepare(self, view: View) -> None:
+        known = [each.view.generation for each in (self._current, self._next) if each is not None]
+        is_later = view.generation > max(known, default=0) and view.generation > self._latest_forced
+        if self._prepares and is_later and self._connection.name in view.members:
+            self._discard_next()
+            self._next = Forming(view, self._connection.name, self._costs)
+            self._next.begin()
+
+    def _discard_next(self) -> None:
+        if self._next is not None:
+            self._next.discard()
+            self._discarded.append(self._next)
+            self._next = None
 
 
 def exchange_statuses(group: ProcessGroup, mine: Status) -> list[Status]:

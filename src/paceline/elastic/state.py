@@ -209,7 +209,7 @@ def _leave_on_sigterm(connection: LauncherConnection, rounds: Rounds) -> None:
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        rounds.is_leaving = True
+        rounds.leave()
         connection.send(Leaving("SIGTERM"))
 
     signal.signal(signal.SIGTERM, leave)

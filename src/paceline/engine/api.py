@@ -32,7 +32,11 @@ import torch
 from paceline.engine.channel import Channel, Messages
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
+from paceline.schedule.cost import CostModel
 from paceline.store.base import Store
+
+# What messages cost, by the hosts between and within which it was measured; see `native/costs.py`.
+KnownCosts = dict[tuple[str, ...], CostModel]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class EngineContext:
         peer: the host at which the ranks met, if it is known.
         interface: the interface or address that other hosts connect to; see `addresses.own_address`.
         algorithm: for every collective that it has, by schedule.
+        costs: what messages cost between ranks of several hosts, as far as it was measured before; None if nobody
+            remembers that.
     """
 
     store: Store
@@ -59,6 +65,7 @@ class EngineContext:
     peer: str | None = None
     interface: str | None = None
     algorithm: str | None = None
+    costs: KnownCosts | None = None
 
     def forming(self, what: str) -> contextlib.AbstractContextManager[Formation]:
         """The default group's formation, or once that is over one of `what` the ranks start later."""

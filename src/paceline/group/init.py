@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
-from paceline.descriptors import is_shortage, out_of_descriptors
 from paceline.durations import Timeout, to_seconds, to_timedelta
-from paceline.engine.api import EngineContext
-from paceline.engine.formation import Formation
-from paceline.engine.registry import Backend, choose, meeting
+from paceline.engine.registry import choose
 from paceline.group.default import (
     Group,
     GroupMember,
@@ -26,7 +21,7 @@ from paceline.group.default import (
     own_world,
     resolve,
 )
-from paceline.group.engines import Engines
+from paceline.group.forming import Options, form, meet, open_on
 from paceline.group.init_arguments import (
     make_current,
     require_between,
@@ -35,10 +30,8 @@ from paceline.group.init_arguments import (
     require_wire,
 )
 from paceline.group.process_group import ProcessGroup
-from paceline.group.quantising import QuantisingGroup
 from paceline.group.wire import WireKind
 from paceline.record import recorder
-from paceline.rendezvous.rendezvous import RendezvousResult, rendezvous
 from paceline.security.levels import choose_level
 from paceline.store.base import Store
 from paceline.store.hash import HashStore
@@ -117,28 +110,16 @@ def init_process_group(
     require_wire(wire, chosen, between_hosts, elastic)
     make_current(device_id, chosen)
     timeout = DEFAULT_TIMEOUT if timeout is None else to_timedelta(timeout)
-    timeout_s = to_seconds(timeout)
     recorder.begin()
-    joined = _meet(chosen, init_method, store, world_size, rank, timeout_s)
+    joined = meet(chosen, init_method, store, world_size, rank, to_seconds(timeout))
     recorder.identify(joined.rank, joined.world_size)
     with contextlib.ExitStack() as undo:
         if store is None:
             undo.callback(joined.store.close)
-        with Formation(joined.store, joined.rank, joined.world_size) as formation:
-            start = EngineContext(
-                joined.store,
-                joined.rank,
-                joined.world_size,
-                timeout_s,
-                formation,
-                peer=joined.address,
-                interface=interface,
-                algorithm=None if between_hosts else algorithm,
-            )
-            engines = undo.enter_context(contextlib.closing(Engines(start, chosen, between_hosts)))
-            world = _open(engines, chosen, range(joined.world_size), timeout, group_name, algorithm, wire=wire)
+        options = Options(group_name, interface, algorithm, between_hosts, wire)
+        world = form(joined, chosen, timeout, options)
         undo.pop_all()
-    adopt(OwnWorld(joined.store, store is None, engines, world, timeout))
+    adopt(OwnWorld(world.store, store is None, world.engines, world.group, timeout))
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -243,54 +224,6 @@ def open_group(
     world = default_world()
     chosen = world.engines.backend if backend is None else choose(backend)
     timeout = world.timeout if timeout is None else timeout
-    group = _open(world.engines, chosen, ranks, timeout, name, algorithm, identity, wire)
+    group = open_on(world.engines, chosen, ranks, timeout, name, algorithm, identity, wire)
     world.subgroups.append(group)
     return group
-
-
-def _open(
-    engines: Engines,
-    backend: Backend,
-    ranks: Sequence[int],
-    timeout: Timeout,
-    name: str,
-    algorithm: str | None,
-    identity: int | None = None,
-    wire: WireKind | None = None,
-) -> ProcessGroup:
-    engines.start(backend)
-    if identity is None:
-        identity = engines.count_group(ranks)
-    openers = engines.openers(backend, ranks, to_seconds(timeout), identity, algorithm)
-    members = [engines.members[rank] for rank in ranks]
-    opened = openers["cpu"](torch.device("cpu"))
-    group_rank = list(ranks).index(engines.rank)
-    everybody = engines.members
-    kind = ProcessGroup if wire is None else QuantisingGroup
-    group = kind(
-        opened, members, group_rank, timeout, name, backend.text, openers, everybody=everybody, identity=identity
-    )
-    group.wire = wire
-    try:
-        # No rank may end the group, or its store, before all ranks have found each other in it.
-        group.barrier()
-    except BaseException:
-        group.close()
-        raise
-    return group
-
-
-def _meet(
-    backend: Backend, init_method: str | None, store: Store | None, world_size: int, rank: int, timeout_s: float
-) -> RendezvousResult:
-    """Returns this rank and the store; if the caller gives no address, the engine's launcher (mpirun) provides both."""
-    told = init_method is not None or store is not None or "RANK" in os.environ
-    meet = None if told else meeting(backend, rank)
-    try:
-        return rendezvous(init_method, store, world_size, rank, timeout_s) if meet is None else meet(timeout_s)
-    except OSError as error:
-        if not is_shortage(error):
-            raise
-        own = rank if rank >= 0 else os.environ.get("RANK", "?")
-        who = f"rank {own} ({socket.gethostname()}, pid {os.getpid()})"
-        raise out_of_descriptors(who, "the store where the ranks meet") from error

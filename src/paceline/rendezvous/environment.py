@@ -31,7 +31,7 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     served = os.environ.get("PACELINE_STORE")
     if served is not None:
-        return _launchers_store(served, timeout)
+        return open_store_at(served, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -43,8 +43,13 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     return serve_or_connect(host, port, rank, world_size, timeout)
 
 
-def _launchers_store(served: str, timeout: timedelta) -> Store:
-    """Opens the store that a launcher serves: on this machine, or for an elastic job on another."""
+def open_store_at(served: str, timeout: timedelta) -> Store:
+    """Opens the store that a launcher serves: on this machine, or for an elastic job on another.
+
+    Raises:
+        ValueError: `served` has not the form of PACELINE_STORE.
+        StoreConnectionError: nobody serves it.
+    """
     kind, _, place = served.partition(":")
     host, _, port = place.rpartition(":")
     if kind == "unix":

@@ -43,7 +43,11 @@ class Learning:
     ) -> None:
         self._connection = connection
         self._enter, self._end = enter, end
-        self._replay = Replay(taught.donors, self._is_near, self._check)
+        self._replay = Replay(taught.donors, self._is_near, self._check, self._may_come)
+
+    def _may_come(self) -> bool:
+        """Whether this worker may be admitted once it has caught up."""
+        return True
 
     def _is_near(self, round_number: int) -> None:
         reach("join.near")

@@ -7,6 +7,7 @@ from the steps, such as buffers, the scheduler and the loader, it gets when it e
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -23,7 +24,9 @@ from paceline.elastic.joining.wire import Entered, Result, Stepped
 from paceline.elastic.messages import View
 from paceline.elastic.registry import Registry
 
-_QUICKLY_COMPARED = 128 << 20  # bytes, which take some 20 ms
+_LARGE = 128 << 20  # bytes of a state, of whose parts a digest takes more than a millisecond
+_SMALL = 16 << 20  # bytes of a state of which a digest takes some 2 ms, for which the others may wait
+_COMPARING_S = 2.0  # how long a learner that has caught up stays away until all parts were compared
 
 
 class Following(Learning):
@@ -53,16 +56,18 @@ class Following(Learning):
     ) -> None:
         super().__init__(connection, taught, enter, end)
         self._registry, self._steps = registry, steps
-        self._course = Course(taught.contents.round, taught.contents.committed, WINDOWS)
+        nbytes = registry.nbytes
+        self._is_small = nbytes <= _SMALL
+        self._course = Course(taught.contents.round, taught.contents.committed, WINDOWS, is_large=nbytes > _LARGE)
+        self._caught_up_s: float | None = None
         self.holds = FRESH
         self.has_strayed = False
 
     def status(self, dealt: Dealt) -> Status:
         """Returns what this worker says about itself when it enters a view."""
-        is_small = self._registry.nbytes <= _QUICKLY_COMPARED
-        unchecked = range(WINDOWS) if is_small else sorted(self._course.unchecked)
-        at, committed = self._course.round, self._course.committed
-        return Status(at, dealt=dealt, committed=committed, has_followed=True, unchecked=tuple(unchecked))
+        windows = range(WINDOWS) if self._is_small else sorted(self._course.unchecked)
+        parts = tuple((window, self._registry.rolling_digest(window)) for window in windows)
+        return Status(self._course.round, dealt=dealt, committed=self._course.committed, has_followed=True, parts=parts)
 
     def until_admitted(self) -> None:
         """Returns when this worker is in a view with the others.
@@ -94,6 +99,13 @@ class Following(Learning):
             self.has_strayed = True
             sys.stderr.write(f"paceline: {self._connection} needs the whole state, and the others wait: {reason}\n")
 
+    def _may_come(self) -> bool:
+        """Whether what the others would have to compare when this worker enters a view is done, or takes too long."""
+        if self._caught_up_s is None:
+            self._caught_up_s = time.monotonic()
+        is_compared = self._is_small or not self._course.unchecked
+        return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
+
     def _until_next_view(self) -> Entered:
         """Makes the steps that precede the next view of the others."""
         while True:
@@ -105,6 +117,7 @@ class Following(Learning):
                     self._steps.again(item, values)
                     reach("join.replay")
                 case Result():
-                    self._course.passes(item, self._registry.rolling_digest(item.round))
+                    compares = self._course.compares(item.round)
+                    self._course.passes(item, self._registry.rolling_digest(item.round) if compares else None)
                 case Entered():
                     return item

@@ -51,7 +51,12 @@ class Pursuit:
         if self._first is None:
             self._first = behind
         self._taken += 1
-        return behind <= _NEAR or self._taken > _TRIES * self._first + _MORE_TRIES
+        return behind <= _NEAR or self.is_hopeless
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it has tried for so long that it is to be admitted in any case."""
+        return self._first is not None and self._taken > _TRIES * self._first + _MORE_TRIES
 
 
 class LostDonorsError(Exception):
@@ -65,11 +70,18 @@ class Replay:
         donors: connections to the donors' children, which have the same results.
         on_near: is called, with the round, whenever the learner is to be admitted.
         check: is called while there is nothing to do, and may raise an error.
+        may_come: whether a learner that has caught up may be admitted; is called until it returns True.
     """
 
-    def __init__(self, donors: list[Connection], on_near: Callable[[int], None], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        donors: list[Connection],
+        on_near: Callable[[int], None],
+        check: Callable[[], None],
+        may_come: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._donors = donors
-        self._on_near, self._check = on_near, check
+        self._on_near, self._check, self._may_come = on_near, check, may_come
         self._generation = 0  # the last view of which the learner knows that the others have entered it
         self._pursuit = Pursuit()
         self._is_near = False
@@ -166,7 +178,7 @@ class Replay:
                     raise BrokenLessonError(f"{type(head).__name__} instead of a result")
 
     def _near(self, round_number: int) -> None:
-        if not self._is_near:
+        if not self._is_near and (self._pursuit.is_hopeless or self._may_come()):
             self._is_near = True
             self._on_near(round_number)
 

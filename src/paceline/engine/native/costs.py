@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -13,6 +12,7 @@ import torch
 
 from paceline import _core
 from paceline.engine.algorithms import UNMEASURED
+from paceline.engine.api import KnownCosts
 from paceline.engine.channel import Message, Messages, Pieces
 from paceline.engine.codes import DTYPE_CODES
 from paceline.engine.formation import Formation
@@ -34,9 +34,11 @@ _ALONE = 1  # as a number of bytes: no message follows the number
 
 
 def agree_on_costs(
-    formation: Formation, topology: Topology, links: Messages, timeout_s: float
+    formation: Formation, topology: Topology, links: Messages, known: KnownCosts, timeout_s: float
 ) -> tuple[CostModel, Network | None]:
-    """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 measures.
+    """Returns the same model on all ranks: PACELINE_COSTS as set on rank 0, or else what rank 0 knows or measures.
+
+    What was measured is added to `known`, on all ranks, so that the next group of these hosts forms sooner.
 
     With it comes the network, if PACELINE_NETWORK on rank 0 says that it is uneven; see `uneven.py`.
 
@@ -51,13 +53,18 @@ def agree_on_costs(
     deadline = time.monotonic() + timeout_s
     partners = [topology.hosts[0][1]] if len(topology.hosts[0]) > 1 else []
     between = topology.hosts[1][0]
+    measured = _measured_ranks(topology)
     if topology.rank == 0:
         given = os.environ.get(VARIABLE)
-        to = functools.partial(_Probe, formation, topology, links)
-        within_host = _measure(to(partners[0])) if partners else UNMEASURED.within_host
-        between_hosts = _measure(to(between))
-        gamma = _core.time_reduction(_REDUCED) / _REDUCED
-        model = _parse(given) if given else CostModel(within_host, between_hosts, gamma)
+        probes = [_Probe(formation, topology, links, peer) for peer in (*partners, between)]
+        model = _parse(given) if given else known.get(measured)
+        if model is None:
+            *within_host, between_hosts = map(_measure, probes)
+            gamma = _core.time_reduction(_REDUCED) / _REDUCED
+            within = within_host[0] if within_host else UNMEASURED.within_host
+            model = known[measured] = CostModel(within, between_hosts, gamma)
+        for probe in probes:
+            probe.end()
         described = os.environ.get(NETWORK_VARIABLE, "")
         network = read_network(described, model, topology.hosts)
         formation.store.set(_KEY, _format(model))
@@ -70,8 +77,13 @@ def agree_on_costs(
             f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
             f"{timeout_s:.0f} s; look at its output"
         )
-    model = _parse(formation.store.get(_KEY).decode())
+    model = known[measured] = _parse(formation.store.get(_KEY).decode())
     return model, read_network(formation.store.get(_NETWORK_KEY).decode(), model, topology.hosts)
+
+
+def _measured_ranks(topology: Topology) -> tuple[str, ...]:
+    """Returns a text for each of the hosts whose ranks the model is measured with: its name and how many they are."""
+    return tuple(f"{topology.members[ranks[0]].host} {min(len(ranks), 2)}" for ranks in topology.hosts[:2])
 
 
 class _Probe:
@@ -91,6 +103,10 @@ class _Probe:
         """Receives into `tensor` and waits until the receive is over."""
         self._pass(self._links.receive, tensor)
 
+    def end(self) -> None:
+        """Tells the rank that nothing is measured any more."""
+        self.send(torch.tensor([0], device="cpu"))
+
     def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], Message], tensor: torch.Tensor) -> None:
         pieces = [tensor.data_ptr(), tensor.nbytes]
         message = call(self._peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
@@ -106,8 +122,8 @@ class _Probe:
 def _measure(probe: _Probe) -> LinkCost:
     """Measures round trips within the time budget.
 
-    Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 ends
-    the measurement.
+    Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 (see
+    `_Probe.end`) ends the measurement.
     """
     started = time.monotonic()
 
@@ -129,7 +145,6 @@ def _measure(probe: _Probe) -> LinkCost:
     if alpha_s < _BUDGET_S / 8:
         # A large message is offered before it is sent, so it takes two round trips.
         beta_s = max(1e-12, (best_of(_BULK, 3) - 4 * alpha_s) / _BULK)
-    probe.send(torch.tensor([0], device="cpu"))
     return LinkCost(alpha_s, beta_s)
 
 

@@ -14,8 +14,8 @@ import torch
 from paceline import _core
 from paceline.engine.addresses import own_address
 from paceline.engine.algorithms import ALGORITHM_VARIABLE, UNMEASURED, known_algorithm
-from paceline.engine.api import EngineContext
-from paceline.engine.channel import Channel
+from paceline.engine.api import EngineContext, KnownCosts
+from paceline.engine.channel import Channel, Messages
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
 from paceline.engine.native.bootstrap import join
@@ -79,6 +79,7 @@ class NativeEngine:
         peer: the host at which the ranks met, if it is known.
         interface: the interface or address that other hosts connect to; see `own_address`.
         algorithm: the algorithm for every collective that it offers; collectives then run by schedule on one host, too.
+        known_costs: what messages cost, as engines before this one have measured; this one adds to it.
 
     Raises:
         ValueError: `algorithm` or `interface` does not exist.
@@ -95,6 +96,7 @@ class NativeEngine:
         peer: str | None = None,
         interface: str | None = None,
         algorithm: str | None = None,
+        known_costs: KnownCosts | None = None,
     ) -> None:
         self._formation = formation
         self._store = formation.store
@@ -105,6 +107,7 @@ class NativeEngine:
         self._groups: list[NativeGroup] = []
         self._costs: CostModel | None = None
         self._network: Network | None = None
+        self._known_costs: KnownCosts = {} if known_costs is None else known_costs
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
         self._topology, self._mesh = join(formation, settings, timeout_s)
         formation.watch(self._gone)
@@ -169,7 +172,7 @@ class NativeEngine:
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
                     measurable = len(hosts) > 1 and len(ranks) == len(topology.members)
-                    agreed = agree_on_costs(formation, topology, links, timeout_s) if measurable else (UNMEASURED, None)
+                    agreed = self._agree_on_costs(formation, links, timeout_s) if measurable else (UNMEASURED, None)
                     self._costs, self._network = agreed
                 network = self._network.among(ranks) if self._network is not None and len(hosts) > 1 else None
                 channel = ScheduledChannel(links, group_rank, hosts, self._costs, algorithm, network)
@@ -189,6 +192,11 @@ class NativeEngine:
             group.close()
         self._groups.clear()
         self._mesh.close()
+
+    def _agree_on_costs(
+        self, formation: Formation, links: Messages, timeout_s: float
+    ) -> tuple[CostModel, Network | None]:
+        return agree_on_costs(formation, self._topology, links, self._known_costs, timeout_s)
 
     def _gone(self) -> Member | None:
         """Returns a rank of this host or of the default group that is known to have died or left; None without one."""
@@ -218,6 +226,7 @@ def start(context: EngineContext) -> NativeEngine:
             peer=context.peer,
             interface=context.interface,
             algorithm=context.algorithm,
+            known_costs=context.costs,
         )
 
 

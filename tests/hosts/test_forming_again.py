@@ -1,0 +1,44 @@
+"""A group forms beside the default group, and again without measuring the network between the same hosts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+import paceline as dist
+from hosts.talking import rank
+from paceline.engine.native import costs
+from paceline.group.default import default_world
+from paceline.group.forming import Options, form_apart
+from paceline.schedule.cost import CostModel
+
+
+def form_again() -> tuple[list[float], list[CostModel]]:
+    def refuse(_: object) -> None:
+        raise AssertionError("it was measured again")
+
+    dist.init_process_group()
+    default = default_world()
+    known: dict[tuple[str, ...], CostModel] = {}
+    sums = []
+    for number in range(2):
+        place = dist.PrefixStore(f"apart/{number}", default.store)
+        world = form_apart(place, rank(), 3, timedelta(seconds=60), Options(costs=known))
+        for group in (world.group, default.group):
+            total = torch.ones(1)
+            group.all_reduce(total)
+            sums.append(total.item())
+        world.close()
+        costs._measure = refuse
+    dist.barrier()
+    dist.destroy_process_group()
+    return sums, list(known.values())
+
+
+def test_costs_are_known_to_the_next_group(hosts):
+    told = hosts([2, 1])(form_again)
+    assert [sums for sums, _ in told] == [[3.0] * 4] * 3
+    models = [known for _, known in told]
+    assert len(models[0]) == 1
+    assert models[0] == models[1] == models[2]

@@ -1,0 +1,115 @@
+"""The group of a planned view forms before the view is entered, and ends when a forced view comes first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from launching import wait_until
+
+from paceline.elastic.meeting import LOST, Meeting
+from paceline.elastic.messages import View
+from paceline.group.default import own_world
+from paceline.store.server import StoreServer
+
+ME, OTHER = "0.0.0", "0.1.0"
+
+
+class Launcher:
+    """What a worker hears from its launcher."""
+
+    def __init__(self) -> None:
+        self.name = ME
+        self._views: list[View] = []
+        self._on_view: Callable[[View], None] | None = None
+
+    def when_told(self, on_view: Callable[[View], None] | None) -> None:
+        self._on_view = on_view
+        for view in self._views if on_view is not None else []:
+            on_view(view)
+
+    def tell(self, generation: int, *members: str, is_planned: bool = True) -> View:
+        view = View(generation, members, is_planned)
+        self._views.append(view)
+        if self._on_view is not None:
+            self._on_view(view)
+        return view
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    monkeypatch.setenv("PACELINE_STORE", f"unix:{tmp_path}/store")
+    monkeypatch.setenv("PACELINE_SECRET", "42" * 32)
+    server = StoreServer.on_unix_path(f"{tmp_path}/store", b"42" * 32)
+    try:
+        yield Launcher()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def meeting(launcher: Launcher) -> Iterator[Meeting]:
+    made = Meeting(launcher)
+    try:
+        yield made
+    finally:
+        made.leave()
+        assert not forming(), "a thread is left"
+
+
+def forming() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "paceline-meeting"]
+
+
+def require_works(group: object) -> None:
+    world = own_world()
+    assert world is not None
+    assert world.group is group
+    total = torch.ones(3)
+    world.group.all_reduce(total)
+    assert total.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, meeting: Meeting) -> None:
+    first = meeting.enter(launcher.tell(1, ME, is_planned=False))
+    planned = launcher.tell(2, ME)
+    wait_until(lambda: not forming())
+    require_works(first)
+    second = meeting.enter(planned)
+    assert second is not first
+    require_works(second)
+
+
+def test_a_forced_view_ends_a_planned_one_that_forms(launcher: Launcher, meeting: Meeting) -> None:
+    launcher.tell(2, ME, OTHER)
+    assert forming(), "it waits for the other worker"
+    require_works(meeting.enter(launcher.tell(3, ME, is_planned=False)))
+    wait_until(lambda: not forming())
+
+
+def test_a_planned_view_that_was_replaced_cannot_be_entered(launcher: Launcher, meeting: Meeting) -> None:
+    planned = launcher.tell(2, ME, OTHER)
+    forced = launcher.tell(3, ME, is_planned=False)
+    with pytest.raises(LOST):
+        meeting.enter(planned)
+    require_works(meeting.enter(forced))
+
+
+def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, meeting: Meeting) -> None:
+    launcher.tell(2, OTHER)
+    meeting.enter(launcher.tell(4, ME, is_planned=False))
+    launcher.tell(3, ME, OTHER)
+    meeting.prepare_no_more()
+    launcher.tell(5, ME, OTHER)
+    assert not forming()
+
+
+def test_what_was_prepared_ends_with_the_loop(launcher: Launcher, meeting: Meeting) -> None:
+    group = meeting.enter(launcher.tell(1, ME, is_planned=False))
+    launcher.tell(2, ME, OTHER)
+    meeting.prepare_no_more()
+    wait_until(lambda: not forming())
+    require_works(group)
