@@ -37,7 +37,7 @@ def test_prediction_and_simulation_differ_by_a_small_factor(algorithm, operation
         for nbytes in (64, 64 << 10, 4 * MIB):
             predicted = predict(CLUSTER, algorithm, operation, nbytes, world_size, hosts)
             simulated = simulate_call(algorithm, operation, nbytes, network).seconds
-            assert simulated / 2.5 <= predicted <= simulated * most
+            assert simulated / 2.7 <= predicted <= simulated * most
 
 
 def test_hierarchical_wins_for_long_tensors_on_several_hosts():
