@@ -9,7 +9,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from paceline.launch.flags import add_flags
 
@@ -26,12 +26,17 @@ def run(options: argparse.Namespace) -> int:
 
     Returns the exit code: 2 for wrong flags, 1 for other errors, 130 after Ctrl-C while the machines meet.
     """
+    return carry_out(options, _join if getattr(options, "token", None) else _run)
+
+
+def carry_out(options: argparse.Namespace, action: Callable[[argparse.Namespace], int]) -> int:
+    """Does what `run` does, with an action of the caller's."""
     from paceline.errors import PacelineError
     from paceline.launch.output import open_standard_streams
 
     open_standard_streams()
     try:
-        return _join(options) if getattr(options, "token", None) else _run(options)
+        return action(options)
     except (PacelineError, ValueError, OSError) as error:
         print(f"paceline {getattr(options, 'command', 'run')}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -43,7 +48,11 @@ def _run(options: argparse.Namespace) -> int:
     from paceline.launch.job import job_of
     from paceline.launch.values import OptionError
 
-    _choose_security(options)
+    if options.hosts:
+        from paceline.launch.ssh.starter import run_on_hosts
+
+        return run_on_hosts(options)
+    choose_security(options)
     if options.print_token and options.nnodes[1] == 1:
         raise OptionError("--print-token needs --nnodes N or MIN:MAX: how many machines are to join, this one included")
     job = job_of(options)
@@ -62,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     return run_job(job, listener, secret)
 
 
-def _choose_security(options: argparse.Namespace) -> None:
+def choose_security(options: argparse.Namespace) -> None:
     """Takes over the flags for the level of security, and finds out whether this machine can do what it needs."""
     from paceline.security.encryption import identity_of
     from paceline.security.levels import INSECURE_VARIABLE, VARIABLE, chosen_level
@@ -110,8 +119,11 @@ def _join(options: argparse.Namespace) -> int:
     from paceline.launch.agent import run as run_job
     from paceline.launch.job import job_of
     from paceline.launch.nodes.join_token import Token
+    from paceline.launch.values import OptionError
 
-    _choose_security(options)
+    if options.hosts:
+        raise OptionError("--hosts starts a job on other machines, and `paceline join` takes part in one: leave it out")
+    choose_security(options)
     word = sys.stdin.readline() if options.token == "-" else options.token
     token = Token.decode(word)
     host = f"[{token.host}]" if ":" in token.host else token.host

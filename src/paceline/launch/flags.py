@@ -105,6 +105,16 @@ FLAGS = (
          choices=LEVELS, variable=False, ours=True),
     Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
          ours=True),
+    # machines by ssh
+    Flag("hosts", "start the launchers on these machines by ssh: a list, or a host file of MPI", str,
+         metavar="HOST:N,...|FILE", short="-H", ours=True),
+    Flag("ssh", "with --hosts: the ssh to use, with options of its own", str, "ssh", "COMMAND", ours=True),
+    Flag("remote-python", "with --hosts: the interpreter on the other machines (if not given, this one's path)", str,
+         metavar="PATH", ours=True),
+    Flag("remote-dir", "with --hosts: the directory on the other machines (if not given, this one's path)", str,
+         metavar="PATH", ours=True),
+    Flag("export", "with --hosts: variables that the other machines' workers get, too", values.exports, "",
+         "NAME,NAME=VALUE,...", ours=True),
     # the live page
     Flag("dash", "serve a live page of the job on this machine, for your eyes only (needs paceline[dash])", ours=True),
     Flag("dash-port", "with --dash: its port on loopback (if not given, a free one)", values.port,

@@ -122,11 +122,12 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
     )  # a worker started this launcher, so the scheduler's variables describe the job around it
     scheduler = None if options.standalone or is_in_a_job else detect(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
-    timeout_s = options.shutdown_timeout
-    if timeout_s is None:
-        timeout_s = values.seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
     rendezvous = _rendezvous(options, scheduler)
     workers = 1 if scheduler is not None and scheduler.is_one_a_rank else options.nproc_per_node
+    if workers == 0:
+        raise OptionError(
+            "there is no GPU on this machine that this process may use; give --nproc-per-node cpu, auto or a number"
+        )
     if rendezvous.address is None and options.stdin is not None and options.stdin >= workers:
         raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
     return Job(
@@ -137,7 +138,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         output=_output(options),
         port=options.master_port if rendezvous.address is None else None,
         max_restarts=options.max_restarts or 0,
-        shutdown_timeout_s=timeout_s,
+        shutdown_timeout_s=shutdown_timeout_s(options, environment),
         signals=options.signals_to_handle,
         role=options.role,
         virtual_local_rank=options.virtual_local_rank,
@@ -153,6 +154,13 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         page=page_of(options),
         compat=options.compat,
     )
+
+
+def shutdown_timeout_s(options: argparse.Namespace, environment: Mapping[str, str]) -> float:
+    """Returns how long workers have to end after they were asked to, in seconds."""
+    if options.shutdown_timeout is not None:
+        return float(options.shutdown_timeout)
+    return values.seconds(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_TIMEOUT_S)))
 
 
 def _forks(method: str, workers: int, is_elastic: bool) -> bool:

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch.job import Output
-from paceline.launch.output import Console, Drawing, LinePrefixer, LogFile, Sink, Stream, only_with, prefix_of
+from paceline.launch.output import (
+    Console,
+    Drawing,
+    LinePrefixer,
+    LogFile,
+    Sink,
+    Stream,
+    only_with,
+    prefix_of,
+    wants_colours,
+)
 from paceline.launch.screen import Screen
 from paceline.launch.values import Streams, streams_of
 
@@ -74,7 +84,7 @@ class Logs:
         sinks: list[Sink] = [] if self._listener is None else [self._listener(rank, which.value)]
         screen = self._console.screen(which.value)
         if is_shown:
-            sinks.append(self._shown(which, prefix_of(rank, _is_coloured(which), self._word), screen, draws))
+            sinks.append(self._shown(which, prefix_of(rank, wants_colours(which.value), self._word), screen, draws))
         if words:
             matches = self._open(attempt, ".", f"filtered_{_NAMES[which]}")
             sinks.append(LinePrefixer(prefix_of(rank, False, self._word), only_with(words, matches.write)))
@@ -89,7 +99,3 @@ class Logs:
     def _open(self, attempt: int, folder: str, name: str) -> LogFile:
         assert self.directory is not None
         return LogFile(self.directory / f"attempt_{attempt}" / folder / f"{name}.log", self._console.say)
-
-
-def _is_coloured(which: Streams) -> bool:
-    return os.isatty(which.value) and "NO_COLOR" not in os.environ

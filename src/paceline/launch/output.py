@@ -19,10 +19,20 @@ _PATIENCE_S = 0.2
 Write = Callable[[bytes], None]
 
 
+def wants_colours(fd: int) -> bool:
+    """Returns whether what is written to `fd` may be coloured."""
+    return os.isatty(fd) and "NO_COLOR" not in os.environ
+
+
 def prefix_of(rank: int, coloured: bool, word: str = "rank") -> bytes:
     """Returns the prefix of this rank's lines."""
-    text = f"[{word} {rank}] "
-    return f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
+    return prefix(f"{word} {rank}", rank, coloured)
+
+
+def prefix(name: str, number: int, coloured: bool) -> bytes:
+    """Returns the prefix of the lines of something with this name; the number chooses its colour."""
+    text = f"[{name}] "
+    return f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m".encode() if coloured else text.encode()
 
 
 class LinePrefixer:

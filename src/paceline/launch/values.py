@@ -34,12 +34,10 @@ def streams_of(chosen: StreamsOfRanks, local_rank: int) -> Streams:
 
 
 def workers(text: str) -> int:
-    """The number of workers: a number, `gpu`, `cpu` or `auto`."""
+    """The number of workers: a number, `gpu` (0 if there is none, which other machines may have), `cpu` or `auto`."""
     if text in ("auto", "gpu"):
         gpus = count_gpus()
-        if gpus or text == "auto":
-            return gpus or allowed_cores()
-        raise ArgumentTypeError("there is no GPU on this machine that this process may use; give cpu, auto or a number")
+        return gpus or (allowed_cores() if text == "auto" else 0)
     if text == "cpu":
         return allowed_cores()
     if not text.isdecimal() or int(text) < 1:
@@ -165,6 +163,17 @@ def ranks(text: str) -> frozenset[int]:
 def words(text: str) -> tuple[str, ...]:
     """Words between commas; two commas are one in a word."""
     return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)
+
+
+def exports(text: str) -> dict[str, str | None]:
+    """`NAME,NAME=VALUE`; None stands for the value that the variable has here."""
+    found: dict[str, str | None] = {}
+    for part in filter(None, words(text)):
+        name, equals, value = part.partition("=")
+        if not name.isidentifier():
+            raise ArgumentTypeError(f"{part!r} is neither NAME nor NAME=VALUE")
+        found[name] = value if equals else None
+    return found
 
 
 def modules(text: str) -> tuple[str, ...]:

@@ -1,0 +1,209 @@
+"""Runs on each machine of `paceline run --hosts`: starts the launcher there, and ends it when nobody holds on to it.
+
+The launcher is a child, since it forks and must have no thread; this process reads what the starter says. When its
+stdin ends, because the starter or the connection has ended, it ends the launcher. When it is killed itself, the kernel
+kills the launcher, and the launcher's guards kill the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from paceline import __version__
+from paceline.launch.signals import Signals
+from paceline.launch.ssh.messages import Bye, Hello, Meeting, Part, Said, Signal, decode_told, encode_said
+from paceline.launch.values import OptionError
+from paceline.parent import die_with_parent
+
+_MARGIN_S = 15.0
+_LOOK_S = 0.5
+_PART_S = 600.0
+
+
+def main() -> int:
+    """Says hello, runs the part that it is given, and returns the launcher's exit code."""
+    control = _Control()
+    tell(Hello(__version__, sys.executable))
+    part = control.part()
+    if part is None:
+        return 1
+    me = os.getpid()
+    launcher = os.fork()
+    if launcher == 0:
+        die_with_parent(me)
+        control.close()
+        return _launch(part)
+    code = _attend(launcher, control, part.shutdown_s)
+    tell(Bye(code))
+    return code
+
+
+def tell(message: Said) -> None:
+    """Tells the starter something; nothing if it has gone."""
+    data = encode_said(message)
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
+class _Control:
+    """What the starter says, on a descriptor that the launcher and its workers do not have: their stdin is empty."""
+
+    def __init__(self) -> None:
+        self._fd = os.dup(0)
+        os.set_inheritable(self._fd, False)
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.close(empty)
+        self._received = b""
+
+    def close(self) -> None:
+        """Closes it in the launcher, which must not hold the connection open."""
+        os.close(self._fd)
+
+    def part(self) -> Part | None:
+        """Waits for this machine's part; None if there will be none."""
+        deadline_s = time.monotonic() + _PART_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if not select.select([self._fd], [], [], left_s)[0]:
+                break
+            lines = self.lines()
+            if lines is None:
+                return None
+            for line in lines:
+                message = decode_told(line)
+                if isinstance(message, Part):
+                    return message
+                return None  # a signal: the job is over before it began
+        return None
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait for."""
+        return self._fd
+
+    def lines(self) -> list[bytes] | None:
+        """Returns the whole lines that have come; None at the end. Something must be there to be read."""
+        data = os.read(self._fd, 1 << 16)
+        if not data:
+            return None
+        *lines, self._received = (self._received + data).split(b"\n")
+        return lines
+
+
+def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
+    """Passes signals on to the launcher until it ends; returns its exit code."""
+    signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+    heard: list[_Control] = [control]
+    kill_by_s = float("inf")
+    while True:
+        ended, status = os.waitpid(launcher, os.WNOHANG)
+        if ended:
+            signals.close()
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        if time.monotonic() >= kill_by_s:
+            os.kill(launcher, signal.SIGKILL)  # its guards kill the workers
+        readable, _, _ = select.select([signals, *heard], [], [], _LOOK_S)
+        if signals in readable:
+            for number in signals.read()[0]:
+                os.kill(launcher, number)
+        if control not in readable:
+            continue
+        lines = control.lines()
+        if lines is None:
+            heard.clear()
+            kill_by_s = time.monotonic() + shutdown_s + _MARGIN_S
+            os.kill(launcher, signal.SIGTERM)
+        for line in lines or []:
+            message = decode_told(line)
+            if isinstance(message, Signal):
+                os.kill(launcher, signal.Signals[message.name])
+
+
+def _launch(part: Part) -> int:
+    """Runs this machine's launcher; returns its exit code."""
+    from paceline.launch.command import add_run_arguments, carry_out
+    from paceline.launch.grammar import Parser
+
+    os.environ.update(part.environment)
+    parser = Parser(prog="paceline run")
+    parser.add_argument("--use-env", "--use_env", action="store_true")  # of `python -m paceline.launch`
+    add_run_arguments(parser, os.environ)
+    options = parser.parse_args(part.words)
+    return carry_out(options, lambda given: _take_part(given, part))
+
+
+def _take_part(options: argparse.Namespace, part: Part) -> int:
+    from paceline.launch.agent import run
+    from paceline.launch.command import choose_security
+    from paceline.launch.job import job_of
+
+    _enter(part.directory)
+    options.passes_local_rank = part.passes_local_rank
+    options.nproc_per_node = part.workers or options.nproc_per_node
+    options.rdzv_id = part.run_id
+    choose_security(options)
+    secret = None if part.secret is None else bytes.fromhex(part.secret)
+    listener = None
+    options.nnodes = (part.nodes, part.nodes)
+    if part.nodes > 1:
+        meeting = part.meeting
+        if meeting is None:
+            listener, meeting = _open_meeting(options, part, secret)
+            tell(Meeting(*meeting))
+        options.node_rank, options.rdzv_backend = part.node_rank, "static"
+        options.master_addr, options.master_port = meeting
+        options.rdzv_conf = {**options.rdzv_conf, "is_host": str(int(part.meeting is None))}
+    # What a scheduler says of this machine is about another job: the starter knows which machines there are.
+    known = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",)
+    job = job_of(options, {name: os.environ[name] for name in known if name in os.environ})
+    return run(job, listener, secret if part.nodes > 1 else None)
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise OptionError(
+            f"{socket.gethostname()} has no directory {directory} that can be entered ({error.strerror}); put the "
+            "script into the same place on all machines, or name its directory with --remote-dir"
+        ) from error
+
+
+def _open_meeting(
+    options: argparse.Namespace, part: Part, secret: bytes | None
+) -> tuple[socket.socket, tuple[str, int]]:
+    """Returns a socket on which the machines meet, and its address: one that leads to the other machines."""
+    from paceline.store.tcp import listen
+
+    host = options.local_addr or options.master_addr or address_towards(part.towards, os.environ)
+    listener = listen(host, options.master_port or 0, secret)
+    return listener, (host, listener.getsockname()[1])
+
+
+def address_towards(name: str, environment: Mapping[str, str]) -> str:
+    """Returns the address of this machine for another one, by the route to it or by which ssh came here."""
+    from paceline.launch.nodes.meeting import own_address
+    from paceline.routes import source_address
+    from paceline.security.levels import is_loopback
+
+    with contextlib.suppress(OSError):
+        found = source_address(name)
+        if not is_loopback(found):
+            return found
+    came_by = environment.get("SSH_CONNECTION", "").split()  # their address and port, ours
+    if len(came_by) == 4 and not is_loopback(came_by[2]):
+        return came_by[2]
+    return own_address()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
