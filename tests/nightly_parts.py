@@ -18,6 +18,7 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _PROGRAMS_OF_DOCS = "tests/ranks/test_docs.py"
 _ARM_COMPILER = "aarch64-linux-gnu-g++"
 _ARM_EMULATOR = "qemu-aarch64"
+_ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
 _REPEATS_UNDER_SANITIZERS = "20"
 _EXAMPLES_OF_PROPERTIES = "20"  # times as many as in the suite
 
@@ -51,6 +52,8 @@ def parts(root: Path) -> list[Part]:
         ),
         _sanitizers(),
         _cross_build(),
+        _wheel(),
+        _stable_abi(),
         _clang(),
         *(_other_python(minor) for minor in range(10, 15) if minor != sys.version_info.minor),
         _newer_torch(),
@@ -136,15 +139,33 @@ def _core_build(directory: str, compiler: str, *options: str) -> list[list[str]]
 
 
 def _cross_build() -> Part:
-    """The tests are run too where an emulator can."""
+    """The tests are run too where an emulator of processes can."""
     emulator = shutil.which(_ARM_EMULATOR)
-    options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DCMAKE_EXE_LINKER_FLAGS=-static"]
+    options = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     commands = _core_build("build/arm64", _ARM_COMPILER, *options)
     if emulator:
-        commands[0].append(f"-DCMAKE_CROSSCOMPILING_EMULATOR={emulator}")
-        commands.append([str(_BIN / "ctest"), "--test-dir", "build/arm64", "--output-on-failure", "-R", "reduce"])
-    does = "builds the core for arm64" + (" and runs its reductions" if emulator else "")
+        commands[0].append(f"-DCMAKE_CROSSCOMPILING_EMULATOR={emulator};-L;{_ARM_LIBRARIES}")
+        commands.append([str(_BIN / "ctest"), "--test-dir", "build/arm64", "--output-on-failure"])
+    does = "builds the core for arm64" + (" and runs its tests" if emulator else "")
     return Part("arm64", does, commands, _HOUR_S, lambda: _missing(_ARM_COMPILER))
+
+
+def _wheel() -> Part:
+    words = [sys.executable, "release/check_wheel.py", "--from-sdist"]
+    return Part("wheel", "builds the wheel from the sources that are published, and trains with it", [words], _HOUR_S)
+
+
+def _stable_abi() -> Part:
+    """Built by one Python, the wheel has to work with the later ones."""
+    found = [path for path in map(_interpreter, range(12, 15)) if path is not None]
+    words = [sys.executable, "release/check_wheel.py", "--python", *found[:1], "--others", *found[1:]]
+    return Part(
+        "abi3",
+        "builds the wheel of the stable ABI, and has two ranks meet with it",
+        [words],
+        _HOUR_S,
+        lambda: "" if found else "there is no python3.12 or newer",
+    )
 
 
 def _clang() -> Part:

@@ -16,7 +16,7 @@ PyObject* name(const char* text) {
 
 PyObject* with_care(PyObject* self) {
     static PyObject* const method = name("_call_with_care");
-    return PyObject_CallMethodNoArgs(self, method);
+    return PyObject_CallMethodObjArgs(self, method, nullptr);
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ bool QuickCall::is_as_usual() const {
 PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     static PyObject* const timeout_ns = name("timeout_ns");
     static PyObject* const fail = name("_fail");
-    if (PyTuple_GET_SIZE(arguments) != 0 || (keywords != nullptr && PyDict_GET_SIZE(keywords) != 0)) {
+    if (PyTuple_Size(arguments) != 0 || (keywords != nullptr && PyDict_Size(keywords) != 0)) {
         PyErr_SetString(PyExc_TypeError, "a persistent call takes no arguments; they were given when it was prepared");
         return nullptr;
     }
@@ -56,7 +56,8 @@ PyObject* QuickCall::call(PyObject* self, PyObject* arguments, PyObject* keyword
         const nb::object limit = nb::steal(PyObject_GetAttr(quick.limits_.ptr(), timeout_ns));
         if (!limit.is_valid()) return nullptr;
         const nb::object outcome = quick.call_->run(nb::cast<std::int64_t>(limit));
-        return outcome.is_none() ? outcome.inc_ref().ptr() : PyObject_CallMethodOneArg(self, fail, outcome.ptr());
+        return outcome.is_none() ? outcome.inc_ref().ptr()
+                                 : PyObject_CallMethodObjArgs(self, fail, outcome.ptr(), nullptr);
     } catch (nb::python_error& error) {
         error.restore();
         return nullptr;

@@ -6,7 +6,14 @@ This file only re-exports. Names are loaded on first use, so that `paceline run`
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"Paceline runs on Linux only, and this is {sys.platform}: its core needs Linux's shared memory and futexes. On "
+        "Windows use it in WSL 2, and on macOS in a Linux container."
+    )
 
 _PUBLIC = {
     # process groups
@@ -38,6 +45,7 @@ _PUBLIC = {
         "supports_complex",
     ),
     "paceline.group.process_group": ("ProcessGroup",),
+    "paceline.rendezvous.handlers": ("register_rendezvous_handler",),
     # stores
     "paceline.store.base": ("Store",),
     "paceline.store.file": ("FileStore",),

@@ -180,6 +180,7 @@ from paceline.record.sinks import WandbLog as WandbLog
 from paceline.record.sinks import log_to as log_to
 from paceline.record.spans import span as span
 from paceline.record.values import log as log
+from paceline.rendezvous.handlers import register_rendezvous_handler as register_rendezvous_handler
 from paceline.store.base import Store as Store
 from paceline.store.file import FileStore as FileStore
 from paceline.store.hash import HashStore as HashStore

@@ -31,6 +31,7 @@ _RUN_ELSEWHERE = {
     "large-models.md": "tests/ranks/test_tensor_parallel.py",
     "launcher.md": "tests/ranks/test_run.py",
     "nccl.md": "tests/gpu/test_nccl_on_gpus.py",
+    "rendezvous.md": "tests/unit/test_rendezvous_handlers.py",
     "torch-distributed.md": "tests/ranks/test_plugin_frameworks.py",
 }
 

@@ -55,6 +55,11 @@ VALUES = {  # by flag: what is written, what it means
     "dash-host": ("hub.example", "hub.example"),
     "compat": ("torch,horovod", ("torch", "horovod")),
     "preload": ("numpy,torch.nn", ("numpy", "torch.nn")),
+    "hosts": ("a:4,b:4", "a:4,b:4"),
+    "ssh": ("ssh -p 2222", "ssh -p 2222"),
+    "remote-python": ("/opt/python", "/opt/python"),
+    "remote-dir": ("/job", "/job"),
+    "export": ("LR=0.1,COLOUR", {"LR": "0.1", "COLOUR": None}),
 }
 REFUSED = {"logs-specs"}
 SWITCHES = [flag for flag in FLAGS if flag.parse is None]
@@ -128,6 +133,7 @@ def test_torchruns_flags_are_all_there():
         (["--start-method", "thread"], "invalid choice"),
         (["--min-workers", "0"], "not a number from 1"),
         (["--chaos", "maim:2s"], "neither KIND:SECONDS"),
+        (["--export", "a b"], "neither NAME nor NAME=VALUE"),
     ],
 )
 def test_what_is_wrong_with_a_value_is_said(arguments, complaint, capsys):
@@ -181,6 +187,13 @@ def test_workers_by_kind(monkeypatch):
     assert parse("--nproc-per-node", "cpu").nproc_per_node == allowed_cores()
     monkeypatch.setattr("paceline.launch.values.count_gpus", lambda: 4)
     assert [parse("--nproc-per-node", kind).nproc_per_node for kind in ("gpu", "auto")] == [4, 4]
+
+
+def test_gpus_may_be_on_other_machines_only(monkeypatch):
+    monkeypatch.setattr("paceline.launch.values.count_gpus", lambda: 0)
+    assert parse("--hosts", "a", "--nproc-per-node", "gpu").nproc_per_node == 0
+    with pytest.raises(OptionError, match="there is no GPU on this machine"):
+        job("--nproc-per-node", "gpu")
 
 
 def test_machines_meet_by_number_or_in_any_order():

@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from paceline import __version__
 from paceline.cli import analyze, launch_script, migrate, report, runs, trace
 from paceline.cli.checkpoint import command as checkpoint
 from paceline.cli.doctor import command as doctor
 from paceline.cli.top import command as top
+from paceline.cli.version import VersionAction
 from paceline.launch.command import add_run_arguments, run
 from paceline.launch.grammar import Parser
 
@@ -33,7 +33,7 @@ COMMANDS = (
 def parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """Returns the parser of the whole command line."""
     whole = Parser(prog="paceline", description="Distributed data-parallel training for PyTorch.")
-    whole.add_argument("--version", action="version", version=f"paceline {__version__}")
+    whole.add_argument("--version", action=VersionAction, help="print what is installed, and which kernels are used")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = commands.add_parser(
         "run",

@@ -51,7 +51,8 @@ def rendezvous(
     """Meets the other ranks.
 
     Args:
-        init_method: "env://" (if neither it nor `store` is given), "tcp://host:port" or "file:///path".
+        init_method: "env://" (if neither it nor `store` is given), "tcp://host:port", "file:///path", or an address
+            for which `register_rendezvous_handler` has a handler.
         store: a store that all ranks share, instead of `init_method`.
         world_size: the number of ranks; -1 takes it from the environment or the URL.
         rank: this process's rank; -1 takes it from there too.
@@ -86,10 +87,26 @@ def rendezvous(
         rank, world_size = addresses.place(url, rank, world_size)
         open_store = partial(addresses.open_store, url)
     else:
-        raise ValueError(f"init_method {url!r} is not known; use env://, tcp://host:port or file:///path")
+        return _meet_by_handler(url, scheme, rank, world_size, timeout_s)
     _check_place(rank, world_size)
     prefix = f"paceline/{attempt}/{_next_at_address(url)}"
     return _meet(partial(open_store, rank, world_size), prefix, Claim.mine(rank, world_size), timeout_s)
+
+
+def _meet_by_handler(url: str, scheme: str, rank: int, world_size: int, timeout_s: float) -> RendezvousResult:
+    from paceline.rendezvous import handlers
+
+    if not handlers.has_handler(scheme):
+        raise ValueError(
+            f"init_method {url!r} is not known; use env://, tcp://host:port or file:///path, or "
+            f"register_rendezvous_handler({scheme!r}, ...)"
+        )
+    store, rank, world_size = handlers.meet_by_handler(url, rank, world_size, timeout_s)
+    _check_place(rank, world_size)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    joined = PrefixStore(f"paceline/{attempt}/{_next_at_address(url)}", store)
+    agree(joined, Claim.mine(rank, world_size), timeout_s)
+    return RendezvousResult(rank, world_size, joined, _host_of(store))
 
 
 def _meet(open_store: Callable[[timedelta], Store], prefix: str, claim: Claim, timeout_s: float) -> RendezvousResult:

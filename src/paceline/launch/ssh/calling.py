@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from paceline.launch.output import LinePrefixer, Write
 from paceline.launch.ssh.hosts import Host
 from paceline.launch.ssh.messages import Said, Sieve, Told, encode_told
+from paceline.launch.ssh.refusals import Attempt
 
 FAR_END = "paceline.launch.ssh.far_end"
 # Nobody is asked anything, since several machines would ask at once; a connection of its own, which ends with the
@@ -24,10 +25,10 @@ SSH_OPTIONS = (
 _TAIL_BYTES = 1 << 13
 
 
-def command_for(host: Host, is_here: bool, ssh: Sequence[str], python: str) -> list[str]:
+def command_for(attempt: Attempt, ssh: Sequence[str]) -> list[str]:
     """Returns what starts the launcher of a machine."""
-    far_end = [python, "-m", FAR_END]
-    return far_end if is_here else [*ssh, *SSH_OPTIONS, host.destination, f"exec {shlex.join(far_end)}"]
+    far_end = [attempt.python, "-m", FAR_END]
+    return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
 
 
 def is_here(host: Host) -> bool:

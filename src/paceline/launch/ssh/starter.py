@@ -40,21 +40,23 @@ def run_on_hosts(options: argparse.Namespace) -> int:
     """
     hosts = hosts_of(options.hosts)
     _refuse_others(options)
-    ssh, python = shlex.split(options.ssh), options.remote_python or sys.executable
-    here = [is_here(host) for host in hosts]
-    commands = [command_for(host, local, ssh, python) for host, local in zip(hosts, here, strict=True)]
+    attempts = [_attempt(host, options.remote_python) for host in hosts]
+    commands = [command_for(each, shlex.split(options.ssh)) for each in attempts]
     if options.dry_run:
-        for host, command in zip(hosts, commands, strict=True):
-            print(f"{host.destination}: {shlex.join(command)}")
+        for attempt, command in zip(attempts, commands, strict=True):
+            print(f"{attempt.destination}: {shlex.join(command)}")
         return 0
-    attempts = [
-        Attempt(host.destination, python, __version__, local) for host, local in zip(hosts, here, strict=True)
-    ]
     shutdown_s = shutdown_timeout_s(options, os.environ)
     parts = parts_of(hosts, options, os.environ, shutdown_s)
     conduct = Conduct(parts, attempts, Limits(START_S, shutdown_s), time.monotonic(), options.elastic)
     with Starter(conduct, commands, [host.name for host in hosts], options.signals_to_handle) as starter:
         return starter.run()
+
+
+def _attempt(host: Host, remote_python: str | None) -> Attempt:
+    local = is_here(host)
+    python = sys.executable if local or remote_python is None else remote_python
+    return Attempt(host.destination, python, __version__, local)
 
 
 def _refuse_others(options: argparse.Namespace) -> None:

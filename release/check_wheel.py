@@ -1,0 +1,199 @@
+"""Builds the wheel, repairs it, installs it where there is no compiler, and trains with it: `make wheel`.
+
+    python release/check_wheel.py                       the wheel of this interpreter
+    python release/check_wheel.py --from-sdist          the same, built from the sources that would be published
+    python release/check_wheel.py --python P --others Q ...   built by P; P and the Qs only meet with it, without torch
+
+The environment has what the wheel depends on and nothing else. torch and the example's data are borrowed from the
+environment that runs this, since they are large. docs/install.md says what is published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PLACE = ROOT / "build" / "wheel"
+_QUIET = ("--quiet", "--disable-pip-version-check")
+_KEPT = ("HOME", "TMPDIR", "LANG", "CC", "CXX", "CMAKE_CXX_COMPILER_LAUNCHER", "SSL_CERT_FILE")
+_LONGEST_S = 1800
+BORROWED = ("torch", "numpy", "scikit-learn")  # scikit-learn has the digits
+MEETING = (
+    "from paceline.rendezvous.rendezvous import rendezvous\n"
+    "met = rendezvous('env://', None, -1, -1, 60)\n"
+    "print('rank', met.rank, 'of', met.world_size)\n"
+    "met.store.close()\n"
+)
+
+
+class CheckFailed(Exception):
+    """What is wrong with the wheel."""
+
+
+def build(python: str, from_sdist: bool) -> Path:
+    """Builds a wheel and repairs it; returns the repaired one."""
+    shutil.rmtree(PLACE, ignore_errors=True)
+    source = str(ROOT)
+    if from_sdist:
+        # pip makes no sdist, and this way the project's own backend does.
+        program = f"import linux_only; print(linux_only.build_sdist({str(PLACE / 'sdist')!r}))"
+        _run([sys.executable, "-c", program], PYTHONPATH=str(ROOT / "release"))
+        [source] = map(str, (PLACE / "sdist").glob("*.tar.gz"))
+    ready = ["--no-build-isolation"] if python == sys.executable else []  # this one has what a build needs
+    _run([python, "-m", "pip", "wheel", *_QUIET, "--no-deps", *ready, "-w", str(PLACE / "raw"), source])
+    [raw] = (PLACE / "raw").glob("*.whl")
+    _run([sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", str(PLACE / "repaired"), str(raw)])
+    [repaired] = (PLACE / "repaired").glob("*.whl")
+    return repaired
+
+
+def examine(wheel: Path) -> None:
+    """Looks at the name of a repaired wheel and at what is in it.
+
+    Raises:
+        CheckFailed: it could not be published.
+    """
+    if "-manylinux_" not in wheel.name:
+        raise CheckFailed(f"{wheel.name} is not repaired: it must be tagged manylinux")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [about] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        [scripts] = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
+        told, commands = archive.read(about).decode(), archive.read(scripts).decode()
+    for missing, is_there in {
+        "paceline/py.typed": "paceline/py.typed" in names,
+        "paceline/__init__.pyi": "paceline/__init__.pyi" in names,
+        "the classifier Typing :: Typed": "Classifier: Typing :: Typed" in told,
+        "the command paceline": "paceline = paceline.cli.main:main" in commands,
+        "the licence": any(name.endswith("/LICENSE") for name in names),
+    }.items():
+        if not is_there:
+            raise CheckFailed(f"{wheel.name} lacks {missing}")
+
+
+def bare(python: str, borrowed: Iterable[str] = ()) -> Path:
+    """Makes an environment with nothing but pip and the borrowed packages; returns its folder of programs."""
+    place = PLACE / f"bare-{Path(python).name}"
+    shutil.rmtree(place, ignore_errors=True)
+    _run([python, "-m", "venv", str(place)])
+    lent = PLACE / "lent"
+    shutil.rmtree(lent, ignore_errors=True)
+    lent.mkdir(parents=True)
+    for name in sorted(_closure(borrowed)):
+        _lend(metadata.distribution(name), lent)
+    [packages] = place.glob("lib/python3*/site-packages")
+    (packages / "lent.pth").write_text(f"{lent}\n")
+    return place / "bin"
+
+
+def _closure(names: Iterable[str]) -> set[str]:
+    """Returns the packages that these need, themselves included."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        needs = [Requirement(text) for text in metadata.requires(name) or ()]
+        waiting += [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def _lend(distribution: metadata.Distribution, place: Path) -> None:
+    for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        if not (place / top).exists():
+            (place / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+
+
+def install(wheel: Path, programs: Path, with_torch: bool) -> float:
+    """Installs the wheel without a compiler; returns how long that took, in seconds."""
+    began_s = time.monotonic()
+    needs = [] if with_torch else ["--no-deps"]
+    _run([str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", *needs, str(wheel)], PATH=str(programs))
+    took_s = time.monotonic() - began_s
+    if not with_torch:
+        words = [str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", "msgspec", "xxhash"]
+        _run(words, PATH=str(programs))
+    return took_s
+
+
+def try_out(programs: Path, with_torch: bool) -> None:
+    """Runs the command, and trains on two ranks, or without torch has two ranks meet.
+
+    Raises:
+        CheckFailed: paceline is another one than that of the wheel, or a rank has not done its work.
+    """
+    where = _run([str(programs / "python"), "-c", "import paceline; print(paceline.__file__)"], PATH=str(programs))
+    if not where.startswith(str(programs.parent)):
+        raise CheckFailed(f"the environment imports {where.strip()}, not the wheel")
+    print(_run([str(programs / "paceline"), "--version"], PATH=str(programs)), end="")
+    script, arguments = ROOT / "examples" / "digits.py", ["--epochs", "1"]
+    if not with_torch:
+        script, arguments = PLACE / "meeting.py", []
+        script.write_text(MEETING)
+    done = _run([str(programs / "paceline"), "run", "--nproc-per-node", "2", str(script), *arguments], PATH=str(programs))
+    if "[rank 0]" not in done:
+        raise CheckFailed(f"rank 0 printed nothing: {done}")
+    print(done, end="")
+
+
+def _run(words: Sequence[str], **environment: str) -> str:
+    """Runs a command; returns what it printed.
+
+    Raises:
+        CheckFailed: it failed; with what it printed.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("PIP_") or "proxy" in name.lower()}
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**kept, "PATH": programs, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LONGEST_S,
+    )
+    if done.returncode != 0:
+        raise CheckFailed(f"`{' '.join(map(str, words))}` ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Checks the wheel; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Builds the wheel, and checks it in environments without a compiler.")
+    parser.add_argument("--from-sdist", action="store_true", help="build it from the sources that are published")
+    parser.add_argument("--python", help="the interpreter that builds it; then torch is left out")
+    parser.add_argument("--others", nargs="*", default=[], help="more interpreters to install it for")
+    given = parser.parse_args(arguments)
+    with_torch = given.python is None
+    python = given.python or sys.executable
+    try:
+        wheel = build(python, given.from_sdist)
+        examine(wheel)
+        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+        for each in [python, *given.others]:
+            programs = bare(each, BORROWED if with_torch else ())
+            took_s = install(wheel, programs, with_torch)
+            print(f"{Path(each).name}: installed in {took_s:.1f} s beyond torch, without a compiler")
+            try_out(programs, with_torch)
+    except CheckFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

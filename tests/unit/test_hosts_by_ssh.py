@@ -1,0 +1,314 @@
+"""`paceline run --hosts`: who takes part, what is said to whom and when, and why a machine did not come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.ssh.conduct import Conduct, Cut, Give, Limits, PassOn, Say
+from paceline.launch.ssh.hosts import Host, hosts_of
+from paceline.launch.ssh.messages import (
+    MARK,
+    Bye,
+    Hello,
+    Meeting,
+    Part,
+    Sieve,
+    Signal,
+    decode_told,
+    encode_said,
+    encode_told,
+)
+from paceline.launch.ssh.refusals import Attempt, other_version, why_not
+from paceline.launch.ssh.starter import taken_along
+from paceline.launch.values import OptionError
+
+HELLO = Hello("1.2", "/usr/bin/python3")
+LIMITS = Limits(start_s=60, shutdown_s=30)
+
+
+def part(number: int, nodes: int) -> Part:
+    return Part(["train.py"], "/job", {}, "00" * 32, number, nodes, 2, "job7", 30.0)
+
+
+def conduct(*names: str, is_elastic: bool = False) -> Conduct:
+    parts = [part(number, len(names)) for number in range(len(names))]
+    attempts = [Attempt(name, "/usr/bin/python3", "1.2") for name in names]
+    return Conduct(parts, attempts, LIMITS, 0.0, is_elastic)
+
+
+def started(*names: str, is_elastic: bool = False) -> Conduct:
+    found = conduct(*names, is_elastic=is_elastic)
+    for number in range(len(names)):
+        found.said(number, HELLO, 1.0)
+    found.said(0, Meeting("10.0.0.1", 29400), 1.0)
+    found.take_actions()
+    return found
+
+
+def end(found: Conduct, machine: int, code: int, now_s: float) -> None:
+    found.said(machine, Bye(code), now_s)
+    found.ended(machine, code, "", now_s)
+
+
+def sentences(found: Conduct) -> list[str]:
+    return [action.text for action in found.take_actions() if isinstance(action, Say)]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("a:4,b:2", [Host("a", None, 4), Host("b", None, 2)]),
+        ("anna@node-1.cluster,10.0.0.7:8", [Host("node-1.cluster", "anna"), Host("10.0.0.7", None, 8)]),
+        ("[fd00::1]:4,[fd00::2]", [Host("fd00::1", None, 4), Host("fd00::2")]),
+        ("a:2,b,a:2", [Host("a", None, 4), Host("b")]),
+        ("a,a,b", [Host("a", None, 2), Host("b")]),
+    ],
+)
+def test_a_list_names_the_machines(text, meant):
+    assert list(hosts_of(text)) == meant
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "node1 slots=4\nnode2 slots=2\n",  # Open MPI, DeepSpeed, Horovod
+        "# the cluster\nnode1 slots = 4 max_slots=8   # the large one\n\nnode2 slots=2",
+        "node1:4\nnode2:2 ifname=eth0\n",  # MPICH
+        "node1\nnode1\nnode2\nnode1\nnode1\nnode2\n",  # PBS_NODEFILE
+        "node1 cpu=4\nnode2 count=2\n",
+    ],
+)
+def test_a_host_file_is_read_as_mpi_reads_it(tmp_path, lines):
+    file = tmp_path / "hosts"
+    file.write_text(lines)
+    assert list(hosts_of(str(file))) == [Host("node1", None, 4), Host("node2", None, 2)]
+
+
+def test_a_host_file_may_name_users(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("node1 user=anna slots=2\nbert@node2")
+    assert [host.destination for host in hosts_of(str(file))] == ["anna@node1", "bert@node2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no machine"),
+        ("a:0", "has no workers"),
+        ("a:many", "neither HOST nor HOST:N"),
+        ("-oProxyCommand=x", "neither HOST nor HOST:N"),
+        ("a b", "neither HOST nor HOST:N"),
+        ("fd00::1", "in brackets"),
+        ("./nowhere/hosts", "no such file"),
+    ],
+)
+def test_what_names_no_machines_is_refused(text, said):
+    with pytest.raises(OptionError, match=said):
+        hosts_of(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [("", "names no machine"), ("a\nb gpus=2", ":2: 'gpus=2' is not known"), ("a slots=none", ":1: 'slots=none'")],
+)
+def test_a_wrong_line_of_a_host_file_has_a_number(tmp_path, lines, said):
+    file = tmp_path / "hosts"
+    file.write_text(lines)
+    with pytest.raises(OptionError, match=said):
+        hosts_of(str(file))
+
+
+def test_messages_are_found_however_they_are_cut():
+    stream = b"Welcome to node7\nlast login" + encode_said(HELLO) + b"[rank 0] loss 1.0\n" + encode_said(Bye(3))
+    for size in (1, 2, 7, len(stream)):
+        sieve, messages, printed = Sieve(), [], b""
+        for start in range(0, len(stream), size):
+            said, rest = sieve.feed(stream[start : start + size])
+            messages += said
+            printed += rest
+        assert messages == [HELLO, Bye(3)]
+        assert printed.split() == b"Welcome to node7 last login [rank 0] loss 1.0".split()
+
+
+def test_what_only_begins_like_a_message_is_printed():
+    sieve = Sieve()
+    assert sieve.feed(MARK[:5]) == ([], b"")
+    assert sieve.feed(b"X\n") == ([], MARK[:5] + b"X\n")
+    assert sieve.feed(b"see " + MARK + b"\n") == ([], b"see " + MARK + b"\n")
+    assert sieve.feed(MARK[:5]) == ([], b"") and sieve.close() == MARK[:5]
+    with pytest.raises(ValueError, match="not a message of a far end"):
+        sieve.feed(MARK + b"{}\n")
+
+
+@pytest.mark.parametrize("message", [part(1, 2), Signal("SIGINT")])
+def test_what_a_far_end_is_told_is_one_line(message):
+    line = encode_told(message)
+    assert line.count(b"\n") == 1 and decode_told(line) == message
+    with pytest.raises(ValueError, match="not a message of a starter"):
+        decode_told(b"ls")
+
+
+def test_the_first_machine_says_where_all_meet():
+    found = conduct("a", "b", "c")
+    found.said(1, HELLO, 1.0)
+    assert found.take_actions() == []
+    found.said(0, HELLO, 2.0)
+    assert found.take_actions() == [Give(0, part(0, 3))]
+    found.said(0, Meeting("10.0.0.1", 29400), 3.0)
+    [given] = found.take_actions()
+    assert isinstance(given, Give) and given.machine == 1 and given.part.meeting == ("10.0.0.1", 29400)
+    found.said(2, HELLO, 4.0)
+    [given] = found.take_actions()
+    assert isinstance(given, Give) and given.machine == 2 and given.part.meeting == ("10.0.0.1", 29400)
+    assert found.deadline_s is None
+
+
+def test_a_good_run_ends_with_code_0():
+    found = started("a", "b")
+    end(found, 1, 0, 9.0)
+    assert not found.is_over
+    end(found, 0, 0, 9.5)
+    assert (found.is_over, found.exit_code, found.take_actions(), found.deadline_s) == (True, 0, [], None)
+
+
+def test_machines_that_refuse_are_all_named():
+    found = conduct("a", "b", "c")
+    found.said(0, HELLO, 1.0)
+    found.take_actions()
+    found.ended(1, 255, "anna@b: Permission denied (publickey).\n", 2.0)
+    found.ended(2, 255, "Host key verification failed.\n", 2.5)
+    said = [action for action in found.take_actions() if isinstance(action, Say)]
+    assert [each.text.split(":")[0] for each in said] == ["b", "c"]
+    found.said(0, Meeting("10.0.0.1", 1), 2.6)
+    found.ended(0, 1, "", 4.0)
+    assert (found.is_over, found.exit_code) == (True, 1)
+
+
+def test_machines_are_asked_to_end_when_one_refused():
+    found = conduct("a", "b", "c")
+    found.said(0, HELLO, 1.0)
+    found.ended(1, 255, "Connection refused", 2.0)
+    assert len(sentences(found)) == 1
+    found.tick(found.deadline_s)
+    assert found.take_actions() == [PassOn(0, "SIGTERM"), Cut(2)]
+    found.ended(2, -9, "", 5.0)
+    end(found, 0, 1, 6.0)
+    assert (found.is_over, found.exit_code, found.take_actions()) == (True, 1, [])
+
+
+def test_another_version_is_given_no_secret():
+    found = conduct("a", "b")
+    found.said(1, Hello("1.3", "/opt/python"), 1.0)
+    found.said(0, Hello("1.2", "/opt/python"), 1.5)
+    actions = found.take_actions()
+    assert not any(isinstance(action, Give) for action in actions)
+    assert "b: /opt/python has paceline 1.3 there, and this machine has 1.2" in actions[0].text
+    assert Cut(1) in [*actions, *_after_deadline(found)]
+
+
+def _after_deadline(found: Conduct) -> list[object]:
+    while (deadline_s := found.deadline_s) is not None and not found.is_over:
+        found.tick(deadline_s)
+        actions = found.take_actions()
+        if actions:
+            return list(actions)
+    return []
+
+
+def test_a_machine_that_does_not_answer_is_named():
+    found = conduct("a", "b")
+    found.said(0, HELLO, 1.0)
+    found.take_actions()
+    assert found.deadline_s == 60.0
+    found.tick(60.0)
+    [said] = sentences(found)
+    assert said.startswith("b: no launcher answered within 60 s")
+    assert _after_deadline(found) == [PassOn(0, "SIGTERM"), Cut(1)]
+
+
+def test_signals_are_passed_on_and_a_second_one_too():
+    found = started("a", "b")
+    found.signalled("SIGINT", 5.0)
+    found.signalled("SIGINT", 6.0)
+    assert found.take_actions() == [PassOn(machine, "SIGINT") for machine in (0, 1, 0, 1)]
+    end(found, 0, 1, 7.0)
+    assert found.take_actions() == []
+    found.tick(found.deadline_s)
+    assert found.take_actions() == [Cut(1)]
+    found.ended(1, -9, "", 60.0)
+    assert (found.is_over, found.exit_code, found.take_actions()) == (True, 1, [])
+
+
+def test_a_launcher_that_is_lost_is_named_and_the_others_end():
+    found = started("a", "b")
+    found.ended(1, 255, "Connection to b closed by remote host.", 9.0)
+    [said] = sentences(found)
+    assert said.startswith("b: its launcher was killed, or the ssh connection to it broke")
+    found.tick(found.deadline_s)
+    assert found.take_actions() == [PassOn(0, "SIGTERM")]
+
+
+def test_other_launchers_have_time_to_end_by_themselves():
+    found = started("a", "b")
+    end(found, 1, 3, 9.0)
+    assert found.deadline_s > 9.0 + LIMITS.shutdown_s
+    end(found, 0, 1, 10.0)
+    assert (found.is_over, found.exit_code, found.take_actions()) == (True, 3, [])
+
+
+def test_an_elastic_job_goes_on_without_a_machine():
+    found = started("a", "b", "c", is_elastic=True)
+    found.ended(1, 255, "", 9.0)
+    assert len(sentences(found)) == 1 and found.deadline_s is None
+    end(found, 2, 0, 20.0)
+    end(found, 0, 0, 20.0)
+    assert (found.is_over, found.exit_code) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "said"),
+    [
+        (255, "No ED25519 host key is known for b\nHost key verification failed.", "compare it and accept it once"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "ssh-keygen -R b"),
+        (255, "anna@b: Permission denied (publickey,password).", "ssh-copy-id anna@b"),
+        (255, "ssh: Could not resolve hostname b: Name or service not known", "its name leads to no address"),
+        (255, "ssh: connect to host b port 22: Connection refused", "nothing serves ssh there"),
+        (255, "ssh: connect to host b port 22: No route to host", "it cannot be reached"),
+        (255, "kex_exchange_identification: read: reset", "ssh failed (kex_exchange_identification: read: reset)"),
+        (1, "/usr/bin/python3: No module named paceline", "has no paceline; install it: ssh anna@b"),
+        (1, "Error while finding module specification (ModuleNotFoundError: No module named 'paceline')", "pip install"),
+        (127, "sh: 1: exec: /usr/bin/python3: not found", "there is no /usr/bin/python3 there"),
+        (1, "ImportError: libstdc++.so.6", "ended with code 1 before it answered: ImportError: libstdc++.so.6"),
+    ],
+)
+def test_why_a_machine_did_not_come_says_what_to_do(code, errors, said):
+    sentence = why_not(Attempt("anna@b", "/usr/bin/python3", "1.2"), code, errors)
+    assert sentence.startswith("anna@b: ") and said in sentence
+
+
+def test_on_this_machine_no_ssh_is_advised():
+    attempt = Attempt("localhost", "/usr/bin/python3", "1.2", is_here=True)
+    assert "ssh" not in why_not(attempt, 1, "No module named paceline") + other_version(attempt, "1.3")
+
+
+def test_settings_are_taken_along_and_secrets_are_not():
+    environment = {
+        "PACELINE_SECRET": "s" * 32, "PACELINE_SECURITY": "encrypt", "PET_MAX_RESTARTS": "3", "HOME": "/home/anna",
+        "PACELINE_JOB": "7", "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline",
+    }  # fmt: skip
+    taken = taken_along(environment, {"WANDB_MODE": None, "LR": "0.1"})
+    assert taken == {
+        "PACELINE_SECURITY": "encrypt", "PET_MAX_RESTARTS": "3", "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline",
+        "LR": "0.1",
+    }  # fmt: skip
+    with pytest.raises(OptionError, match="--export NAME: there is no such variable"):
+        taken_along({}, {"NAME": None})
+
+
+def test_a_bare_name_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "cluster").write_text("a slots=3")
+    monkeypatch.chdir(tmp_path)
+    assert list(hosts_of("cluster")) == [Host("a", None, 3)]
+    assert list(hosts_of("other")) == [Host("other")]

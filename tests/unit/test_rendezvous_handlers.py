@@ -1,0 +1,112 @@
+"""`register_rendezvous_handler`: users' own ways to meet, with torch's signature and Paceline's checks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from datetime import timedelta
+
+import pytest
+
+from paceline import HashStore, PrefixStore, RendezvousError, register_rendezvous_handler
+from paceline.rendezvous import handlers
+from paceline.rendezvous.check_in import Claim
+from paceline.rendezvous.rendezvous import rendezvous
+
+
+@pytest.fixture(autouse=True)
+def _own_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_handlers", {})
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+
+
+def test_a_handler_gets_the_address_with_what_is_known():
+    seen = []
+
+    def meet(url, timeout, **kwargs):
+        seen.append((url, timeout, kwargs))
+        yield HashStore(), 0, 1
+
+    register_rendezvous_handler("Lobby", meet)
+    joined = rendezvous("lobby://room/7?colour=red", None, 1, 0, 5)
+    assert (joined.rank, joined.world_size) == (0, 1)
+    assert seen == [("lobby://room/7?colour=red&rank=0&world_size=1", timedelta(seconds=5), {})]
+
+
+def test_the_handler_may_decide_rank_and_world_size():
+    def meet(url, **_):
+        assert url == "lobby://room"
+        yield HashStore(), 0, 1
+
+    register_rendezvous_handler("lobby", meet)
+    joined = rendezvous("lobby://room", None, -1, -1, 5)
+    assert (joined.rank, joined.world_size) == (0, 1)
+
+
+def test_each_meeting_at_an_address_has_keys_of_its_own():
+    store = HashStore()
+
+    def meet(url, **_):
+        yield store, 0, 1
+
+    register_rendezvous_handler("lobby", meet)
+    first, second = (rendezvous("lobby://twice", None, -1, -1, 5) for _ in range(2))
+    first.store.set("key", b"first")
+    assert not second.store.check(["key"])
+
+
+def test_a_rank_that_is_claimed_twice_is_named():
+    store = HashStore()
+    PrefixStore("paceline/0/1", store).append("claims", Claim(0, 2, "elsewhere", 1).encode())
+
+    def meet(url, **_):
+        yield store, 0, 2
+
+    register_rendezvous_handler("lobby", meet)
+    with pytest.raises(RendezvousError, match="rank 0 was claimed twice: by process 1 on elsewhere"):
+        rendezvous("lobby://claimed", None, -1, -1, 5)
+
+
+@pytest.mark.parametrize("scheme", ["env", "tcp", "FILE", "lobby"])
+def test_a_scheme_has_one_handler(scheme):
+    register_rendezvous_handler("lobby", lambda *_, **__: iter(()))
+    with pytest.raises(RuntimeError, match=f"handler for {scheme}:// is"):
+        register_rendezvous_handler(scheme, lambda *_, **__: iter(()))
+
+
+@pytest.mark.parametrize("scheme", ["", "7up", "a b", "tcp://"])
+def test_what_is_no_scheme_is_refused(scheme):
+    with pytest.raises(ValueError, match="is not a scheme"):
+        register_rendezvous_handler(scheme, lambda *_, **__: iter(()))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda *_, **__: None, "must be a generator function"),
+        (lambda *_, **__: iter(()), "must be a generator function"),
+        (lambda *_, **__: iter([(HashStore(), 0)]), "must be a generator function"),
+        (lambda *_, **__: iter([({}, 0, 1)]), "yielded a dict for a store"),
+        (lambda *_, **__: iter([(HashStore(), 3, 2)]), "rank is 3"),
+    ],
+)
+def test_a_handler_that_is_wrong_is_named(given, said):
+    register_rendezvous_handler("lobby", given)
+    with pytest.raises(ValueError, match=said):
+        rendezvous("lobby://wrong", None, -1, -1, 1)
+
+
+def test_a_rank_that_is_given_twice_is_refused():
+    register_rendezvous_handler("lobby", lambda *_, **__: iter([(HashStore(), 0, 1)]))
+    with pytest.raises(ValueError, match=r"rank stands in .* and is an argument as well"):
+        rendezvous("lobby://twice-given?rank=0", None, -1, 0, 1)
+
+
+def test_an_unknown_scheme_says_how_to_make_it_known():
+    with pytest.raises(ValueError, match=r"register_rendezvous_handler\('etcd'"):
+        rendezvous("etcd://host/job", None, 1, 0, 1)
+
+
+def test_the_signature_is_torchs():
+    theirs = inspect.signature(importlib.import_module("torch.distributed.rendezvous").register_rendezvous_handler)
+    assert list(inspect.signature(register_rendezvous_handler).parameters) == list(theirs.parameters)
