@@ -258,6 +258,19 @@ def test_other_launchers_have_time_to_end_by_themselves():
     assert (found.is_over, found.exit_code, found.take_actions()) == (True, 3, [])
 
 
+def test_without_a_meeting_nobody_waits():
+    found = conduct("a", "b")
+    for number in range(2):
+        found.said(number, HELLO, 1.0)
+    found.take_actions()
+    end(found, 0, 2, 3.0)
+    assert found.deadline_s == 3.0
+    found.tick(3.0)
+    assert found.take_actions() == [Cut(1)]
+    found.ended(1, -9, "", 3.5)
+    assert (found.is_over, found.exit_code) == (True, 2)
+
+
 def test_an_elastic_job_goes_on_without_a_machine():
     found = started("a", "b", "c", is_elastic=True)
     found.ended(1, 255, "", 9.0)

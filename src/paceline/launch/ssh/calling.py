@@ -15,7 +15,8 @@ from paceline.launch.ssh.hosts import Host
 from paceline.launch.ssh.messages import Said, Sieve, Told, encode_told
 from paceline.launch.ssh.refusals import Attempt
 
-FAR_END = "paceline.launch.ssh.far_end"
+# The directory in which ssh begins must not hide a module, so it is taken off the path.
+FAR_END = "import sys; sys.path[:] = filter(None, sys.path); from paceline.launch.ssh.far_end import main; sys.exit(main())"
 # Nobody is asked anything, since several machines would ask at once; a connection of its own, which ends with the
 # launcher; and a network that is silent for 15 s ends it as well.
 SSH_OPTIONS = (
@@ -27,7 +28,7 @@ _TAIL_BYTES = 1 << 13
 
 def command_for(attempt: Attempt, ssh: Sequence[str]) -> list[str]:
     """Returns what starts the launcher of a machine."""
-    far_end = [attempt.python, "-m", FAR_END]
+    far_end = [attempt.python, "-c", FAR_END]
     return far_end if attempt.is_here else [*ssh, *SSH_OPTIONS, attempt.destination, f"exec {shlex.join(far_end)}"]
 
 

@@ -141,6 +141,9 @@ class Conduct:
             self._fail([why_not(self._attempts[machine], code, errors)], now_s)
         elif own is None:
             self._on_loss(machine, now_s)
+        elif machine == 0 and self._meeting is None and len(self._parts) > 1:
+            self._code = self._code or own
+            self._hurry(now_s)  # the others have nothing to wait for
         elif self._is_elastic and not self._is_ending:
             self._code = own
         elif own != 0:

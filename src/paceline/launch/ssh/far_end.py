@@ -152,7 +152,7 @@ def _take_part(options: argparse.Namespace, part: Part) -> int:
     options.rdzv_id = part.run_id
     choose_security(options)
     secret = None if part.secret is None else bytes.fromhex(part.secret)
-    listener = None
+    listener: socket.socket | None = None
     options.nnodes = (part.nodes, part.nodes)
     if part.nodes > 1:
         meeting = part.meeting
@@ -203,7 +203,3 @@ def address_towards(name: str, environment: Mapping[str, str]) -> str:
     if len(came_by) == 4 and not is_loopback(came_by[2]):
         return came_by[2]
     return own_address()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
