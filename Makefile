@@ -6,7 +6,7 @@ RANKS ?= 2
 KILL_EVERY ?= 1s
 WORKERS ?= 3
 BENCH ?= usual
-SOURCES := $(shell find src native CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
+SOURCES := $(shell find src native release/linux_only.py CMakeLists.txt pyproject.toml -type f -not -name '*.so' -not -path '*/__pycache__/*')
 CODE := src tests bench examples docs/pictures release
 CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -name '*.inl')
 
@@ -110,7 +110,7 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 	    -c constraints.txt --prefix "$(CURDIR)/$(VENV)/mpi/$$library" $$library || exit 1; \
 	done
 	@# The tests of --hosts start an sshd of their own, and are skipped where there is none.
-	@command -v sshd /usr/sbin/sshd >/dev/null || { mkdir -p $(VENV)/sshd && cd $(VENV)/sshd && \
+	@command -v sshd >/dev/null || test -x /usr/sbin/sshd || { mkdir -p $(VENV)/sshd && cd $(VENV)/sshd && \
 	  apt-get download openssh-server libwrap0 && for package in *.deb; do dpkg-deb -x $$package .; done; } >/dev/null 2>&1 || true
 	@touch $@
 

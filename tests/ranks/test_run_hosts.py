@@ -154,7 +154,7 @@ def python_that(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (f'exec {sys.executable} -S -E "$@"', "there has no paceline; install it: ssh"),
+        (f'exec {sys.executable} -S -E "$@"', f"there has no paceline {paceline.__version__}; install it: ssh"),
         (
             "echo; echo 'PACELINE-FAR-END {\"type\":\"Hello\",\"version\":\"9.9\",\"python\":\"/far\"}'; cat",
             f"/far has paceline 9.9 there, and this machine has {paceline.__version__}",

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.nodes.meeting import own_address
+from paceline.launch.ssh.calling import is_here
 from paceline.launch.ssh.conduct import Conduct, Cut, Give, Limits, PassOn, Say
+from paceline.launch.ssh.far_end import address_towards
 from paceline.launch.ssh.hosts import Host, hosts_of
 from paceline.launch.ssh.messages import (
     MARK,
@@ -290,7 +293,7 @@ def test_an_elastic_job_goes_on_without_a_machine():
         (255, "ssh: connect to host b port 22: Connection refused", "nothing serves ssh there"),
         (255, "ssh: connect to host b port 22: No route to host", "it cannot be reached"),
         (255, "kex_exchange_identification: read: reset", "ssh failed (kex_exchange_identification: read: reset)"),
-        (1, "/usr/bin/python3: No module named paceline", "has no paceline; install it: ssh anna@b"),
+        (1, "/usr/bin/python3: No module named paceline", "has no paceline 1.2; install it: ssh anna@b"),
         (1, "Error while finding module specification (ModuleNotFoundError: No module named 'paceline')", "pip install"),
         (127, "sh: 1: exec: /usr/bin/python3: not found", "there is no /usr/bin/python3 there"),
         (1, "ImportError: libstdc++.so.6", "ended with code 1 before it answered: ImportError: libstdc++.so.6"),
@@ -325,3 +328,23 @@ def test_a_bare_name_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     assert list(hosts_of("cluster")) == [Host("a", None, 3)]
     assert list(hosts_of("other")) == [Host("other")]
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        (Host("localhost"), True),
+        (Host("127.0.0.1"), True),
+        (Host("127.0.0.1", "anna"), False),
+        (Host("192.0.2.7"), False),  # an address for documentation, which no machine has
+    ],
+)
+def test_this_machine_is_known_by_its_addresses(host, here):
+    assert is_here(host) == here
+
+
+def test_a_machine_is_reached_as_ssh_reached_it():
+    by_ssh = {"SSH_CONNECTION": "10.0.0.9 41000 10.0.0.7 22"}
+    assert address_towards("127.0.0.1", by_ssh) == "10.0.0.7"
+    assert address_towards("127.0.0.1", {"SSH_CONNECTION": "127.0.0.1 41000 127.0.0.1 22"}) == own_address()
+    assert address_towards("127.0.0.1", {}) == own_address()

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"
-FOLDERS = ("src", "native", "docs", "tests", "bench", "examples")
+FOLDERS = ("src", "native", "docs", "tests", "bench", "examples", "release")
 SUFFIXES = "pyi?|cpp|hpp|inl|md|svg|toml"
 FILE = re.compile(rf"(?<![\w./~:*-])[\w./-]*[\w-]\.(?:{SUFFIXES})(?![\w/(-])")
 
@@ -109,7 +109,7 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_file_that_a_docstring_or_comment_names_exists():
-    modules = sorted(path for folder in ("src", "bench", "examples") for path in (ROOT / folder).rglob("*.py"))
+    modules = sorted(path for folder in ("src", "bench", "examples", "release") for path in (ROOT / folder).rglob("*.py"))
     wrong = [str(sign) for module in modules for sign in _signs_of_module(module) if sign.leads_nowhere()]
     assert not wrong, _listed(wrong)
 

@@ -31,7 +31,7 @@ def why_not(attempt: Attempt, code: int, errors: str) -> str:
     python, install = attempt.python, f"-m pip install paceline=={attempt.version}"
     command = f"{python} {install}" if attempt.is_here else f"ssh {attempt.destination} {python} {install}"
     if "No module named" in errors and "paceline" in errors:
-        return f"{attempt.destination}: {python} there has no paceline; install it: {command}"
+        return f"{attempt.destination}: {python} there has no paceline {attempt.version}; install it: {command}"
     if code in _NOT_FOUND:
         return (
             f"{attempt.destination}: there is no {python} there; install the same environment as here, or name the "
