@@ -143,7 +143,9 @@ def try_out(programs: Path, with_torch: bool) -> None:
     if not with_torch:
         script, arguments = PLACE / "meeting.py", []
         script.write_text(MEETING)
-    done = _run([str(programs / "paceline"), "run", "--nproc-per-node", "2", str(script), *arguments], PATH=str(programs))
+    done = _run(
+        [str(programs / "paceline"), "run", "--nproc-per-node", "2", str(script), *arguments], PATH=str(programs)
+    )
     if "[rank 0]" not in done:
         raise CheckFailed(f"rank 0 printed nothing: {done}")
     print(done, end="")
@@ -155,7 +157,11 @@ def _run(words: Sequence[str], **environment: str) -> str:
     Raises:
         CheckFailed: it failed; with what it printed.
     """
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("PIP_") or "proxy" in name.lower()}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or name.startswith("PIP_") or "proxy" in name.lower()
+    }
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         words,
@@ -167,7 +173,9 @@ def _run(words: Sequence[str], **environment: str) -> str:
         timeout=_LONGEST_S,
     )
     if done.returncode != 0:
-        raise CheckFailed(f"`{' '.join(map(str, words))}` ended with code {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise CheckFailed(
+            f"`{' '.join(map(str, words))}` ended with code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 

@@ -52,9 +52,7 @@ class SshServer:
 
     def hosts(self, *workers: int) -> str:
         """What to give to --hosts for machines with so many workers."""
-        return ",".join(
-            f"{USER}@{address}:{count}" for address, count in zip(ADDRESSES, workers, strict=False)
-        )
+        return ",".join(f"{USER}@{address}:{count}" for address, count in zip(ADDRESSES, workers, strict=False))
 
 
 def _program() -> str | None:
@@ -117,9 +115,7 @@ def _start(program: str, directory: Path, log: Path) -> tuple[subprocess.Popen[b
             process = subprocess.Popen(
                 _command(program, config, directory), stdin=subprocess.DEVNULL, stderr=errors, env=_environment()
             )
-        wait_until(
-            lambda process=process: process.poll() is not None or log.read_text().count("Server listening") == 2
-        )
+        wait_until(lambda process=process: process.poll() is not None or log.read_text().count("Server listening") == 2)
         if process.poll() is None:
             return process, port
         if "Address already in use" not in log.read_text():

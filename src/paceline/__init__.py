@@ -11,8 +11,8 @@ from importlib import import_module
 
 if sys.platform != "linux":
     raise ImportError(
-        f"Paceline runs on Linux only, and this is {sys.platform}: its core needs Linux's shared memory and futexes. On "
-        "Windows use it in WSL 2, and on macOS in a Linux container."
+        f"Paceline runs on Linux only, and this is {sys.platform}: its core needs Linux's shared memory and futexes. "
+        "On Windows use it in WSL 2, and on macOS in a Linux container."
     )
 
 _PUBLIC = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import ENVIRONMENT, command, is_alive, kill, processes_with, run, wait_until
-from ssh_server import ADDRESSES, SshServer, new_key, ssh_server
+from ssh_server import ADDRESSES, new_key, ssh_server
 
 import paceline
 
@@ -27,11 +27,7 @@ WHERE = (
     " repr(sys.stdin.read()))\n"
     "met.store.close()\n"
 )
-SLEEPER = (
-    "import os, sys, time\n"
-    "open(f'{sys.argv[1]}{os.environ[\"RANK\"]}', 'w').close()\n"
-    "time.sleep(300)\n"
-)
+SLEEPER = "import os, sys, time\nopen(f'{sys.argv[1]}{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(300)\n"
 SPY = (
     "import glob, sys\n"
     "wanted = [sys.argv[1].encode()[::-1], sys.argv[1].encode()[::-1].hex().encode()]\n"
@@ -125,7 +121,9 @@ def test_a_connection_that_breaks_ends_the_job(sleepers):
 
 def test_a_refused_key_is_said_with_the_machine(script, ssh_server, tmp_path):
     new_key(tmp_path / "other")
-    done = run("--hosts", ssh_server.hosts(1, 1), "--ssh", ssh_server.ssh(IdentityFile=str(tmp_path / "other")), script(""))
+    done = run(
+        "--hosts", ssh_server.hosts(1, 1), "--ssh", ssh_server.ssh(IdentityFile=str(tmp_path / "other")), script("")
+    )
     assert done.returncode == 1
     for address in ADDRESSES:
         assert f"@{address}: it refused this user's key" in done.stderr
@@ -156,7 +154,7 @@ def python_that(tmp_path: Path, text: str) -> str:
     [
         (f'exec {sys.executable} -S -E "$@"', f"there has no paceline {paceline.__version__}; install it: ssh"),
         (
-            "echo; echo 'PACELINE-FAR-END {\"type\":\"Hello\",\"version\":\"9.9\",\"python\":\"/far\"}'; cat",
+            'echo; echo \'PACELINE-FAR-END {"type":"Hello","version":"9.9","python":"/far"}\'; cat',
             f"/far has paceline 9.9 there, and this machine has {paceline.__version__}",
         ),
     ],
@@ -189,7 +187,13 @@ def test_this_machine_needs_no_ssh(script):
     ("arguments", "said"),
     [
         (("--hosts", "a:1", "--nnodes", "2"), "leave --nnodes out"),
-        (("--hosts", "a:0",), "has no workers"),
+        (
+            (
+                "--hosts",
+                "a:0",
+            ),
+            "has no workers",
+        ),
         (("--hosts", "somebody@127.0.0.1", "--ssh", "/nowhere/ssh"), "there is no /nowhere/ssh on this machine"),
     ],
 )

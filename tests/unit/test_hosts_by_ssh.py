@@ -294,7 +294,11 @@ def test_an_elastic_job_goes_on_without_a_machine():
         (255, "ssh: connect to host b port 22: No route to host", "it cannot be reached"),
         (255, "kex_exchange_identification: read: reset", "ssh failed (kex_exchange_identification: read: reset)"),
         (1, "/usr/bin/python3: No module named paceline", "has no paceline 1.2; install it: ssh anna@b"),
-        (1, "Error while finding module specification (ModuleNotFoundError: No module named 'paceline')", "pip install"),
+        (
+            1,
+            "Error while finding module specification (ModuleNotFoundError: No module named 'paceline')",
+            "pip install",
+        ),
         (127, "sh: 1: exec: /usr/bin/python3: not found", "there is no /usr/bin/python3 there"),
         (1, "ImportError: libstdc++.so.6", "ended with code 1 before it answered: ImportError: libstdc++.so.6"),
     ],

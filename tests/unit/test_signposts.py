@@ -109,7 +109,9 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_file_that_a_docstring_or_comment_names_exists():
-    modules = sorted(path for folder in ("src", "bench", "examples", "release") for path in (ROOT / folder).rglob("*.py"))
+    modules = sorted(
+        path for folder in ("src", "bench", "examples", "release") for path in (ROOT / folder).rglob("*.py")
+    )
     wrong = [str(sign) for module in modules for sign in _signs_of_module(module) if sign.leads_nowhere()]
     assert not wrong, _listed(wrong)
 

@@ -16,7 +16,9 @@ from paceline.launch.ssh.messages import Said, Sieve, Told, encode_told
 from paceline.launch.ssh.refusals import Attempt
 
 # The directory in which ssh begins must not hide a module, so it is taken off the path.
-FAR_END = "import sys; sys.path[:] = filter(None, sys.path); from paceline.launch.ssh.far_end import main; sys.exit(main())"
+FAR_END = (
+    "import sys; sys.path[:] = filter(None, sys.path); from paceline.launch.ssh.far_end import main; sys.exit(main())"
+)
 # Nobody is asked anything, since several machines would ask at once; a connection of its own, which ends with the
 # launcher; and a network that is silent for 15 s ends it as well.
 SSH_OPTIONS = (

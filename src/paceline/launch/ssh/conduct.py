@@ -114,7 +114,9 @@ class Conduct:
     @property
     def deadline_s(self) -> float | None:
         """When `tick` must be called at the latest."""
-        return min((each for each in (self._start_by_s, self._end_by_s, self._cut_by_s) if each is not None), default=None)
+        return min(
+            (each for each in (self._start_by_s, self._end_by_s, self._cut_by_s) if each is not None), default=None
+        )
 
     def take_actions(self) -> list[Action]:
         """Returns what is to be done, in order."""

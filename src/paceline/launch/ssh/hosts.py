@@ -10,7 +10,9 @@ from pathlib import Path
 
 from paceline.launch.values import OptionError
 
-_NAME = re.compile(r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>\d+))?")
+_NAME = re.compile(
+    r"(?:(?P<user>[\w.+-]+)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<slots>\d+))?"
+)
 _COUNTS = ("slots", "cpu", "count")
 _USERS = ("user", "username")
 _WITHOUT_MEANING = ("max_slots", "max-slots", "ifname", "binding")  # which limit or place what others would start

@@ -1,8 +1,8 @@
 """What a starter and the far ends tell each other: lines of JSON, on the stdin and stdout that ssh carries.
 
-A far end says `Hello`, is given a `Part`, says `Meeting` if it is the one that serves the meeting, and in the end `Bye`.
-All else on its stdout is what its workers print. The launcher begins each of their lines with a rank, so that none of
-them is taken for a message.
+A far end says `Hello`, is given a `Part`, says `Meeting` if it is the one that serves the meeting, and in the end
+`Bye`. All else on its stdout is what its workers print. The launcher begins each of their lines with a rank, so that
+none of them is taken for a message.
 """
 
 from __future__ import annotations

@@ -37,18 +37,18 @@ def why_not(attempt: Attempt, code: int, errors: str) -> str:
             f"{attempt.destination}: there is no {python} there; install the same environment as here, or name the "
             "interpreter with --remote-python"
         )
-    return (
-        f"{attempt.destination}: the launcher ended with code {code} before it answered: {_last(errors)}; try: "
-        + (command if attempt.is_here else f"ssh {attempt.destination} {python} -m paceline --version")
+    return f"{attempt.destination}: the launcher ended with code {code} before it answered: {_last(errors)}; try: " + (
+        command if attempt.is_here else f"ssh {attempt.destination} {python} -m paceline --version"
     )
 
 
 def other_version(attempt: Attempt, version: str) -> str:
     """Returns a sentence on a machine that runs another version of Paceline."""
     install = f"{attempt.python} -m pip install paceline=={attempt.version}"
+    command = install if attempt.is_here else f"ssh {attempt.destination} {install}"
     return (
-        f"{attempt.destination}: {attempt.python} has paceline {version} there, and this machine has {attempt.version}; "
-        f"all machines of a job need the same: {install if attempt.is_here else f'ssh {attempt.destination} {install}'}"
+        f"{attempt.destination}: {attempt.python} has paceline {version} there, and this machine has "
+        f"{attempt.version}; all machines of a job need the same: {command}"
     )
 
 
