@@ -117,16 +117,17 @@ def _lend(distribution: metadata.Distribution, place: Path) -> None:
             (place / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
 
 
-def install(wheel: Path, programs: Path, with_torch: bool) -> float:
-    """Installs the wheel without a compiler; returns how long that took, in seconds."""
-    began_s = time.monotonic()
+def install(wheel: Path, programs: Path, with_torch: bool) -> tuple[float, float]:
+    """Installs the wheel without a compiler; returns how long that took and its processor time, in seconds."""
+    began_s, before = time.monotonic(), os.times()
     needs = [] if with_torch else ["--no-deps"]
     _run([str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", *needs, str(wheel)], PATH=str(programs))
-    took_s = time.monotonic() - began_s
+    took_s, after = time.monotonic() - began_s, os.times()
+    busy_s = sum(after[2:4]) - sum(before[2:4])  # of children
     if not with_torch:
         words = [str(programs / "pip"), "install", *_QUIET, "--only-binary", ":all:", "msgspec", "xxhash"]
         _run(words, PATH=str(programs))
-    return took_s
+    return took_s, busy_s
 
 
 def try_out(programs: Path, with_torch: bool) -> None:
@@ -194,8 +195,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
         for each in [python, *given.others]:
             programs = bare(each, BORROWED if with_torch else ())
-            took_s = install(wheel, programs, with_torch)
-            print(f"{Path(each).name}: installed in {took_s:.1f} s beyond torch, without a compiler")
+            took_s, busy_s = install(wheel, programs, with_torch)
+            spent = f"{took_s:.1f} s ({busy_s:.1f} s of processor time)"
+            print(f"{Path(each).name}: installed in {spent} beyond torch, without a compiler", flush=True)
             try_out(programs, with_torch)
     except CheckFailed as failure:
         print(failure, file=sys.stderr)

@@ -101,7 +101,7 @@ class _Control:
 def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
     """Passes signals on to the launcher until it ends; returns its exit code."""
     signals = Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-    heard: list[_Control] = [control]
+    heard: list[Signals | _Control] = [signals, control]
     kill_by_s = float("inf")
     while True:
         ended, status = os.waitpid(launcher, os.WNOHANG)
@@ -111,7 +111,7 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
             return code if code >= 0 else 128 - code
         if time.monotonic() >= kill_by_s:
             os.kill(launcher, signal.SIGKILL)  # its guards kill the workers
-        readable, _, _ = select.select([signals, *heard], [], [], _LOOK_S)
+        readable, _, _ = select.select(heard, [], [], _LOOK_S)
         if signals in readable:
             for number in signals.read()[0]:
                 os.kill(launcher, number)
@@ -119,7 +119,7 @@ def _attend(launcher: int, control: _Control, shutdown_s: float) -> int:
             continue
         lines = control.lines()
         if lines is None:
-            heard.clear()
+            heard.remove(control)
             kill_by_s = time.monotonic() + shutdown_s + _MARGIN_S
             os.kill(launcher, signal.SIGTERM)
         for line in lines or []:

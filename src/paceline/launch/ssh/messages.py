@@ -72,8 +72,8 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 Said = Hello | Meeting | Bye
 Told = Part | Signal
 
-_said = msgspec.json.Decoder(Said)
-_told = msgspec.json.Decoder(Told)
+_said: msgspec.json.Decoder[Said] = msgspec.json.Decoder(Said)
+_told: msgspec.json.Decoder[Told] = msgspec.json.Decoder(Told)
 
 
 def encode_said(message: Said) -> bytes:
