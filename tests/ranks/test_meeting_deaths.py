@@ -14,7 +14,7 @@ from launching import sleep_for_a_while, wait_until
 from world import free_port
 
 import paceline as dist
-from paceline.group import default, init
+from paceline.group import default, forming
 from paceline.security.secret import job_secret
 from paceline.store.server import StoreServer
 
@@ -135,7 +135,7 @@ def _serve_or_stay_away(place: str, directory: str) -> Told:
 
 def _die_between_meeting_and_forming(kind: str, place: str) -> Told:
     if os.environ["RANK"] == str(_VICTIM):
-        init.Formation = _die
+        forming.Formation = _die
     started = time.monotonic()
     with pytest.raises(dist.RendezvousError) as caught:
         _init(kind, place)

@@ -186,15 +186,21 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the checkpoint that is being written, and stops heeding signals; may be called again.
 
-        In an elastic job a worker may die while the last one is written. That was printed; the others go on to their
-        end, and the checkpoint before is the newest.
+        In an elastic job workers may die, come or leave while the last one is written. Then a worker that is left
+        writes it alone; if it cannot either, the checkpoint before is the newest, as was printed.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written, in a job that is not elastic.
         """
         self._signals.close()
-        with contextlib.suppress(*_OF_LOST_WORKERS if self._is_elastic else ()):
+        if not self._is_elastic:
             BACKGROUND.finish()
+            return
+        try:
+            BACKGROUND.finish()
+        except _OF_LOST_WORKERS:
+            with contextlib.suppress(*_OF_LOST_WORKERS):
+                self._write_again()
 
     def _agreed(self, step: int, talk: GroupTalk | Alone) -> tuple[bool, bool]:
         """Returns whether it is time to save, and whether the ranks are to end: the same on every rank."""
@@ -246,6 +252,12 @@ class CheckpointManager:
         if not self._is_saved(step):
             self._write(step, state, Alone(), asynchronous=False)
             sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
+
+    def _write_again(self) -> None:
+        """Writes the step that was to be saved last, if that is the state's; each worker has all of it."""
+        step, state = self._latest
+        if self._saved == step and not self._is_saved(step):
+            self._write(step, state, Alone(), asynchronous=False)
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint of a step is there, or another worker is writing one."""

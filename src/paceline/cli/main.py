@@ -151,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paceline: {mistake}\nSee `paceline --help` for all commands.", file=sys.stderr)
         return 2
     options = parser().parse_args(words)
-    options.words = words[1:]  # what --hosts has other machines run
+    if options.command == "run":
+        options.words = words[1:]  # what --hosts has other machines run
     others = {
         "launch-script": launch_script.run,
         "doctor": doctor.run,

@@ -13,6 +13,7 @@ from paceline.engine.adapters.flat_buffer import tensor_at
 from paceline.engine.adapters.serial_channel import CallTimeout, LibraryError
 
 SHORTEST = timedelta(milliseconds=1)  # of gloo's time-outs, which count milliseconds
+_ROUNDED_NS = 1_000_000  # by so much gloo's wait, in whole milliseconds, ends before its deadline
 _COLLECTIVES_TAG = 0  # the program's messages have tags from 1 on
 
 
@@ -50,6 +51,6 @@ def translated(deadline_ns: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if time.monotonic_ns() >= deadline_ns:
+        if time.monotonic_ns() >= deadline_ns - _ROUNDED_NS:
             raise CallTimeout from error
         raise LibraryError(str(error)) from error
