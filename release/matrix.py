@@ -44,6 +44,7 @@ jobs:
         with:
           python-version: "3.12"
       - run: bash .ci/run
+      - run: make wheel
 
   pairs:
     runs-on: ubuntu-24.04

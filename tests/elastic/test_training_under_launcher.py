@@ -74,7 +74,7 @@ def alone(epochs: int) -> str:
     return digest
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> None:
     script = write(tmp_path / "train.py", epochs=20, num_workers=num_workers)
     mark = f"PACELINE_TEST_MARK={secrets.token_hex(8)}"

@@ -107,7 +107,10 @@ def test_a_silent_machine_is_left_out(machines):
     here.expect(launchers[1], 0)
 
 
-@pytest.mark.parametrize("flags", [(), ("--chaos=cut:1s,seed=1",)], ids=["calm", "cut"])
+CALM = pytest.param((), marks=pytest.mark.soak, id="calm")
+
+
+@pytest.mark.parametrize("flags", [CALM, pytest.param(("--chaos=cut:1s,seed=1",), id="cut")])
 def test_workers_of_two_machines_train(machines, flags):
     here = machines(2)
     script = here.directory / "train.py"
