@@ -30,6 +30,7 @@ _BUDGET_S = 0.02  # for each of the two kinds of link: within a host and between
 _BULK = 512 << 10
 _REDUCED = 1 << 20
 _TIMEOUT_NS = 60_000_000_000
+_LOOK_NS = 200_000_000  # a rank that waits for a message looks this often whether another has given up
 _ALONE = 1  # as a number of bytes: no message follows the number
 
 
@@ -110,7 +111,8 @@ class _Probe:
     def _pass(self, call: Callable[[int, int, int, Pieces, int, bool], Message], tensor: torch.Tensor) -> None:
         pieces = [tensor.data_ptr(), tensor.nbytes]
         message = call(self._peer, 0, DTYPE_CODES[tensor.dtype], pieces, _TIMEOUT_NS, False)
-        message.wait(_TIMEOUT_NS)
+        while not message.wait(_LOOK_NS):
+            self._formation.look()
         if message.outcome() is not None:
             self._formation.await_news()
             raise RendezvousError(

@@ -168,6 +168,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
+            undo.push(lambda _, error, __: formation.announce(error) if error else None)  # before others see it close
             channel: Channel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
