@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"(?<=<!-- figures: )([\w.-]+)( -->\n)(.*?)(?=<!-- end of fi
 
 def pages() -> list[Path]:
     """Returns the pages that have blocks."""
-    found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if _BLOCK.search(page.read_text())]
 
 
