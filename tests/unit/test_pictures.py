@@ -16,9 +16,11 @@ from paceline.schedule.steps import Buffer, Operation
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-sys.path.append(str(PICTURES))  # some of the scripts share a module
+sys.path.append(str(PICTURES))  # for the module that some of the scripts share, and no longer: bench has like names
 
 from playing import play
+
+sys.path.remove(str(PICTURES))
 
 REPLICAS = runpy.run_path(str(PICTURES / "data_parallel.py"))["PICTURES"]
 ARCHITECTURE = runpy.run_path(str(PICTURES / "architecture.py"))
