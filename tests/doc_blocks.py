@@ -122,6 +122,8 @@ def call_of_paceline(words: list[str]) -> list[str] | None:
     words = [*words]
     while words and re.match(r"^[A-Z_]+=", words[0]):
         words.pop(0)
+    if words[:2] == ["docker", "build"]:
+        return None
     for at, word in enumerate(words):
         if word == "paceline" and (at == 0 or words[0] in ("srun", "mpirun", "python", "docker", "ssh")):
             rest = words[at + 1 :]
