@@ -79,7 +79,7 @@ def box(data: Data, n: int) -> str:
     colour = COLOURS[3 if some == n else 2 if 2 * some > n else 1 if some > 1 else 0]
     text = "".join(LETTERS[rank] for rank in sorted(data.ranks))
     return (
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}"/>'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}" stroke="#ffffff"/>'
         f'<text x="{WIDTH / 2:g}" y="21" text-anchor="middle" font-size="13" fill="#ffffff">{text}</text>'
     )
 
@@ -98,9 +98,8 @@ def resting(states: list[dict], clock: Clock, n: int, blocks: int) -> list[str]:
                 begin = clock.arrives(since - 1) if since else 0.0
                 end = clock.arrives(at - 1) if at < len(values) else 1.0
                 hidden = ' opacity="0"' if since else ""
-                shapes.append(
-                    f'<g transform="translate({x:g} {y:g})"{hidden}>{box(values[since], n)}{clock.shown(begin, end)}</g>'
-                )
+                content = box(values[since], n) + clock.shown(begin, end)
+                shapes.append(f'<g transform="translate({x:g} {y:g})"{hidden}>{content}</g>')
                 since = at
     return shapes
 
@@ -113,9 +112,8 @@ def moving(message: Message, at: int, clock: Clock, n: int) -> list[str]:
         to_x, to_y = corner(message.target, into)
         lift = y - 12 - 10 * abs(message.target - message.source)
         path = f"M{x:g},{y:g} Q{(x + to_x) / 2:g},{lift:g} {to_x:g},{to_y:g}"
-        shapes.append(
-            f'<g opacity="0">{box(data, n)}{clock.moves(at, path)}{clock.shown(clock.begins(at), clock.arrives(at))}</g>'
-        )
+        seen = clock.shown(clock.begins(at), clock.arrives(at))
+        shapes.append(f'<g opacity="0">{box(data, n)}{clock.moves(at, path)}{seen}</g>')
     return shapes
 
 
@@ -128,7 +126,9 @@ def captions(rounds: list[list[Message]], clock: Clock) -> list[str]:
         words = f"round {at + 1} of {len(rounds)}: {what}"
         hidden = ' opacity="0"' if at else ""
         end = clock.arrives(at)
-        shapes.append(f'<g{hidden}><text x="20" y="56" font-size="14" class="quiet">{words}</text>{clock.shown(begin, end)}</g>')
+        shapes.append(
+            f'<g{hidden}><text x="20" y="56" font-size="14" class="quiet">{words}</text>{clock.shown(begin, end)}</g>'
+        )
     done = "every rank has the sum"
     last = clock.shown(clock.arrives(len(rounds) - 1), 1.0)
     shapes.append(f'<g opacity="0"><text x="20" y="56" font-size="14" class="quiet">{done}</text>{last}</g>')
@@ -143,10 +143,9 @@ def draw(algorithm: str, n: int, title: str) -> str:
     width, height = LEFT + n * COLUMN + 10, TOP + blocks * ROW + 6
     shapes = [f'<text x="20" y="30" font-size="16" class="ink">{escape(title)}</text>']
     for rank in range(n):
-        x, _ = corner(rank, 0)
-        shapes.append(
-            f'<text x="{x + WIDTH / 2:g}" y="{TOP - 14}" text-anchor="middle" font-size="13" class="ink">rank {rank}</text>'
-        )
+        middle = corner(rank, 0)[0] + WIDTH / 2
+        look = 'text-anchor="middle" font-size="13" class="ink"'
+        shapes.append(f'<text x="{middle:g}" y="{TOP - 14}" {look}>rank {rank}</text>')
         for block in range(blocks):
             x, y = corner(rank, block)
             shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" class="slot"/>')

@@ -83,7 +83,9 @@ def draw(operation: Operation) -> str:
     )
     ends = [after + 60]
     for rank in range(RANKS):
-        row = held(states[-1], rank, (Buffer.OUTPUT, Buffer.INPUT) if operation == Operation.REDUCE else (Buffer.OUTPUT,))
+        row = held(
+            states[-1], rank, (Buffer.OUTPUT, Buffer.INPUT) if operation == Operation.REDUCE else (Buffer.OUTPUT,)
+        )
         drawn, end = boxes(after, rank, row, operation)
         shapes += drawn
         ends.append(end)

@@ -98,10 +98,18 @@ def _target(place: Place, there: str, needs_file: Callable[[str], None]) -> str 
     page = place_of(there)
     here = posixpath.dirname(place.path)
     if page is not None:
-        return posixpath.relpath(page.path, here or ".") if page.language == place.language else between(place, address(page))
+        return (
+            posixpath.relpath(page.path, here or ".")
+            if page.language == place.language
+            else between(place, address(page))
+        )
     if there.startswith("docs/pictures/"):
         return posixpath.relpath(there.removeprefix("docs/"), here or ".")
     if not (ROOT / there).is_file():
         return None
     needs_file(there)
-    return posixpath.relpath(f"{FILES}{there}", here or ".") if place.language == "en" else between(place, f"{FILES}{there}")
+    return (
+        posixpath.relpath(f"{FILES}{there}", here or ".")
+        if place.language == "en"
+        else between(place, f"{FILES}{there}")
+    )

@@ -45,7 +45,9 @@ def groups() -> list[Group]:
     """Returns the groups of public names in the order of the sources."""
     text = (PACKAGE / "__init__.py").read_text()
     table = next(
-        node for node in ast.parse(text).body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC"
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC"
     )
     assert isinstance(table.value, ast.Dict)
     lines = text.split("\n")
@@ -63,7 +65,9 @@ def pages() -> dict[str, str]:
     """Returns the text of each page, by its path."""
     found = {f"{FOLDER}/index.md": _index()}
     for group in groups():
-        ours = [f"::: {module}.{name}\n{_PAGE_OPTIONS}" for module, name in group.names if module.startswith("paceline.")]
+        ours = [
+            f"::: {module}.{name}\n{_PAGE_OPTIONS}" for module, name in group.names if module.startswith("paceline.")
+        ]
         torchs = [f"- `{name}`, of `{module}`\n" for module, name in group.names if not module.startswith("paceline.")]
         found[f"{FOLDER}/{group.slug}.md"] = f"# {_capital(group.title)}\n\n" + "\n".join(ours) + "".join(torchs)
     for module, does in MODULES.items():

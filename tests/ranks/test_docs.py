@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import doc_blocks
 import launching
+import pytest
 import streams
 import torch
 from doc_blocks import LESSONS, ROOT

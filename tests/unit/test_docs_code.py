@@ -93,7 +93,9 @@ def _is_module(value: object) -> bool:
 
 def _is_set_later(found: object, name: str) -> bool:
     """Whether instances of a class may have the name, which only `__init__` shows."""
-    return isinstance(found, type) and f"self.{name}" in Path(import_module(found.__module__).__file__ or "").read_text()
+    return (
+        isinstance(found, type) and f"self.{name}" in Path(import_module(found.__module__).__file__ or "").read_text()
+    )
 
 
 def uses(tree: ast.AST, module_of: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -196,7 +198,9 @@ def test_a_chinese_page_has_the_english_programs(name):
     assert [str(block) for block in blocks(ROOT / name, "python") if meaning(block) not in known] == []
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if len(Path(name).parts) > 2 and Path(name).parts[1] in LESSONS])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMED if len(Path(name).parts) > 2 and Path(name).parts[1] in LESSONS]
+)
 def test_a_lesson_is_a_whole_program(name):
     for block in blocks(ROOT / name, "python"):
         assert block.text.startswith(("import ", "from ")), f"{block} has to begin with its imports"

@@ -47,7 +47,9 @@ def drawn(results) -> dict[str, str]:
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
 def test_a_page_agrees_with_the_results(page, results):
     text = (ROOT / page).read_text()
-    assert pages.filled(text, results, ROOT / page) == text, f"{page} does not agree with bench/results: run `make figures`"
+    assert pages.filled(text, results, ROOT / page) == text, (
+        f"{page} does not agree with bench/results: run `make figures`"
+    )
 
 
 def test_the_pages_with_figures_are_found():

@@ -14,13 +14,13 @@ import pytest
 from paceline.schedule.registry import ALGORITHMS
 from paceline.schedule.steps import Buffer, Operation
 
-ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs" / "pictures"
-sys.path.append(str(PICTURES))  # for the module that some of the scripts share, and no longer: bench has like names
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "pictures"))  # for the module that some scripts share
 
 from playing import play
 
-sys.path.remove(str(PICTURES))
+sys.path.pop()  # bench has modules of the same names
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
 
 REPLICAS = runpy.run_path(str(PICTURES / "data_parallel.py"))["PICTURES"]
 ARCHITECTURE = runpy.run_path(str(PICTURES / "architecture.py"))

@@ -9,8 +9,7 @@ import pytest
 
 import paceline
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "release" / "site"))
+sys.path.append(str(Path(__file__).parents[2] / "release" / "site"))
 
 import reference
 from checking import broken_links
