@@ -30,8 +30,8 @@ def english_of(page: Path) -> Path:
 def advice(name: str, what: str) -> str:
     original = english_of(ROOT / name).relative_to(ROOT)
     return (
-        f"{name} does not follow {original}: {what}. If {original} has changed, change {name} likewise, in the terms of "
-        "docs/zh/glossary.md; comments in code are translated, and all else in it stays"
+        f"{name} does not follow {original}: {what}. If {original} has changed, change {name} likewise, in the terms "
+        "of docs/zh/glossary.md; comments in code are translated, and all else in it stays"
     )
 
 
@@ -89,7 +89,9 @@ def first_difference(chinese: Block, english: Block) -> str | None:
 def test_a_chinese_page_links_to_its_original(name):
     page = ROOT / name
     original = english_of(page)
-    assert original.exists(), f"{name} translates {original.relative_to(ROOT)}, which is not there: remove or rename {name}"
+    assert original.exists(), (
+        f"{name} translates {original.relative_to(ROOT)}, which is not there: remove or rename {name}"
+    )
     link = f"[English]({relpath(original, page.parent)})"
     top = page.read_text().split("\n## ")[0]
     assert link in top, f"{name} must have the link {link} above its first section"
@@ -116,7 +118,7 @@ def test_a_chinese_page_has_tables_of_the_same_length(name):
 @pytest.mark.parametrize("name", NAMED)
 def test_a_chinese_page_has_the_same_code(name):
     mine, theirs = code(ROOT / name), code(english_of(ROOT / name))
-    different = [found for pair in zip(mine, theirs) if (found := first_difference(*pair))]
+    different = [found for pair in zip(mine, theirs, strict=False) if (found := first_difference(*pair))]
     assert not different, advice(name, different[0])
     assert len(mine) == len(theirs), advice(name, f"it has {len(mine)} blocks of code, and not {len(theirs)}")
 
