@@ -16,6 +16,7 @@ ROOT = HERE.parents[1]
 SITE = ROOT / "build" / "site"
 sys.path.insert(0, str(HERE))  # for hooks.py, which MkDocs loads by its path
 
+import jieba  # noqa: E402
 from checking import broken_links  # noqa: E402
 from mkdocs.commands.build import build  # noqa: E402
 from mkdocs.config import load_config  # noqa: E402
@@ -42,6 +43,9 @@ def main() -> int:
     """Builds and checks; returns the exit code."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     shutil.rmtree(SITE, ignore_errors=True)
+    SITE.mkdir(parents=True)
+    jieba.setLogLevel(logging.WARNING)
+    jieba.dt.tmp_dir = str(SITE.parent)  # where it keeps the Chinese words for the next time
     for language in ("en", "zh"):  # in this order, since MkDocs empties the folder that it writes to
         print(f"==> Building the site in {language}", flush=True)
         try:

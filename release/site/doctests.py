@@ -1,18 +1,11 @@
-"""Shows the examples of docstrings as code. MkDocs would read their lines as text, and a list of lists as a link."""
+"""Shows the examples of docstrings as code; mkdocstrings loads this as an extension of griffe."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from griffe import Extension, Object
-
-_EXAMPLES = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
-
-
-def fenced(docstring: str) -> str:
-    """Returns the docstring with a fence around each run of examples."""
-    return _EXAMPLES.sub(lambda found: f"```pycon\n{found[0]}\n```", docstring)
+from reference import fenced
 
 
 class Examples(Extension):

@@ -26,6 +26,7 @@ MODULES = {
 }
 """Public modules beyond the names of `paceline` itself."""
 
+_EXAMPLES = re.compile(r"^>>> .*?(?=\n\s*\n|\Z)", re.MULTILINE | re.DOTALL)
 _PAGE_OPTIONS = "    options:\n      heading_level: 2\n"
 
 
@@ -39,6 +40,11 @@ class Group(NamedTuple):
     def slug(self) -> str:
         """The name of the group's page."""
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
+
+
+def fenced(docstring: str) -> str:
+    """Returns the docstring with fences around its examples: else they would be text, and lists of lists links."""
+    return _EXAMPLES.sub(lambda found: f"```pycon\n{found[0]}\n```", docstring)
 
 
 def groups() -> list[Group]:

@@ -77,6 +77,13 @@ def test_the_reference_has_every_public_name():
     assert "::: paceline.group.collectives.all_reduce\n" in text and "::: paceline.horovod\n" in text
 
 
+def test_examples_of_a_docstring_are_fenced():
+    docstring = "Adds.\n\n>>> add(1)\n[[1]]\n\nMore.\n\n>>> add(2)\n2"
+    fences = "Adds.\n\n```pycon\n>>> add(1)\n[[1]]\n```\n\nMore.\n\n```pycon\n>>> add(2)\n2\n```"
+    assert reference.fenced(docstring) == fences
+    assert reference.fenced("No example.") == "No example."
+
+
 def test_a_broken_link_of_the_site_is_found(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "index.html").write_text('<a href="a/#good">1</a><a href="a/#bad">2</a><a href="b/">3</a><h1 id="x">')
