@@ -14,7 +14,7 @@ CXX_CODE := $(shell find native tests/native -name '*.cpp' -o -name '*.hpp' -o -
 unexport MAKEFLAGS
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chaos test newer nightly lint format bench figures sanitize wheel workflows clean
+.PHONY: help demo chaos test newer nightly lint format bench figures sanitize site wheel workflows clean
 .DELETE_ON_ERROR:
 
 help: ## List the tasks
@@ -78,6 +78,9 @@ sanitize: $(VENV)/tools ## Run the core's own tests under the address and the th
 	  $(BIN)/ctest --test-dir build/$$kind --parallel 2 --output-on-failure || exit 1; \
 	done
 
+site: $(VENV)/site ## Build the documentation site, in both languages, into build/site
+	@$(BIN)/python release/site/build.py
+
 wheel: $(VENV)/built ## Build the wheel that is published, and train with it where there is no compiler
 	@echo "==> Building the wheel, and installing it into an environment of its own"
 	@$(BIN)/python release/check_wheel.py
@@ -112,6 +115,13 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 	@# The tests of --hosts start an sshd of their own, and are skipped where there is none.
 	@command -v sshd >/dev/null || test -x /usr/sbin/sshd || { mkdir -p $(VENV)/sshd && cd $(VENV)/sshd && \
 	  apt-get download openssh-server libwrap0 && for package in *.deb; do dpkg-deb -x $$package .; done; } >/dev/null 2>&1 || true
+	@touch $@
+
+# The site is made from the sources alone, so nothing has to be built for it.
+$(VENV)/site: constraints.txt | $(VENV)/tools
+	@echo "==> Installing what the documentation site needs into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  mkdocs mkdocs-material "mkdocstrings[python]" jieba
 	@touch $@
 
 $(VENV)/built: $(VENV)/installed $(SOURCES)

@@ -46,6 +46,16 @@ jobs:
       - run: bash .ci/run
       - run: make wheel
 
+  site:
+    runs-on: ubuntu-24.04
+    timeout-minutes: 15
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+      - run: make site
+
   pairs:
     runs-on: ubuntu-24.04
     timeout-minutes: 60

@@ -44,6 +44,7 @@ def parts(root: Path) -> list[Part]:
     return [
         _pictures_in_a_browser(root),
         _soak("docs", "runs the programs in the docs", _PROGRAMS_OF_DOCS, limit_s=10 * _MINUTE_S),
+        _site(),
         _examples(),
         _properties(),
         _encrypted(),
@@ -84,6 +85,11 @@ def _pictures_in_a_browser(root: Path) -> Part:
         5 * _MINUTE_S,
         lambda: "" if browser else f"there is none of {', '.join(_BROWSERS)}",
     )
+
+
+def _site() -> Part:
+    does = "builds the documentation site in both languages, and checks its links"
+    return Part("site", does, [["make", "site"]], 10 * _MINUTE_S)
 
 
 def _examples() -> Part:

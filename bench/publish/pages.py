@@ -23,15 +23,16 @@ _BLOCK = re.compile(r"(?<=<!-- figures: )([\w.-]+)( -->\n)(.*?)(?=<!-- end of fi
 
 def pages() -> list[Path]:
     """Returns the pages that have blocks."""
-    found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    found = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if _BLOCK.search(page.read_text())]
 
 
-def filled(text: str, results: Mapping[str, Result]) -> str:
-    """Returns the text of a page with all its blocks drawn anew."""
+def filled(text: str, results: Mapping[str, Result], page: Path) -> str:
+    """Returns the text of a page with all its blocks drawn anew. Their links are those of a page in docs/."""
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}{match[2]}{block(match[1], results)}\n"
+        return f"{match[1]}{match[2]}{block(match[1], results).replace('](../', f']({up}')}\n"
 
     return _BLOCK.sub(fill, text)
 
@@ -59,7 +60,7 @@ def draw_all() -> list[Path]:
     from publish.plots import PICTURES
 
     results = read_all()
-    drawn = {page: filled(page.read_text(), results) for page in pages()}
+    drawn = {page: filled(page.read_text(), results, page) for page in pages()}
     drawn |= {ROOT / "docs" / "pictures" / name: draw(results) for name, draw in PICTURES.items()}
     changed = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
     for path in changed:

@@ -1,15 +1,24 @@
-"""The programs in the docs run as they are printed, on two ranks that have what a reader has: a model and data."""
+"""The programs in the docs run as they are printed, on ranks that have what a reader has: a model and data.
+
+Those to learn from are whole, and are run by the launcher. tests/unit/test_docs_code.py checks that the Chinese pages
+have the same programs.
+"""
 
 from __future__ import annotations
 
-import re
+import subprocess
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import doc_blocks
+import launching
 import pytest
 import streams
 import torch
+from doc_blocks import LESSONS, ROOT
 from one_world import OneWorld, name_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -18,9 +27,15 @@ import paceline
 
 pytestmark = pytest.mark.soak
 
-ROOT = Path(__file__).parents[2]
 _PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+_WHOLE = [
+    (str(page.relative_to(ROOT)), number)
+    for folder in LESSONS
+    for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+    for number in range(len(doc_blocks.blocks(page, "python")))
+]
+_ON_FOUR_RANKS = ("docs/learn/collectives.md", "docs/learn/process-groups.md")
+_LIMIT_S = 110
 
 # What these pages show is run by other tests, since it needs other processes, another engine or another framework.
 _RUN_ELSEWHERE = {
@@ -37,7 +52,7 @@ _RUN_ELSEWHERE = {
 
 
 def blocks(page: Path) -> list[str]:
-    return _BLOCK.findall(page.read_text())
+    return [block.text for block in doc_blocks.blocks(page, "python")]
 
 
 def surroundings() -> dict[str, object]:
@@ -83,6 +98,7 @@ def run_a_block(page: str, number: int) -> None:
         names["model"] = paceline.DistributedDataParallel(names["model"])
     if text.startswith("with optimizer.full_parameters"):  # and with the optimizer that the program before it has made
         names["optimizer"] = paceline.SharedModelOptimizer(names["model"], torch.optim.SGD, lr=0.1)
+    text = text.replace('"/local/scratch"', repr(tempfile.gettempdir()))  # a reader's directory, which is not here
     exec(compile(text, f"{page}, program {number}", "exec"), names)
 
 
@@ -110,3 +126,38 @@ def test_programs_that_run_elsewhere_are_python(page):
     for text in blocks(ROOT / "docs" / page):
         if not text.startswith(">>>"):
             compile(text, page, "exec")
+
+
+@pytest.mark.parametrize(("page", "number"), _WHOLE)
+def test_a_whole_program_of_the_docs_runs(page, number, tmp_path):
+    text = blocks(ROOT / page)[number]
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    if "sys.argv[1]" in text:
+        by_hand(script)
+    elif "dist.spawn(" in text:
+        subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, timeout=_LIMIT_S)
+    else:
+        ranks = "4" if page in _ON_FOUR_RANKS else "2"
+        done = launching.run("--nproc-per-node", ranks, str(script), timeout_s=_LIMIT_S, cwd=str(tmp_path))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def by_hand(script: Path) -> None:
+    """Starts two ranks that are told their numbers."""
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), str(rank)], cwd=script.parent, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            said = rank.communicate(timeout=_LIMIT_S)[1]
+            assert rank.returncode == 0, said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_there_are_whole_programs():
+    assert len(_WHOLE) > 30

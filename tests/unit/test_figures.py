@@ -47,7 +47,9 @@ def drawn(results) -> dict[str, str]:
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
 def test_a_page_agrees_with_the_results(page, results):
     text = (ROOT / page).read_text()
-    assert pages.filled(text, results) == text, f"{page} does not agree with bench/results: run `make figures`"
+    assert pages.filled(text, results, ROOT / page) == text, (
+        f"{page} does not agree with bench/results: run `make figures`"
+    )
 
 
 def test_the_pages_with_figures_are_found():
@@ -62,7 +64,13 @@ def test_a_page_follows_its_results(results):
     rows[0]["p50 µs"] = 123_456.0
     changed["all_reduce"] = dataclasses.replace(results["all_reduce"], tables=(dataclasses.replace(first, rows=rows),))
     assert "123,456" not in text
-    assert "| 2 | 4 B | 123,456 |" in pages.filled(text, changed)
+    assert "| 2 | 4 B | 123,456 |" in pages.filled(text, changed, PERFORMANCE)
+
+
+def test_a_page_in_a_folder_links_to_the_same_results(results):
+    text = "<!-- figures: ddp -->\n<!-- end of figures -->"
+    assert "](../bench/results/ddp.json)" in pages.filled(text, results, PERFORMANCE)
+    assert "](../../bench/results/ddp.json)" in pages.filled(text, results, ROOT / "docs" / "zh" / "performance.md")
 
 
 def test_no_figure_on_the_page_is_copied_by_hand():

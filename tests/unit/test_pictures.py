@@ -5,19 +5,33 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from paceline.schedule.registry import ALGORITHMS
+from paceline.schedule.steps import Buffer, Operation
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "pictures"))  # for the module that some scripts share
+
+from playing import play
+
+sys.path.pop()  # bench has modules of the same names
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
+
 REPLICAS = runpy.run_path(str(PICTURES / "data_parallel.py"))["PICTURES"]
 ARCHITECTURE = runpy.run_path(str(PICTURES / "architecture.py"))
 DRAWN = {
     **{name: draw().svg() for name, draw in REPLICAS.items()},
     **{name: draw() for name, draw in ARCHITECTURE["PICTURES"].items()},
-    **{name: draw() for name, draw in runpy.run_path(str(PICTURES / "elastic.py"))["PICTURES"].items()},
+    **{
+        name: draw()
+        for script in ("elastic.py", "collectives.py", "all_reduce.py")
+        for name, draw in runpy.run_path(str(PICTURES / script))["PICTURES"].items()
+    },
 }
 LAYERS = ARCHITECTURE["LAYERS"]
 HOPS = [(route.title, number, hop) for route in ARCHITECTURE["ROUTES"] for number, hop in enumerate(route.hops, 1)]
@@ -73,3 +87,37 @@ def test_routes_in_the_architecture_run_downwards():
     for route in ARCHITECTURE["ROUTES"]:
         rows = [ARCHITECTURE["layer_of"](hop) for hop in route.hops]
         assert rows == sorted(rows), f"{route.title}: {rows}"
+
+
+@pytest.mark.parametrize("operation", [each for each in Operation if each != Operation.BARRIER])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "star"])
+def test_a_played_schedule_does_what_its_operation_says(algorithm, operation):
+    if operation not in ALGORITHMS[algorithm]:
+        pytest.skip(f"{algorithm} has no {operation}")
+    n, root = 5, 2
+    final = play(algorithm, operation, n, root).states[-1]
+    for rank in range(n):
+        held = [final[cell] for cell in sorted(final) if cell[:2] == (rank, Buffer.OUTPUT)]
+        assert [(sorted(data.ranks), data.part) for data in held] == meant(operation, rank, n, root, len(held))
+
+
+def meant(operation: Operation, rank: int, n: int, root: int, blocks: int) -> list[tuple[list[int], int]]:
+    """What a rank has in the end: for each block whose tensors are summed, and which part of them it is."""
+    everybody = list(range(n))
+    if operation in (Operation.REDUCE, Operation.GATHER) and rank != root:
+        return []
+    return {
+        Operation.ALL_REDUCE: [(everybody, part) for part in range(blocks)],
+        Operation.REDUCE: [(everybody, part) for part in range(blocks)],
+        Operation.BROADCAST: [([root], part) for part in range(blocks)],
+        Operation.ALL_GATHER: [([each], 0) for each in everybody],
+        Operation.GATHER: [([each], 0) for each in everybody],
+        Operation.SCATTER: [([root], rank)],
+        Operation.REDUCE_SCATTER: [(everybody, rank)],
+        Operation.ALL_TO_ALL: [([each], rank) for each in everybody],
+    }[operation]
+
+
+def test_a_ring_and_a_tree_take_the_rounds_that_the_page_says():
+    assert len(play("ring", Operation.ALL_REDUCE, 4).rounds) == 2 * 3
+    assert len(play("tree", Operation.ALL_REDUCE, 8).rounds) == 3 + 3

@@ -1,0 +1,186 @@
+"""Draws the ring and the tree as animations: each round of our own schedules, and what the ranks hold in between.
+
+python docs/pictures/all_reduce.py        writes the pictures beside this script
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from playing import Data, Message, play
+
+from paceline.schedule.steps import Buffer, Operation
+
+LETTERS = "ABCDEFGH"
+COLOURS = ("#0369a1", "#0e7490", "#a16207", "#15803d")
+"""By how much of the sum a block holds: its own part, less than half, more, all."""
+
+LEFT, TOP, COLUMN, ROW, WIDTH, HEIGHT = 84, 104, 104, 52, 84, 32
+MOVES_S, RESTS_S, ENDS_S = 1.4, 0.6, 3.0
+STYLE = """
+.paper { fill: #ffffff } .ink { fill: #1f2430 } .quiet { fill: #5b6472 } .slot { fill: none; stroke: #c3c9d4 }
+@media (prefers-color-scheme: dark) {
+  .paper { fill: #161b22 } .ink { fill: #e6e9ef } .quiet { fill: #9aa4b2 } .slot { stroke: #3a4350 }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When the rounds are, in an animation that begins again after the last one."""
+
+    rounds: int
+
+    @property
+    def lasts_s(self) -> float:
+        return self.rounds * (MOVES_S + RESTS_S) + ENDS_S
+
+    def begins(self, at: int) -> float:
+        """Returns when a round begins, as a share of the whole; 1 after the last."""
+        return 1.0 if at > self.rounds else (at * (MOVES_S + RESTS_S) + RESTS_S) / self.lasts_s
+
+    def arrives(self, at: int) -> float:
+        """Returns when a round's messages have arrived."""
+        return self.begins(at) + MOVES_S / self.lasts_s
+
+    def shown(self, begin: float, end: float) -> str:
+        """Returns what makes an element visible from `begin` to `end` only."""
+        times, values = [0.0], ["1" if begin <= 0 else "0"]
+        if begin > 0:
+            times, values = [*times, begin], [*values, "1"]
+        if end < 1:
+            times, values = [*times, end], [*values, "0"]
+        spelt = ";".join(f"{time:.4f}".rstrip("0").rstrip(".") for time in times)
+        return (
+            f'<animate attributeName="opacity" calcMode="discrete" values="{";".join(values)}" keyTimes="{spelt}" '
+            f'dur="{self.lasts_s:g}s" repeatCount="indefinite"/>'
+        )
+
+    def moves(self, at: int, path: str) -> str:
+        """Returns what moves an element along the path while a round lasts."""
+        return (
+            f'<animateMotion path="{path}" calcMode="linear" keyPoints="0;0;1;1" '
+            f'keyTimes="0;{self.begins(at):.4f};{self.arrives(at):.4f};1" dur="{self.lasts_s:g}s" '
+            'repeatCount="indefinite"/>'
+        )
+
+
+def corner(rank: int, block: int) -> tuple[float, float]:
+    """Returns where a rank's block is."""
+    return LEFT + rank * COLUMN, TOP + block * ROW
+
+
+def box(data: Data, n: int) -> str:
+    """Returns a box at the origin with what it holds."""
+    some = len(data.ranks)
+    colour = COLOURS[3 if some == n else 2 if 2 * some > n else 1 if some > 1 else 0]
+    text = "".join(LETTERS[rank] for rank in sorted(data.ranks))
+    return (
+        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="5" fill="{colour}" stroke="#ffffff"/>'
+        f'<text x="{WIDTH / 2:g}" y="21" text-anchor="middle" font-size="13" fill="#ffffff">{text}</text>'
+    )
+
+
+def resting(states: list[dict], clock: Clock, n: int, blocks: int) -> list[str]:
+    """Returns the boxes that stay, each for as long as what it holds."""
+    shapes = []
+    for rank in range(n):
+        for block in range(blocks):
+            values = [state[rank, Buffer.OUTPUT, block] for state in states]
+            x, y = corner(rank, block)
+            since = 0
+            for at in range(1, len(values) + 1):
+                if at < len(values) and values[at] == values[since]:
+                    continue
+                begin = clock.arrives(since - 1) if since else 0.0
+                end = clock.arrives(at - 1) if at < len(values) else 1.0
+                hidden = ' opacity="0"' if since else ""
+                content = box(values[since], n) + clock.shown(begin, end)
+                shapes.append(f'<g transform="translate({x:g} {y:g})"{hidden}>{content}</g>')
+                since = at
+    return shapes
+
+
+def moving(message: Message, at: int, clock: Clock, n: int) -> list[str]:
+    """Returns the boxes of a message, which fly over what is between its sender and its receiver."""
+    shapes = []
+    for block, into, data in zip(message.blocks, message.into, message.data, strict=True):
+        x, y = corner(message.source, block)
+        to_x, to_y = corner(message.target, into)
+        lift = y - 12 - 10 * abs(message.target - message.source)
+        path = f"M{x:g},{y:g} Q{(x + to_x) / 2:g},{lift:g} {to_x:g},{to_y:g}"
+        seen = clock.shown(clock.begins(at), clock.arrives(at))
+        shapes.append(f'<g opacity="0">{box(data, n)}{clock.moves(at, path)}{seen}</g>')
+    return shapes
+
+
+def captions(rounds: list[list[Message]], clock: Clock) -> list[str]:
+    """Returns a line for each round that says what happens in it."""
+    shapes = []
+    for at, messages in enumerate(rounds):
+        what = "what arrives is added" if messages[0].adds else "what arrives takes the place of what was there"
+        begin = clock.arrives(at - 1) if at else 0.0
+        words = f"round {at + 1} of {len(rounds)}: {what}"
+        hidden = ' opacity="0"' if at else ""
+        end = clock.arrives(at)
+        shapes.append(
+            f'<g{hidden}><text x="20" y="56" font-size="14" class="quiet">{words}</text>{clock.shown(begin, end)}</g>'
+        )
+    done = "every rank has the sum"
+    last = clock.shown(clock.arrives(len(rounds) - 1), 1.0)
+    shapes.append(f'<g opacity="0"><text x="20" y="56" font-size="14" class="quiet">{done}</text>{last}</g>')
+    return shapes
+
+
+def draw(algorithm: str, n: int, title: str) -> str:
+    """Returns the animation of an all-reduce."""
+    played = play(algorithm, Operation.ALL_REDUCE, n)
+    blocks = 1 + max(block for _, buffer, block in played.states[0] if buffer == Buffer.OUTPUT)
+    clock = Clock(len(played.rounds))
+    width, height = LEFT + n * COLUMN + 10, TOP + blocks * ROW + 6
+    shapes = [f'<text x="20" y="30" font-size="16" class="ink">{escape(title)}</text>']
+    for rank in range(n):
+        middle = corner(rank, 0)[0] + WIDTH / 2
+        look = 'text-anchor="middle" font-size="13" class="ink"'
+        shapes.append(f'<text x="{middle:g}" y="{TOP - 14}" {look}>rank {rank}</text>')
+        for block in range(blocks):
+            x, y = corner(rank, block)
+            shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="5" class="slot"/>')
+    for block in range(blocks if blocks > 1 else 0):
+        y = TOP + block * ROW + 21
+        shapes.append(f'<text x="20" y="{y}" font-size="13" class="quiet">block {block}</text>')
+    shapes += captions(played.rounds, clock)
+    shapes += resting(played.states, clock, n, blocks)
+    shapes += [
+        shape for at, messages in enumerate(played.rounds) for each in messages for shape in moving(each, at, clock, n)
+    ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            'font-family="Helvetica, Arial, sans-serif" role="img">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect width="{width}" height="{height}" rx="10" class="paper"/>',
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+PICTURES = {
+    "all-reduce-ring.svg": partial(draw, "ring", 4, "Ring all-reduce: A to D are the ranks' own blocks, AB is A + B"),
+    "all-reduce-tree.svg": partial(draw, "tree", 8, "Tree all-reduce: A to H are the ranks' tensors, AB is A + B"),
+}
+
+
+def main() -> None:
+    """Writes the pictures."""
+    for name, picture in PICTURES.items():
+        Path(__file__).with_name(name).write_text(picture())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Draws what each of four ranks has before and after a collective, as our own schedules leave it.
+
+python docs/pictures/collectives.py        writes the pictures beside this script
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from playing import Data, State, play
+
+from paceline.schedule.steps import Buffer, Operation
+
+RANKS = 4
+LETTERS = "ABCD"
+COLOURS = ("#0369a1", "#15803d", "#a16207", "#b91c1c")
+SUM = "#6d28d9"
+LEFT, TOP, ROW, BOX, GAP, ARROW = 80, 66, 44, 30, 6, 90
+STYLE = """
+.paper { fill: #ffffff } .ink { fill: #1f2430 } .quiet { fill: #5b6472 } .line { stroke: #5b6472 }
+@media (prefers-color-scheme: dark) {
+  .paper { fill: #161b22 } .ink { fill: #e6e9ef } .quiet { fill: #9aa4b2 } .line { stroke: #9aa4b2 }
+}
+"""
+IN_PARTS = (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
+"""The operations in which a tensor is for one rank; its number stands behind the letter."""
+
+
+def label(data: Data, operation: Operation) -> str:
+    """Returns what is written on a box."""
+    part = str(data.part) if operation in IN_PARTS else ""
+    return "+".join(f"{LETTERS[rank]}{part}" for rank in sorted(data.ranks))
+
+
+def held(state: State, rank: int, buffers: tuple[Buffer, ...]) -> list[Data]:
+    """Returns what a rank has in the first of the buffers in which it has anything."""
+    for buffer in buffers:
+        found = [state[cell] for cell in sorted(state) if cell[0] == rank and cell[1] == buffer]
+        if found:
+            return found
+    return []
+
+
+def width_of(text: str) -> float:
+    """Returns the width of a box."""
+    return max(30, 8.4 * len(text) + 12)
+
+
+def boxes(x: float, rank: int, row: list[Data], operation: Operation) -> tuple[list[str], float]:
+    """Returns a row of boxes that begins at x, and where it ends."""
+    shapes = []
+    y = TOP + rank * ROW
+    for data in row:
+        text = label(data, operation)
+        width = width_of(text)
+        colour = COLOURS[min(data.ranks)] if len(data.ranks) == 1 else SUM
+        shapes.append(f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{BOX}" rx="5" fill="{colour}"/>')
+        middle = 'fill="#ffffff" text-anchor="middle" font-size="13"'
+        shapes.append(f'<text x="{x + width / 2:g}" y="{y + 20}" {middle}>{escape(text)}</text>')
+        x += width + GAP
+    return shapes, x
+
+
+def draw(operation: Operation) -> str:
+    """Returns the picture of an operation."""
+    algorithm = "ring" if operation == Operation.ALL_TO_ALL else "tree"
+    states = play(algorithm, operation, RANKS).states
+    shapes: list[str] = []
+    ends = [float(LEFT)]
+    for rank in range(RANKS):
+        name = f'<text x="20" y="{TOP + rank * ROW + 20}" font-size="13.5" class="ink">rank {rank}</text>'
+        drawn, end = boxes(LEFT, rank, held(states[0], rank, (Buffer.INPUT, Buffer.OUTPUT)), operation)
+        shapes += [name, *drawn]
+        ends.append(end)
+    middle = max(ends)
+    after = middle + ARROW
+    y = TOP + (RANKS * ROW - (ROW - BOX)) / 2
+    tip = after - 16
+    shapes.append(
+        f'<path d="M{middle + 12:g},{y:g} H{tip:g} m-8,-6 l8,6 l-8,6" fill="none" class="line" stroke-width="2"/>'
+    )
+    ends = [after + 60]
+    for rank in range(RANKS):
+        row = held(
+            states[-1], rank, (Buffer.OUTPUT, Buffer.INPUT) if operation == Operation.REDUCE else (Buffer.OUTPUT,)
+        )
+        drawn, end = boxes(after, rank, row, operation)
+        shapes += drawn
+        ends.append(end)
+    heads = [
+        f'<text x="{x:g}" y="{TOP - 14}" font-size="12.5" class="quiet">{word}</text>'
+        for x, word in ((LEFT, "before"), (after, "after"))
+    ]
+    return svg(str(operation), [*heads, *shapes], max(ends) + 14)
+
+
+def svg(title: str, shapes: list[str], width: float) -> str:
+    """Returns the whole picture."""
+    height = TOP + RANKS * ROW + 6
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" '
+            f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">',
+            f"<title>{title}</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect width="{width:g}" height="{height}" rx="10" class="paper"/>',
+            f'<text x="20" y="30" font-size="16" class="ink">{title}</text>',
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+PICTURES = {
+    f"collective-{str(operation).replace('_', '-')}.svg": partial(draw, operation)
+    for operation in Operation
+    if operation != Operation.BARRIER
+}
+
+
+def main() -> None:
+    """Writes the pictures."""
+    for name, picture in PICTURES.items():
+        Path(__file__).with_name(name).write_text(picture())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What MkDocs calls while it builds a site: pages from elsewhere, links, the navigation and the switch of languages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import reference
+from links import ABOUT, FILES, ROOT, Place, address, between, repository_path, rewritten
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+OTHER = {"en": "zh", "zh": "en"}
+NAMES = {"en": "English", "zh": "中文"}
+IN_CHINESE = {
+    "Learn": "学习",
+    "How to": "操作指南",
+    "Coming from": "从其他库迁移",
+    "Guide": "手册",
+    "Train": "训练",
+    "Communicate": "通信",
+    "Run and observe": "运行与观测",
+    "More": "更多",
+    "Reference": "API 参考",
+    "About": "关于",
+    "Decisions": "设计决定",
+}
+"""The titles of the sections; those of the pages are their own."""
+
+
+def language_of(config: MkDocsConfig) -> str:
+    """Returns which of the two sites is built."""
+    return str(config.theme["language"])
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fills the sections of the navigation whose pages are found rather than listed."""
+    assert config.nav is not None
+    listed = set(_listed(config.nav))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages = {page for page in pages if not page.startswith("zh/")}
+    decisions = sorted(page for page in pages if page.startswith("decisions/"))
+    found = {
+        "Decisions": decisions,
+        "More": sorted(pages - listed - set(decisions)),
+        "Reference": list(reference.pages()),
+    }
+    config.nav = [entry for entry in (_filled(entry, found) for entry in config.nav) if entry is not None]
+    if language_of(config) == "zh":
+        config.nav = [_in_chinese(entry) for entry in config.nav]
+    return config
+
+
+def _listed(nav: list[Any]) -> list[str]:
+    found = []
+    for entry in nav:
+        if isinstance(entry, str):
+            found.append(entry)
+        else:
+            found += [page for inner in entry.values() for page in _listed(inner)]
+    return found
+
+
+def _filled(entry: Any, found: dict[str, list[str]]) -> Any:
+    """Returns the entry with the pages that were found; None if it is an empty section."""
+    if isinstance(entry, str):
+        return entry
+    [(title, inner)] = entry.items()
+    inner = [each for each in (_filled(each, found) for each in [*inner, *found.get(title, [])]) if each is not None]
+    return {title: inner} if inner else None
+
+
+def _in_chinese(entry: Any) -> Any:
+    """Returns the entry for the Chinese site. A page that is there in English only is a link to the other site."""
+    if isinstance(entry, str):
+        if _exists(Place("zh", entry)):
+            return entry
+        return {f"{_title(entry)} (English)": f"../{address(Place('en', entry))}"}
+    [(title, inner)] = entry.items()
+    if title == "Reference":
+        return {IN_CHINESE[title]: "../reference/"}
+    return {IN_CHINESE[title]: [_in_chinese(each) for each in inner]}
+
+
+def _exists(place: Place) -> bool:
+    return (ROOT / repository_path(place)).exists()
+
+
+def _title(page: str) -> str:
+    text = (ROOT / repository_path(Place("en", page))).read_text()
+    return text.removeprefix("# ").split("\n", 1)[0].replace("`", "")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are not in the folder of the site, and the pictures for the Chinese one."""
+    if language_of(config) == "zh":
+        for picture in sorted((ROOT / "docs" / "pictures").iterdir()):
+            if picture.suffix in {".svg", ".webp", ".png"}:
+                files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
+        if files.get_file_from_path("index.md") is None:
+            files.append(File.generated(config, "index.md", content=(ROOT / "README.zh.md").read_text()))
+        return files
+    for name in ABOUT:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for path, text in reference.pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turns links of the repository into links of the site."""
+    place = Place(language_of(config), page.file.src_uri)
+    if place.path.startswith(f"{reference.FOLDER}/"):
+        return markdown
+
+    def needs_file(path: str) -> None:
+        if place.language == "en":
+            keep(path, files, config)
+        else:
+            _kept_by_the_other.add(path)
+
+    return rewritten(markdown, place, needs_file)
+
+
+_kept_by_the_other: set[str] = set()
+
+
+def keep(path: str, files: Files, config: MkDocsConfig) -> None:
+    """Has the site keep a file of the repository that a page links to."""
+    if files.get_file_from_path(f"{FILES}{path}") is None:
+        files.append(File.generated(config, f"{FILES}{path}", abs_src_path=str(ROOT / path)))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Has the English site, which was built before, keep what only Chinese pages link to."""
+    for path in sorted(_kept_by_the_other):
+        target = Path(config.site_dir).parent / FILES / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / path).read_bytes())
+    _kept_by_the_other.clear()
+
+
+def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Any) -> Any:
+    """Has the switch of languages lead to the same page, or to the start of the other site."""
+    here = Place(language_of(config), page.file.src_uri)
+    there = Place(OTHER[here.language], here.path)
+    if not _exists(there):
+        there = Place(there.language, "index.md")
+    top = Place(here.language, "index.md")
+    links = {here.language: page.url or "./", there.language: between(top, address(there))}
+    config.extra["alternate"] = [{"name": NAMES[lang], "link": links[lang], "lang": lang} for lang in NAMES]
+    return context

@@ -1,0 +1,115 @@
+"""Where the links of a page lead on the site. A page is named by its path in the repository, such as `docs/data.md`.
+
+The pages are written for a repository page: their links are relative to the file, also those to source files and
+between the two languages. The English site is at the top, and the Chinese one below `zh/`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+CHINESE = "docs/zh/"
+ABOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+"""Pages at the top of the repository that the English site has too."""
+
+HOMES = {"README.md": "docs/index.md", "README.zh.md": "docs/zh/index.md"}
+FILES = "files/"
+"""Where the site keeps the other files that pages link to."""
+
+_FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+class Place(NamedTuple):
+    """A page of one of the two sites, by its path in the pages of that site."""
+
+    language: str
+    path: str
+
+
+def place_of(target: str) -> Place | None:
+    """Returns where a page of the repository is on the site; None if it is no page."""
+    target = HOMES.get(target, target)
+    if target in ABOUT:
+        return Place("en", target)
+    if not target.startswith("docs/") or not target.endswith(".md"):
+        return None
+    if target.startswith(CHINESE):
+        return Place("zh", target.removeprefix(CHINESE))
+    return Place("en", target.removeprefix("docs/"))
+
+
+def address(place: Place) -> str:
+    """Returns the address of a page, from the top of the site."""
+    stem = place.path.removesuffix(".md")
+    folder = posixpath.dirname(stem) if posixpath.basename(stem) == "index" else stem
+    return posixpath.join("zh" if place.language == "zh" else "", folder, "").lstrip("/")
+
+
+def between(start: Place, target: str) -> str:
+    """Returns the link from a page to an address from the top of the site."""
+    found = posixpath.relpath(f"/{target}", f"/{address(start)}")
+    return f"{found}/" if target.endswith("/") or not target else found
+
+
+def repository_path(place: Place) -> str:
+    """Returns the page's path in the repository."""
+    if place.language == "en" and place.path in ABOUT:
+        return place.path
+    path = f"{CHINESE if place.language == 'zh' else 'docs/'}{place.path}"
+    homes = {there: here for here, there in HOMES.items()}
+    return path if (ROOT / path).exists() else homes.get(path, path)
+
+
+def rewritten(markdown: str, place: Place, needs_file: Callable[[str], None]) -> str:
+    """Returns the text of a page with the links of the site.
+
+    Args:
+        markdown: the text, as it is in the repository.
+        place: the page.
+        needs_file: is called with the path of each other file of the repository that the site has to keep.
+    """
+    origin = repository_path(place)
+
+    def link(found: re.Match[str]) -> str:
+        mark, words, target = found.groups()
+        path, hash_mark, anchor = target.partition("#")
+        if not path or "://" in target or target.startswith("mailto:"):
+            return found[0]
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(origin), path))
+        new = _target(place, there, needs_file)
+        inner = _LINK.sub(link, words)
+        return f"{mark}[{inner}]({new}{hash_mark}{anchor})" if new is not None else inner
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [_LINK.sub(link, markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(link, markdown[end:])])
+
+
+def _target(place: Place, there: str, needs_file: Callable[[str], None]) -> str | None:
+    """Returns what to link to; None if the site does not have it."""
+    page = place_of(there)
+    here = posixpath.dirname(place.path)
+    if page is not None:
+        return (
+            posixpath.relpath(page.path, here or ".")
+            if page.language == place.language
+            else between(place, address(page))
+        )
+    if there.startswith("docs/pictures/"):
+        return posixpath.relpath(there.removeprefix("docs/"), here or ".")
+    if not (ROOT / there).is_file():
+        return None
+    needs_file(there)
+    return (
+        posixpath.relpath(f"{FILES}{there}", here or ".")
+        if place.language == "en"
+        else between(place, f"{FILES}{there}")
+    )

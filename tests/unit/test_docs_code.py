@@ -1,0 +1,238 @@
+"""The code in README and docs is code: it compiles, the names exist, and the command lines are understood.
+
+tests/ranks/test_docs.py runs the English programs. A Chinese page has the same ones, which is checked here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from doc_blocks import (
+    LESSONS,
+    PAGES,
+    ROOT,
+    after_a_diff,
+    blocks,
+    call_of_paceline,
+    calls_in_prose,
+    commands,
+    meaning,
+    names_in_prose,
+    prose,
+    python_of,
+)
+
+import paceline
+from paceline.cli.main import COMMANDS, parser
+
+NAMED = [str(page.relative_to(ROOT)) for page in PAGES]
+CHINESE = [name for name in NAMED if name.startswith("docs/zh/")]
+NEEDS_MORE = ("paceline.integrations.lightning",)
+"""Modules that cannot be imported without another library."""
+
+USERS_NAMES = ("patch",)
+"""Endings of users' files that look like names: `paceline.patch`."""
+
+OTHERS_DIST = ("torch-distributed.md", "paddlepaddle-mindspore.md", "migrating.md")
+"""Pages in which `dist` is also the module of another library."""
+
+
+def english(name: str) -> Path:
+    return ROOT / name.replace("docs/zh/", "docs/")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_python_in_a_page_compiles(name):
+    for block in blocks(ROOT / name, "python", "py"):
+        for piece in python_of(block):
+            compile(piece, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_diff_in_a_page_leads_to_code(name):
+    for block in blocks(ROOT / name, "diff"):
+        text = after_a_diff(block)
+        first = next((line for line in text.split("\n") if line and not line.startswith("#")), "")
+        if not first.startswith("paceline "):
+            compile(text, str(block), "exec")
+
+
+def is_there(module: str, name: str) -> bool:
+    """Whether `module.name`, where the name may have dots, is a module or what one has."""
+    found: object = import_module(module)
+    path = module
+    for part in name.split("."):
+        path = f"{path}.{part}"
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif _is_module(found) and _is_a_module(path):
+            found = import_module(path)
+        else:
+            return _is_set_later(found, part)
+    return True
+
+
+def _is_a_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # it is a name of a module that is no package
+        return False
+
+
+def _is_module(value: object) -> bool:
+    return type(value).__name__ == "module"
+
+
+def _is_set_later(found: object, name: str) -> bool:
+    """Whether instances of a class may have the name, which only `__init__` shows."""
+    return (
+        isinstance(found, type) and f"self.{name}" in Path(import_module(found.__module__).__file__ or "").read_text()
+    )
+
+
+def uses(tree: ast.AST, module_of: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Each name of our modules that the code uses, with its module; `module_of` is what the names stand for before."""
+    names = dict(module_of)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for each in node.names:
+                names[each.asname or each.name.split(".")[0]] = each.name if each.asname else each.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "paceline":
+            for each in node.names:
+                yield node.module or "", each.name
+                names[each.asname or each.name] = f"{node.module}.{each.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = names.get(node.value.id, "")
+            if module.split(".")[0] == "paceline" and _is_a_module(module):
+                yield module, node.attr
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_names_of_ours_in_programs_exist(name):
+    missing = []
+    for block in blocks(ROOT / name, "python", "py"):
+        for piece in python_of(block):
+            known = {"paceline": "paceline", "dist": "paceline", "hvd": "paceline.horovod"}
+            for module, used in uses(ast.parse(piece), known):
+                if module not in NEEDS_MORE and not (_is_a_module(module) and is_there(module, used)):
+                    missing.append(f"{block}: {module}.{used}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_names_of_ours_in_prose_exist(name):
+    modules = ["paceline"] if name.endswith(OTHERS_DIST) else ["paceline", "dist"]
+    missing = [
+        f"{name}:{line}: {module}.{used}"
+        for module in modules
+        for line, used in names_in_prose(ROOT / name, module)
+        if used not in USERS_NAMES and not is_there("paceline", used)
+    ]
+    assert missing == []
+
+
+@cache
+def whole_parser() -> argparse.ArgumentParser:
+    return parser({})
+
+
+@cache
+def flags_of(command: str) -> frozenset[str]:
+    [commands_of_it] = [action for action in whole_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return frozenset(commands_of_it.choices[command]._option_string_actions)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_command_lines_of_a_page_are_understood(name, capsys):
+    wrong = []
+    for block, words in commands(ROOT / name):
+        call = call_of_paceline(words)
+        if call is None:
+            continue
+        try:
+            whole_parser().parse_args(["cpu" if word == "gpu" else word for word in call])  # here may be no GPU
+        except SystemExit as end:
+            if end.code:
+                wrong.append(f"{block}: paceline {' '.join(call)}: {capsys.readouterr().err.splitlines()[:1]}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_commands_in_prose_have_flags_that_exist(name):
+    wrong = []
+    for line, words in calls_in_prose(ROOT / name):
+        if words[0].startswith("-") or words[0].isupper():
+            continue
+        if words[0] not in COMMANDS:
+            wrong.append(f"{name}:{line}: paceline {words[0]}")
+            continue
+        for word in words[1:]:
+            if word.endswith((".py", ".sh")):
+                break  # what follows is the script's
+            flag = word.split("=")[0].replace("_", "-") if word.startswith("--") else ""
+            if flag and flag != "--" and flag not in flags_of(words[0]):
+                wrong.append(f"{name}:{line}: paceline {words[0]} {word}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_tasks_of_make_in_a_page_exist(name):
+    tasks = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = {words[1] for _, words in commands(ROOT / name) if words[:1] == ["make"] and words[1:]}
+    assert asked <= tasks
+
+
+@pytest.mark.parametrize("name", CHINESE)
+def test_a_chinese_page_has_the_english_programs(name):
+    assert english(name).exists(), f"there is no English page {english(name)}"
+    known = [meaning(block) for block in blocks(english(name), "python")]
+    assert [str(block) for block in blocks(ROOT / name, "python") if meaning(block) not in known] == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMED if len(Path(name).parts) > 2 and Path(name).parts[1] in LESSONS]
+)
+def test_a_lesson_is_a_whole_program(name):
+    for block in blocks(ROOT / name, "python"):
+        assert block.text.startswith(("import ", "from ")), f"{block} has to begin with its imports"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_lists_read_alike_for_the_site_and_the_repository(name):
+    """MkDocs wants an empty line before a list, and four spaces before a further paragraph of an item."""
+    wrong, before = [], ""
+    for at, line in enumerate(prose(ROOT / name).split("\n")):
+        item = re.match(r"([-*]|\d+\.) ", line)
+        if item and before.strip() and not re.match(r"\s|([-*]|\d+\.) ", before):
+            wrong.append(f"{name}:{at + 1}: an empty line is missing before the list")
+        if re.match(r" {1,3}\S", line) and not before.strip():
+            wrong.append(f"{name}:{at + 1}: a paragraph of a list's item is indented by four spaces")
+        before = line
+    assert wrong == []
+
+
+def test_code_is_found():
+    """The other tests would pass if nothing was."""
+    assert sum(len(blocks(page, "python")) for page in PAGES) > 50
+    calls = [call for page in PAGES for _, words in commands(page) if (call := call_of_paceline(words))]
+    assert len(calls) > 40 and ["doctor"] in calls
+    assert sum(1 for page in PAGES for _ in calls_in_prose(page)) > 40
+
+
+def test_what_is_wrong_is_found():
+    known = {"dist": "paceline"}
+    assert ("paceline", "all_redcue") in set(uses(ast.parse("dist.all_redcue(x)"), known))
+    assert not is_there("paceline", "all_redcue") and not is_there("paceline", "ReduceOp.SUMM")
+    assert is_there("paceline", "ReduceOp.SUM") and is_there("paceline", "parallel.hooks.int8_hook")
+    assert paceline.__version__
+    with pytest.raises(SystemExit):
+        whole_parser().parse_args(["run", "--nproc-per-nodes", "2", "train.py"])

@@ -1,0 +1,95 @@
+"""Links of the repository become links of the site, and the reference has every public name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+sys.path.append(str(Path(__file__).parents[2] / "release" / "site"))
+
+import reference
+from checking import broken_links
+from links import Place, address, between, place_of, rewritten
+
+ENGLISH, CHINESE = Place("en", "learn/ddp.md"), Place("zh", "learn/ddp.md")
+
+
+def test_pages_have_addresses():
+    assert address(Place("en", "index.md")) == ""
+    assert address(ENGLISH) == "learn/ddp/"
+    assert address(Place("en", "learn/index.md")) == "learn/"
+    assert address(CHINESE) == "zh/learn/ddp/"
+    assert between(ENGLISH, address(CHINESE)) == "../../zh/learn/ddp/"
+    assert between(CHINESE, "") == "../../../"
+
+
+def test_the_two_readmes_are_the_homes():
+    assert place_of("README.md") == Place("en", "index.md")
+    assert place_of("README.zh.md") == Place("zh", "index.md")
+    assert place_of("src/paceline/errors.py") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "link", "there"),
+    [
+        (ENGLISH, "../data.md#streams", "../data.md#streams"),
+        (ENGLISH, "../zh/data.md", "../../zh/data/"),
+        (ENGLISH, "../pictures/top.svg", "../pictures/top.svg"),
+        (ENGLISH, "../../CHANGELOG.md", "../CHANGELOG.md"),
+        (ENGLISH, "../../README.md", "../index.md"),
+        (ENGLISH, "../../examples/digits.py", "../files/examples/digits.py"),
+        (ENGLISH, "https://example.org/a.md", "https://example.org/a.md"),
+        (ENGLISH, "#here", "#here"),
+        (CHINESE, "../data.md", "../data.md"),
+        (CHINESE, "../../data.md#streams", "../../../data/#streams"),
+        (CHINESE, "../../pictures/top.svg", "../pictures/top.svg"),
+        (CHINESE, "../../../README.md", "../../../"),
+        (CHINESE, "../../../examples/digits.py", "../../../files/examples/digits.py"),
+    ],
+)
+def test_a_link_leads_where_it_did(place, link, there):
+    assert rewritten(f"see [this]({link}).", place, lambda path: None) == f"see [this]({there})."
+
+
+def test_a_link_to_a_folder_is_words_on_the_site():
+    assert rewritten("[all of them](../../bench/results)", ENGLISH, lambda path: None) == "all of them"
+
+
+def test_code_is_left_as_it_is():
+    text = "```python\nx = [a](../../examples/digits.py)\n```\n"
+    assert rewritten(text, ENGLISH, lambda path: None) == text
+
+
+def test_files_that_pages_link_to_are_kept():
+    kept: list[str] = []
+    rewritten("[a](../../examples/digits.py) ![b](../pictures/top.svg)", ENGLISH, kept.append)
+    assert kept == ["examples/digits.py"]
+
+
+def test_the_reference_has_every_public_name():
+    names = [name for group in reference.groups() for _, name in group.names]
+    assert sorted([*names, "functional", "group"]) == sorted(paceline.__all__)
+    text = "".join(reference.pages().values())
+    assert "::: paceline.group.collectives.all_reduce\n" in text and "::: paceline.horovod\n" in text
+
+
+def test_examples_of_a_docstring_are_fenced():
+    docstring = "Adds.\n\n>>> add(1)\n[[1]]\n\nMore.\n\n>>> add(2)\n2"
+    fences = "Adds.\n\n```pycon\n>>> add(1)\n[[1]]\n```\n\nMore.\n\n```pycon\n>>> add(2)\n2\n```"
+    assert reference.fenced(docstring) == fences
+    assert reference.fenced("No example.") == "No example."
+
+
+def test_a_broken_link_of_the_site_is_found(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "index.html").write_text('<a href="a/#good">1</a><a href="a/#bad">2</a><a href="b/">3</a><h1 id="x">')
+    (tmp_path / "a" / "index.html").write_text('<h2 id="good"><a href="..#x"></a><a href="../../out/">')
+    assert [line.rsplit(": ", 1)[0] for line in broken_links(tmp_path)] == [
+        "a/index.html: ../../out/",
+        "index.html: a/#bad",
+        "index.html: b/",
+    ]
