@@ -50,6 +50,7 @@ VALUES = {  # by flag: what is written, what it means
     "min-workers": ("2", 2),
     "chaos": ("kill:2s,seed=7", Chaos((("kill", 2.0),), 7)),
     "dash-port": ("8080", 8080),
+    "port": ("29500", 29500),
     "dash-socket": ("/tmp/page", "/tmp/page"),
     "dash-prefix": ("/proxy/8080", "/proxy/8080"),
     "dash-host": ("hub.example", "hub.example"),

@@ -9,6 +9,10 @@ import weakref
 
 from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
+from paceline.one_port.choice import chosen_port
+from paceline.one_port.dialing import dial as dial_machine
+from paceline.security.doorkeeper import Listener
+from paceline.security.levels import is_loopback
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
 from paceline.store.port_owner import port_owner
@@ -66,7 +70,7 @@ class TCPStore(RemoteStore):
         if is_master:
             self._server = _shared_servers.get(port) if multi_tenant else None
             if self._server is None:
-                listener = (
+                listener: Listener = (
                     socket.socket(fileno=master_listen_fd)
                     if master_listen_fd is not None
                     else listen(host_name, port, secret)
@@ -122,7 +126,7 @@ class TCPStore(RemoteStore):
 
 
 def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> socket.socket:
-    connection = socket.create_connection((host_name, port), timeout=timeout_s)
+    connection = dial_machine((host_name, port), timeout_s)
     try:
         require_secret(connection.getpeername()[0], secret)
         if connection.getpeername() == connection.getsockname():
@@ -135,8 +139,11 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
     return connection
 
 
-def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that listens on the first address of `host_name`, never on a wildcard address.
+def listen(host_name: str, port: int, secret: bytes | None) -> Listener:
+    """Returns what listens on the first address of `host_name`, never on a wildcard address.
+
+    In a job with one port for all connections between machines, `port` is the number behind that port, and so is the
+    port of the listener's address.
 
     Raises:
         PortInUseError: another process listens on the port.
@@ -145,24 +152,42 @@ def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
     require_secret(str(address[0]), secret)
-    listener = socket.socket(family, kind, protocol)
+    shared = None if is_loopback(str(address[0])) else chosen_port()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
+        if shared is not None:
+            from paceline.one_port.listener import claim
+
+            return claim(str(address[0]), port, shared)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
-            holder = port_owner(port)
-            held = f" by {holder}" if holder is not None else ""
-            raise PortInUseError(
-                f"port {port} of {host_name} is in use{held}; end that process or choose another port "
-                "(`paceline run` chooses a free one by itself)"
-            ) from error
+            raise _in_use(host_name, port, shared, error) from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise StoreConnectionError(
                 f"{host_name} ({address[0]}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
                 "cannot serve the store there; give the address of the machine on which rank 0 runs"
             ) from error
         raise
-    return listener
+
+
+def _in_use(host_name: str, port: int, shared: int | None, error: OSError) -> PortInUseError:
+    """Returns the error for a port, or the number behind the port that a machine's listeners share, that is taken."""
+    holder = port_owner(port if shared is None else shared)
+    held = f" by {holder}" if holder is not None else ""
+    if shared is None:
+        return PortInUseError(
+            f"port {port} of {host_name} is in use{held}; end that process or choose another port "
+            "(`paceline run` chooses a free one by itself)"
+        )
+    return PortInUseError(
+        f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number {port}: "
+        f"{error.strerror}{held}. Each job of a machine needs a port of its own: end the other, or choose another --port"
+    )
