@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from launching import wait_until
 from sampling import examples
 
+from paceline.engine.native.calls import Calls
 from paceline.errors import AuthenticationError, StoreConnectionError
 from paceline.launch.environment import free_port
 from paceline.one_port import choice, dialing, listener
@@ -27,6 +28,7 @@ from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection
 from paceline.security.handshake import HELLO_BYTES, Hello, PeerGoneError, prove
 from paceline.security.secret import derive_key
+from paceline.store.hash import HashStore
 from paceline.store.server import StoreServer
 from paceline.store.tcp import PortInUseError, TCPStore, listen
 
@@ -98,6 +100,20 @@ def test_all_numbers_can_be_held():
         numbers.take(0, 0)
     numbers.release(FIRST + 7)
     assert numbers.take(0, 0) == FIRST + 7
+
+
+# Calls
+
+
+def test_a_rank_hears_who_cannot_connect_to_it():
+    store = HashStore()
+    ranks = [Calls(store, 3, rank) for rank in range(4)]
+    assert ranks[1].callers([2, 3]) == {}
+    ranks[3].call(1, "timed out")
+    ranks[3].call(0, "refused")
+    assert ranks[1].callers([2, 3]) == {3: "timed out"} and ranks[1].callers([2]) == {}
+    assert ranks[0].callers([1, 2, 3]) == {3: "refused"} and ranks[2].callers([3]) == {}
+    assert Calls(store, 4, 1).callers([2, 3]) == {}  # another group's
 
 
 # What is chosen
