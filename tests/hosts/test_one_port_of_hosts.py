@@ -63,6 +63,27 @@ def test_a_job_needs_one_port_of_each_machine(machines, level):
         assert here.said(launcher, "out").count("reduced 4.0") == 2
 
 
+TORCHS = """
+import torch, torch.distributed as dist
+for turn in range(2):
+    dist.init_process_group("paceline")
+    tensor = torch.full((3,), float(dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    print("reduced", tensor.tolist(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_torch_distributed_comes_through_the_port(machines):
+    here = behind_firewalls(machines, 2, closed=(1,))
+    here.script.write_text(TORCHS)
+    launchers = [start(here, host, 2) for host in range(2)]
+    for launcher in launchers:
+        here.expect(launcher, 0)
+        assert here.said(launcher, "out").count("reduced [3.0, 3.0, 3.0]") == 2
+
+
 def test_a_machine_that_accepts_nothing_connects_itself(machines):
     here = behind_firewalls(machines, 3, closed=(1,))
     here.script.write_text(TRAIN)

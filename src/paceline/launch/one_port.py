@@ -54,8 +54,8 @@ def require_port(address: str, secret: bytes | None) -> None:
 def port_beside(one_port: int | None) -> int | None:
     """Returns the MASTER_PORT of the workers in a job with one port; None if it has none.
 
-    For Paceline's store it is a number behind the port. A store of torch.distributed really listens there, so the user has
-    to know it beforehand.
+    It is a number behind the port. A store of torch.distributed, where the plug-in does not replace it, really listens
+    there, so it is one that the user can know beforehand.
     """
     if one_port is None:
         return None
