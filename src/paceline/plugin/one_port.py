@@ -5,7 +5,6 @@ It is installed at the end of `import torch`, so it imports the rest when it is 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from paceline.store.base import Store
 
+_stores: list[Store] = []  # the one that this process uses for all its meetings; rank 0 serves it until it ends
 _lent: list[TorchStore] = []  # of this process's meetings; torch's C++ keeps only its own side of a store alive
 
 
@@ -36,22 +36,18 @@ def meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple
         StoreError: nobody serves the store.
     """
     from paceline.plugin.lending import LentStore
-    from paceline.rendezvous.environment import place
+    from paceline.rendezvous.environment import open_store, place
     from paceline.store.base import DEFAULT_TIMEOUT
     from paceline.store.prefix import PrefixStore
 
-    query = {name: int(values[0]) for name, values in parse_qs(urlsplit(url).query).items()}
-    rank, world_size = place(query.get("rank", -1), query.get("world_size", -1))
-    store = _open_store(rank, world_size, timeout if timeout is not None else DEFAULT_TIMEOUT)
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    query = parse_qs(urlsplit(url).query)
+    rank, world_size = place(*(int(query[name][0]) if name in query else -1 for name in ("rank", "world_size")))
+    if not _stores:
+        _stores.append(open_store(rank, world_size, timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _lent.append(LentStore(PrefixStore(f"torch/{attempt}/{len(_lent)}", store)))
+    here = PrefixStore(f"torch/{attempt}/{len(_lent)}", _stores[0])
+    here.set_timeout(timeout)
+    _lent.append(LentStore(here))
     yield _lent[-1], rank, world_size
     raise RuntimeError("torch.distributed cannot meet a second time in one rendezvous by env://")
-
-
-@functools.cache
-def _open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Returns the store, which this process uses for all its meetings: rank 0 serves it until it ends."""
-    from paceline.rendezvous.environment import open_store
-
-    return open_store(rank, world_size, timeout)
