@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from launching import processes_with
+from listeners import ATTEMPTS, try_each_way
 
 import paceline as dist
 from hosts.machines import Machines
@@ -57,6 +58,7 @@ def test_a_job_needs_one_port_of_each_machine(machines, level):
     here.wait(lambda: all((here.directory / f"ready{rank}").exists() for rank in range(4)))
     listening = {each for each in listeners_of(processes_with(here.mark)) if each.kind != "unix"}
     assert listening == {Listener("tcp", ipv4(host), PORT) for host in range(2)}
+    assert len(here.network.inside[1].run(try_each_way, Listener("tcp", ipv4(0), PORT))) == len(ATTEMPTS)
     here.say("end")
     for launcher in launchers:
         here.expect(launcher, 0)
