@@ -80,9 +80,9 @@ class Network:
         self.change(cut=self.conditions.cut | pairs, port=port)
 
     def close_ports(self, *hosts: int, but: int = 0) -> None:
-        """Hosts accept no TCP connections from others from now on, except at the port `but`; they may connect to others.
+        """Hosts accept no TCP connections from others from now on, except at the port `but`.
 
-        What is kept out vanishes, as with most firewalls.
+        They may connect to others. What is kept out vanishes, as with most firewalls.
         """
         self.change(doors=self.conditions.doors | {(host, but) for host in hosts})
 

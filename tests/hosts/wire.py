@@ -18,9 +18,9 @@ _LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by an
 class Conditions:
     """`delay_ms` is one way; `loss` is the probability for a packet; `cut` holds pairs of hosts, lower number first.
 
-    With `port`, only the TCP connections over IPv4 to this port are cut. `doors` holds hosts behind a firewall, each with a
-    port at which it accepts TCP connections over IPv4 from other hosts, or 0 if there is none; its own connections to
-    others pass.
+    With `port`, only the TCP connections over IPv4 to this port are cut. `doors` holds hosts behind a firewall, each
+    with a port at which it accepts TCP connections over IPv4 from other hosts, or 0 if there is none; its own
+    connections to others pass.
     """
 
     delay_ms: float = 0.0

@@ -145,8 +145,8 @@ def require_ports(engine: str, rank: int, members: Sequence[Member]) -> None:
     if len(hosts) > 1:
         raise ValueError(
             f"rank {rank}: the connections of this job use port {chosen_port()} only, and the engine {engine!r} would "
-            f"connect the hosts {', '.join(hosts)} at ports of its own; expected the engine 'paceline'. Use it for tensors "
-            "between hosts, or leave out --port (PACELINE_PORT) and open the other ports"
+            f"connect the hosts {', '.join(hosts)} at ports of its own; expected the engine 'paceline'. Use it for "
+            "tensors between hosts, or leave out --port (PACELINE_PORT) and open the other ports"
         )
 
 

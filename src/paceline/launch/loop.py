@@ -25,8 +25,8 @@ from paceline.launch.local_notes import LocalNotes
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
-from paceline.launch.one_port import gate_variables, port_beside
 from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Seen, Sighting, Told, Watching
+from paceline.launch.one_port import gate_variables, port_beside
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals

@@ -11,6 +11,7 @@ from paceline.one_port.choice import chosen_port, leads_out
 from paceline.one_port.header import NOBODY, PASSED_ON, header_for
 from paceline.security.handshake import PeerGoneError
 
+
 def dial(
     address: tuple[str, int], timeout_s: float, source: str | None = None, reach_s: float | None = None
 ) -> socket.socket:

@@ -46,8 +46,8 @@ class _Tenant:
 class Gate:
     """Serves, in a thread of its own, until `close`.
 
-    It listens on the addresses for which numbers are asked, at one port. At most `MAX_COMERS` connections may be about to
-    say what they want: one more ends the oldest, so that silent connections cannot keep others out.
+    It listens on the addresses for which numbers are asked, at one port. At most `MAX_COMERS` connections may be about
+    to say what they want: one more ends the oldest, so that silent connections cannot keep others out.
 
     Args:
         port: the port.

@@ -48,7 +48,9 @@ class NumberedListener:
         """
         _, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "the process that listens at this machine's port has ended")
+            raise ConnectionAbortedError(
+                errno.ECONNABORTED, "the process that listens at this machine's port has ended"
+            )
         connection = socket.socket(fileno=descriptors[0])
         try:
             connection.setblocking(True)

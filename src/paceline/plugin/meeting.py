@@ -107,8 +107,9 @@ def _secret_of_group(store: BorrowedStore, rank: int, formation: Formation, pati
         )
     if mine is None and chosen_port() is not None:
         raise AuthenticationError(
-            f"rank {rank} of the group: the processes of a machine find their one port ({chosen_port()}) by the job's secret, "
-            f"and the job has none; start the job with `paceline run`, or give all processes the same {_SECRET_VARIABLE}"
+            f"rank {rank} of the group: the processes of a machine share its one port ({chosen_port()}) by the job's "
+            "secret, and the job has none; start the job with `paceline run`, or give all processes the same "
+            f"{_SECRET_VARIABLE}"
         )
     if rank == 0:
         store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)

@@ -1,6 +1,6 @@
-"""In a job with one port, torch.distributed's `env://` meets at a store of Paceline's: torch's own would need another port.
+"""In a job with one port, torch.distributed's `env://` meets at a store of Paceline's.
 
-It is installed at the end of `import torch`, so it imports the rest when it is used.
+Torch's own store would need another port. This is installed at the end of `import torch`, so it imports the rest when it is used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
-
-from torch.distributed import rendezvous as torchs
 
 if TYPE_CHECKING:
     from torch.distributed import Store as TorchStore
@@ -23,9 +22,9 @@ _lent: list[TorchStore] = []  # of this process's meetings; torch's C++ keeps on
 
 
 def take_over() -> None:
-    """Replaces what torch.distributed does for `env://`, unless torchrun, which has a store of its own, started this."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        torchs._rendezvous_handlers["env"] = meet
+    """Replaces what torch.distributed does for `env://`, unless torchrun, which serves a store itself, started this."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torch.distributed also has a function of this name
+        vars(import_module("torch.distributed.rendezvous"))["_rendezvous_handlers"]["env"] = meet
 
 
 def meet(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[TorchStore, int, int]]:

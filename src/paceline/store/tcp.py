@@ -189,5 +189,5 @@ def _in_use(host_name: str, port: int, shared: int | None, error: OSError) -> Po
         )
     return PortInUseError(
         f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number {port}: "
-        f"{error.strerror}{held}. Each job of a machine needs a port of its own: end the other, or choose another --port"
+        f"{error.strerror}{held}. Each job on a machine needs a port of its own: end the other, or choose another one"
     )

@@ -202,14 +202,14 @@ class _Links:
         me, other = self.members[self.me.rank], self.members[peer]
         if calls_because is None:
             return (
-                f"{me}: {other} at {host}:{port} cannot be reached from {self.me.address} ({error}); check the route and "
-                "the firewall between the hosts, or choose an interface with PACELINE_IFACE"
+                f"{me}: {other} at {host}:{port} cannot be reached from {self.me.address} ({error}); check the route "
+                "and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
             )
         return (
             f"{me}: {other} and this rank cannot connect to each other: {other} has tried {self.me.address}, port "
-            f"{self._port} ({calls_because}), and this rank has tried {host}, port {self._port} ({error}). One of the two "
-            f"machines must accept TCP connections at port {self._port} from the other: open it in the firewall there, or "
-            "choose an interface with PACELINE_IFACE"
+            f"{self._port} ({calls_because}), and this rank has tried {host}, port {self._port} ({error}). One of the "
+            f"two machines must accept TCP connections at port {self._port} from the other: open it in the firewall "
+            "there, or choose an interface with PACELINE_IFACE"
         )
 
 
