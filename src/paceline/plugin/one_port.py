@@ -1,6 +1,7 @@
 """In a job with one port, torch.distributed's `env://` meets at a store of Paceline's.
 
-Torch's own store would need another port. This is installed at the end of `import torch`, so it imports the rest when it is used.
+Torch's own store would need another port. This is installed at the end of `import torch`, so it imports the rest when
+it is used.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def prove(connection: Connection, key: bytes, hello: Hello, timeout_s: float = T
     if answer == WITHOUT_HEADER:
         raise AuthenticationError(
             f"at {name_of(connection)} one port leads to all listeners of that machine, and this connection did not "
-            "say which one it wants: start every launcher with the same --port, or every rank with the same PACELINE_PORT"
+            "say which one it wants: start every launcher with the same --port, or every rank with the same "
+            "PACELINE_PORT"
         )
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
         _refuse(connection, deadline)
