@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 if TYPE_CHECKING:
-    from torch.distributed import Store as TorchStore
+    from torch._C._distributed_c10d import Store as TorchStore
 
     from paceline.store.base import Store
 

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import weakref
+from typing import Any
 
 from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
@@ -150,44 +151,63 @@ def listen(host_name: str, port: int, secret: bytes | None) -> Listener:
         StoreConnectionError: the address is not this machine's.
         ValueError: the address is not loopback and there is no secret.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
-    require_secret(str(address[0]), secret)
-    shared = None if is_loopback(str(address[0])) else chosen_port()
-    try:
-        if shared is not None:
-            from paceline.one_port.listener import claim
+    shared = chosen_port()
+    if shared is None or is_loopback(address := str(_first_address(host_name, port)[4][0])):
+        return listen_at_port(host_name, port, secret)
+    from paceline.one_port.listener import claim
 
-            return claim(str(address[0]), port, shared)
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
+    require_secret(address, secret)
+    try:
+        return claim(address, port, shared)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _in_use(host_name, port, shared, error) from error
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise StoreConnectionError(
-                f"{host_name} ({address[0]}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
-                "cannot serve the store there; give the address of the machine on which rank 0 runs"
+            raise PortInUseError(
+                f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number "
+                f"{port}: {error.strerror}{_held(shared)}. Each job on a machine needs a port of its own: end the other, "
+                "or choose another one"
             ) from error
+        _require_own(host_name, address, error)
         raise
 
 
-def _in_use(host_name: str, port: int, shared: int | None, error: OSError) -> PortInUseError:
-    """Returns the error for a port, or the number behind the port that a machine's listeners share, that is taken."""
-    holder = port_owner(port if shared is None else shared)
-    held = f" by {holder}" if holder is not None else ""
-    if shared is None:
-        return PortInUseError(
-            f"port {port} of {host_name} is in use{held}; end that process or choose another port "
-            "(`paceline run` chooses a free one by itself)"
-        )
-    return PortInUseError(
-        f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number {port}: "
-        f"{error.strerror}{held}. Each job on a machine needs a port of its own: end the other, or choose another one"
-    )
+def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
+    """Returns a socket that listens as `listen` does, at a port of its own whatever the job has.
+
+    Raises:
+        PortInUseError, StoreConnectionError, ValueError: see `listen`.
+    """
+    family, kind, protocol, _, address = _first_address(host_name, port)
+    require_secret(str(address[0]), secret)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"port {port} of {host_name} is in use{_held(port)}; end that process or choose another port "
+                "(`paceline run` chooses a free one by itself)"
+            ) from error
+        _require_own(host_name, str(address[0]), error)
+        raise
+    return listener
+
+
+def _first_address(host_name: str, port: int) -> tuple[int, int, int, str, Any]:
+    return socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+
+
+def _held(port: int) -> str:
+    holder = port_owner(port)
+    return f" by {holder}" if holder is not None else ""
+
+
+def _require_own(host_name: str, address: str, error: OSError) -> None:
+    """Raises a StoreConnectionError if `error` says that the address is another machine's."""
+    if error.errno == errno.EADDRNOTAVAIL:
+        raise StoreConnectionError(
+            f"{host_name} ({address}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
+            "cannot serve the store there; give the address of the machine on which rank 0 runs"
+        ) from error
