@@ -163,8 +163,8 @@ def listen(host_name: str, port: int, secret: bytes | None) -> Listener:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
                 f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number "
-                f"{port}: {error.strerror}{_held(shared)}. Each job on a machine needs a port of its own: end the other, "
-                "or choose another one"
+                f"{port}: {error.strerror}{_held(shared)}. Each job on a machine needs a port of its own: end the "
+                "other, or choose another one"
             ) from error
         _require_own(host_name, address, error)
         raise
