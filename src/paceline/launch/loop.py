@@ -26,6 +26,7 @@ from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Seen, Sighting, Told, Watching
+from paceline.launch.one_port import gate_variables, port_beside
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
@@ -197,12 +198,17 @@ class Loop(ABC):
 
     def _port(self) -> int:
         """Returns the port of the workers' own store, where this machine is the one that has it."""
-        return free_port(self._connection.address)
+        return port_beside(self._job.one_port) or free_port(self._connection.address)
 
     def _environment(self, mark: str) -> dict[str, str]:
         """Returns the variables that the workers share; `mark` tells those that start together from the others."""
         shared = inherited(self._machine.environment(os.environ))
-        return {**shared, **compat_variables(self._job.compat, shared), **self._cleanup.variables(mark)}
+        return {
+            **shared,
+            **gate_variables(),
+            **compat_variables(self._job.compat, shared),
+            **self._cleanup.variables(mark),
+        }
 
     def _wait_s(self) -> float | None:
         page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)

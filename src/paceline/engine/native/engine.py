@@ -105,6 +105,7 @@ class NativeEngine:
         self._peer = peer
         self._interface = interface
         self._groups: list[NativeGroup] = []
+        self._closed: set[str] = set()  # addresses of machines that accept no connections
         self._costs: CostModel | None = None
         self._network: Network | None = None
         self._known_costs: KnownCosts = {} if known_costs is None else known_costs
@@ -156,7 +157,7 @@ class NativeEngine:
         connections: Connections = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
+            connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
         remaining_s = max(0.1, deadline - time.monotonic())
         # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
         # Between hosts the calls themselves reveal the difference.
