@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.checkpoint.copies.service import VARIABLE as COPIES
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.environment import free_port
 from paceline.launch.failures import Failure, shortened
@@ -186,6 +187,8 @@ class _Agent(Loop):
             path = Path(self._cleanup.directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
+        door = Path(self._cleanup.directory, f"copies-{start.generation}")
+        environment[COPIES] = self._copies.open(str(door), secret)
         return environment
 
     def _on_exception(self, failure: Failure) -> None:
@@ -236,6 +239,7 @@ class _Agent(Loop):
             self._generation.close()
             self._cleanup.end_generation(str(self._generation.number))
             self._generation = None
+        self._copies.shut()
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -11,7 +11,7 @@ from paceline.checkpoint.format.drafts import Draft
 from paceline.checkpoint.format.dtypes import ITEMSIZE, nbytes_of
 from paceline.checkpoint.format.headers import Slot, header_of
 from paceline.checkpoint.format.manifest import BLOCK_NBYTES, FileEntry, Part, Piece, TensorEntry
-from paceline.checkpoint.format.places import OutputFile, Place
+from paceline.checkpoint.format.places import OutputFile, Target
 from paceline.checkpoint.format.refusals import check_room, could_not, who
 from paceline.checkpoint.format.regions import Box, Flat, Region, count, fault_of, whole
 from paceline.errors import CheckpointError
@@ -69,7 +69,7 @@ def ordered(pieces: Sequence[Outgoing]) -> list[Outgoing]:
 
 
 def write_part(
-    place: Place,
+    place: Target,
     draft: Draft,
     rank: int,
     pieces: Sequence[Outgoing],
@@ -155,7 +155,7 @@ def _write_piece(stream: _Stream, piece: Outgoing, slot: Slot) -> tuple[str, ...
 class _Stream:
     """A file that is being written: gathers small blocks, counts bytes, and turns refusals into errors."""
 
-    def __init__(self, place: Place, name: str, rank: int, done: int, total: int, progress: Progress | None) -> None:
+    def __init__(self, place: Target, name: str, rank: int, done: int, total: int, progress: Progress | None) -> None:
         self.who = who(rank)
         self.done = done
         self._place, self._name, self._rank = place, name, rank
