@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from paceline.security.encryption import Connection
+
+T = TypeVar("T")
 
 CHANNEL = "copies"
 _LENGTH = struct.Struct("<I")
@@ -127,8 +130,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 Request = Listen | Begin | Write | Finish | Commit | Look | GiveManifest | Read
 Answer = Address | Inventory | Bytes | Done | Refused
-_requests = msgspec.json.Decoder(Request)
-_answers = msgspec.json.Decoder(Answer)
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def send(connection: Connection, message: Request | Answer, views: Sequence[bytes | memoryview] = ()) -> None:
@@ -151,7 +154,7 @@ def receive_request(connection: Connection) -> Request | None:
     if first == 0:
         return None
     receive_into(connection, memoryview(length)[first:])
-    return _requests.decode(_body(connection, length))
+    return _decoded(_requests, _body(connection, length))
 
 
 def receive_answer(connection: Connection) -> Answer:
@@ -163,7 +166,14 @@ def receive_answer(connection: Connection) -> Answer:
     """
     length = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(length))
-    return _answers.decode(_body(connection, length))
+    return _decoded(_answers, _body(connection, length))
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytearray) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
 
 
 def _body(connection: Connection, length: bytearray) -> bytearray:

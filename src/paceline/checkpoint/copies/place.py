@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from paceline.checkpoint.copies.client import VaultClient
 from paceline.checkpoint.format.manifest import FILE as MANIFEST
-from paceline.errors import CheckpointError
+from paceline.errors import PacelineError
 
 _READ_NBYTES = 32 << 20  # of one request
 
@@ -136,7 +136,7 @@ class _Held:
                 if count == 0:
                     break
                 done += count
-        except (OSError, CheckpointError, ValueError) as error:
+        except (OSError, PacelineError, ValueError) as error:
             raise FileNotFoundError(str(error)) from error
         return done
 

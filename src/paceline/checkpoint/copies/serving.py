@@ -123,8 +123,12 @@ class Session:
         self._vault.finish(finish, descriptor)
 
     def _received(self, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        receive_into(self._connection, memoryview(data))
+        """Returns bytes that follow a request; memory is taken as they come, not for what is announced."""
+        data = bytearray()
+        while len(data) < nbytes:
+            piece = self._buffer[: min(nbytes - len(data), _PIECE_NBYTES)]
+            receive_into(self._connection, piece)
+            data += piece
         return bytes(data)
 
 
