@@ -58,14 +58,14 @@ class PipeTalk:
     def _say(self, text: bytes) -> None:
         try:
             self._other.send_bytes(text)
-        except BrokenPipeError as error:
+        except OSError as error:
             raise CheckpointError("the other rank has died") from error
 
     def _hear(self) -> bytes:
         assert self._other.poll(DEADLINE_S)
         try:
             return self._other.recv_bytes()
-        except (EOFError, ConnectionResetError) as error:
+        except (EOFError, OSError) as error:
             raise CheckpointError("the other rank has died") from error
 
 

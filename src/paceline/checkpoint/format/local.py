@@ -13,6 +13,7 @@ from paceline.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.checkpoint.format.places import InputFile, OutputFile
 
 _MOST_TRIES = 100
+_BEGUN_AT_ONCE = 8 << 20  # bytes that the disk is given at a time, while more are written
 # The manifests that this process holds, by device and inode: to open and close one would let it go.
 _held_here: set[tuple[int, int]] = set()
 
@@ -134,6 +135,7 @@ class _Output:
     def __init__(self, disk: Disk, descriptor: int) -> None:
         self._disk = disk
         self._descriptor = descriptor
+        self._nbytes = self._begun = 0  # written, and of these on their way to the disk
         self._held: tuple[int, int] | None = None
 
     def hold(self) -> None:
@@ -146,10 +148,14 @@ class _Output:
         left = [view.cast("B") for view in views if view.nbytes]
         while left:
             written = self._disk.write(self._descriptor, left)
+            self._nbytes += written
             while left and written >= len(left[0]):
                 written -= len(left.pop(0))
             if written:
                 left[0] = left[0][written:]
+        if self._nbytes - self._begun >= _BEGUN_AT_ONCE:
+            self._disk.begin_sync(self._descriptor, self._begun, self._nbytes - self._begun)
+            self._begun = self._nbytes
 
     def commit(self) -> None:
         self._disk.sync(self._descriptor)
