@@ -50,7 +50,7 @@ def test_a_vault_keeps_two_generations_of_a_root_at_most() -> None:
 def test_a_vault_refuses_what_the_memory_is_too_small_for() -> None:
     with closing(Vault(available=lambda: 1000)) as vault:
         vault.begin(begin("1", nbytes=900))
-        with pytest.raises(RefusedError, match="is too large for the 1.0 kB of memory that are available"):
+        with pytest.raises(RefusedError, match="is too large for the 1.0 kB of memory that are left"):
             vault.begin(begin("2", keep="1", nbytes=950))
         assert [each.token for each in vault.look(ROOT)] == ["1"]
 

@@ -67,7 +67,7 @@ class PeerCopies:
             return _nothing
         presences = [Presence(**each["presence"]) for each in everyone]
         wholes = [tuple(each["whole"]) for each in everyone if each["whole"] is not None]
-        own, *others = targets(presences, talk.rank, self._count)
+        _, *others = targets(presences, talk.rank, self._count)
         copying = Copying(
             root=everyone[0]["root"],
             draft=prepared.draft,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Presence:
     """Where a rank's launcher keeps copies.
 
-    Attributes: `vault`, its identity; `host`, the same for all ranks of a machine; `address`, HOST:PORT for other hosts.
+    Attributes: `vault`, its identity; `host`, the same for all ranks of a machine; `address`, HOST:PORT for others.
     """
 
     vault: str

@@ -70,7 +70,7 @@ class Vault:
             available = self._available()
             if available < begin.nbytes * _SPARE:
                 raise RefusedError(
-                    f"a copy of {size(begin.nbytes)} is too large for the {size(available)} of memory that are available"
+                    f"a copy of {size(begin.nbytes)} is too large for the {size(available)} of memory that are left"
                 )
             known.setdefault(begin.token, _Generation(begin))
 

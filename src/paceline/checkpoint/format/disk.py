@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.elastic.failpoints import reach
@@ -13,20 +13,6 @@ from paceline.elastic.failpoints import reach
 # What file systems say that write names at once and know no sync of directories, such as some of FUSE and CIFS.
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP)
 _MOST_VIEWS = 512  # of one call; the system takes at least 1,024
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def _found_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Returns the system's function, None where there is none; what it returns says nothing that `sync` does not."""
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except AttributeError:
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_sync_file_range = _found_sync_file_range()
 
 
 class Disk:
@@ -47,13 +33,14 @@ class Disk:
         reach("checkpoint.write")
         return os.writev(descriptor, views[:_MOST_VIEWS])
 
-    def begin_sync(self, descriptor: int, at: int, nbytes: int) -> None:
-        """Has the system begin to write bytes of a file to the disk, without waiting and without a promise.
-
-        The system would otherwise do nothing before `sync`, and the disk would be idle until then.
-        """
-        if _sync_file_range is not None:
-            _sync_file_range(descriptor, at, nbytes, _SYNC_FILE_RANGE_WRITE)
+    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
+        """Has writes to a file go past the system's cache, or through it; returns whether they go past it."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        except OSError:  # the file system cannot
+            return False
+        return is_direct
 
     def sync(self, descriptor: int) -> None:
         """Waits until a file's bytes survive the loss of power."""

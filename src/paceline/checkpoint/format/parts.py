@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.checkpoint.format.digests import blocks_of, digest_of
 from paceline.checkpoint.format.drafts import Draft
@@ -63,9 +63,31 @@ class Outgoing:
         return self.shape if self.region == whole(self.shape) else (count(self.region),)
 
 
-def ordered(pieces: Sequence[Outgoing]) -> list[Outgoing]:
-    """Returns pieces in the order in which they are written: large elements first, so that all are aligned."""
-    return sorted(pieces, key=lambda each: -ITEMSIZE[each.dtype])
+class _Sized(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Sized)
+
+
+def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
+    """Yields the pieces of each file in the order in which they are written.
+
+    Large elements come first, so that all are aligned.
+    """
+    share: list[P] = []
+    nbytes = 0
+    for piece in sorted(pieces, key=lambda each: -ITEMSIZE[each.dtype]):
+        if share and nbytes + piece.nbytes > split_nbytes:
+            yield share
+            share, nbytes = [], 0
+        share.append(piece)
+        nbytes += piece.nbytes
+    if share:
+        yield share
 
 
 def write_part(
@@ -98,7 +120,7 @@ def write_part(
     files: dict[str, FileEntry] = {}
     found: dict[str, TensorEntry] = {}
     done = 0
-    for number, members in enumerate(_shares(ordered(pieces), split_nbytes)):
+    for number, members in enumerate(in_files(pieces, split_nbytes)):
         name = f"rank_{rank:05d}_{number:03d}.safetensors"
         stream = _Stream(place, f"{draft.directory}/{name}", rank, done, total, progress)
         files[name] = _write_file(stream, name, members, found)
@@ -108,19 +130,6 @@ def write_part(
     except OSError as error:
         raise could_not("make durable", place, draft.directory, error, rank=rank) from error
     return Part(rank, files, found)
-
-
-def _shares(pieces: list[Outgoing], split_nbytes: int) -> Iterator[list[Outgoing]]:
-    share: list[Outgoing] = []
-    nbytes = 0
-    for piece in pieces:
-        if share and nbytes + piece.nbytes > split_nbytes:
-            yield share
-            share, nbytes = [], 0
-        share.append(piece)
-        nbytes += piece.nbytes
-    if share:
-        yield share
 
 
 def _write_file(stream: _Stream, name: str, pieces: list[Outgoing], found: dict[str, TensorEntry]) -> FileEntry:
