@@ -96,9 +96,7 @@ def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool
     return load_by(state, lambda: open_checkpoint(where), talk, strict=strict)
 
 
-def load_by(
-    state: State, opening: Callable[[], Checkpoint], talk: GroupTalk | Alone, *, strict: bool = True
-) -> Loaded:
+def load_by(state: State, opening: Callable[[], Checkpoint], talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
     """Loads the checkpoint that `opening` opens, the same on every rank."""
     with ExitStack() as closing:
         here: list[Checkpoint] = []

@@ -112,9 +112,7 @@ def agreed_numberings(state: State, talk: GroupTalk | Alone) -> dict[str, Number
     return agreed([heard(each) for each in everyone])
 
 
-def agreed_draft(
-    root: Root, step: int | None, nbytes: int, talk: GroupTalk | Alone, least_sequence: int = 0
-) -> Draft:
+def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Alone, least_sequence: int = 0) -> Draft:
     """Returns the draft that rank 0 begins.
 
     Raises:

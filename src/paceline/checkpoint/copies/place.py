@@ -117,9 +117,7 @@ class _Text:
 
 
 class _Held:
-    def __init__(
-        self, root: str, token: str, file: str, nbytes: int, client_of: Callable[[str], VaultClient]
-    ) -> None:
+    def __init__(self, root: str, token: str, file: str, nbytes: int, client_of: Callable[[str], VaultClient]) -> None:
         self._root, self._token, self._file, self._nbytes = root, token, file, nbytes
         self._client_of = client_of
 
