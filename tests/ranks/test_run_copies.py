@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import launching
+import pytest
 
 SCRIPT = """
 import os, shutil, sys, time
@@ -77,6 +78,7 @@ DIE_OR_WAIT = """
 """
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_replaced_reads_no_disk(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(**ELASTIC, in_step_7=DIE_OR_WAIT.strip()))
