@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.checkpoint.copies.service import VARIABLE as COPIES
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.failures import Failure, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
@@ -195,6 +196,8 @@ class _Agent(Loop):
             path = Path(self._cleanup.directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
+        door = Path(self._cleanup.directory, f"copies-{start.generation}")
+        environment[COPIES] = self._copies.open(str(door), secret)
         return environment
 
     def _on_exception(self, failure: Failure) -> None:
@@ -245,6 +248,7 @@ class _Agent(Loop):
             self._generation.close()
             self._cleanup.end_generation(str(self._generation.number))
             self._generation = None
+        self._copies.shut()
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from paceline import __version__
+from paceline.checkpoint.copies.service import CopyService
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.compat import compat_variables
 from paceline.launch.environment import free_port, inherited
@@ -79,6 +80,7 @@ class Loop(ABC):
         self._say = self._console.say
         self._directory = JobDirectory(job)
         self._keeper = Keeper(self._directory.path)
+        self._copies = CopyService(None if job.rendezvous.address is None else connection.address)
         page = self._page = self._open_page()
         local = self._local = page.local if page is not None else self._notes_for_others()
         sink, listener = (local.sink, local.happened) if local is not None else (None, None)
@@ -101,6 +103,7 @@ class Loop(ABC):
     def __exit__(self, *_: object) -> None:
         self._watcher.close()
         self._close_workers()
+        self._copies.close()
         self._keeper.close()
         self._selector.close()
         self._signals.close()
