@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.main import main, parser
 from paceline.launch.job import job_of
 from paceline.launch.manifests import KINDS, Request
-from paceline.launch.schedulers import Scheduler, detect, expand_hostlist
+from paceline.rendezvous.schedulers import Scheduler, detect, expand_hostlist
 
 SLURM = {  # srun on two machines, one task each, as seen by the second
     "SLURM_JOB_ID": "4711",

@@ -1,21 +1,30 @@
-"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it."""
+"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it.
+
+Where nobody has set it, the variables of mpirun or srun say the same if one of them has started the ranks.
+"""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from paceline.security.secret import job_secret
 from paceline.store.base import Store
 from paceline.store.remote import connect_unix
 
+if TYPE_CHECKING:
+    from paceline.rendezvous.schedulers import Scheduler
+
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE.
+    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE, or from the scheduler.
 
     Raises:
         ValueError: a variable is missing or no whole number.
     """
+    if (started := _started_by()) is not None and started.nodes is not None:
+        return rank if rank >= 0 else started.node_rank, world_size if world_size >= 0 else started.nodes
     return (
         rank if rank >= 0 else _number("RANK", "rank"),
         world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
@@ -23,7 +32,7 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the launcher's store, or the one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
+    """Opens the launcher's store, the one that rank 0 serves at MASTER_ADDR:MASTER_PORT, or that of a scheduler's ranks.
 
     Raises:
         ValueError: a variable is missing or malformed.
@@ -32,6 +41,12 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     served = os.environ.get("PACELINE_STORE")
     if served is not None:
         return open_store_at(served, timeout)
+    if "MASTER_ADDR" not in os.environ:
+        started = _started_by()
+        if started is not None and (rank, world_size) == (started.node_rank, started.nodes):
+            from paceline.rendezvous import started as by_scheduler
+
+            return by_scheduler.open_store(started, world_size, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -59,6 +74,15 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
         return TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
     raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
+
+
+def _started_by() -> Scheduler | None:
+    """Returns the scheduler that started this rank itself; None if there is none, or a launcher in between."""
+    if not {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ):
+        return None
+    from paceline.rendezvous.started import started_by
+
+    return started_by()
 
 
 def _number(variable: str, argument: str) -> int:
