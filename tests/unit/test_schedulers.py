@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 
 import pytest
@@ -158,7 +159,39 @@ def test_the_slurm_script_is_a_shell_script():
     text = KINDS["slurm"](REQUEST)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "#SBATCH --nodes=4\n" in text
-    assert "srun --kill-on-bad-exit=1 paceline run --nproc-per-node=gpu --max-restarts=3 train.py --epochs 3\n" in text
+    command = "srun --kill-on-bad-exit=1 paceline run --nproc-per-node=gpu --max-restarts=3 train.py --epochs 3"
+    assert f"{command} || code=$?\n" in text
+
+
+@pytest.mark.parametrize(
+    ("fails", "machines", "restarts", "done"),
+    [
+        (0, "all", "", ["run"]),
+        (1, "all", "", ["run", "probe"]),
+        (1, "one is lost", "", ["run", "probe", "requeue 7"]),
+        (1, "one is lost", "2", ["run", "probe", "requeue 7"]),
+        (1, "one is lost", "3", ["run"]),
+    ],
+)
+def test_the_slurm_script_requeues_after_a_lost_machine(tmp_path, fails, machines, restarts, done):
+    """Against programs of Slurm's names that write down how they are called."""
+    programs = {
+        "srun": f"""case "$*" in
+          *paceline*) echo run >> {tmp_path}/done; exit {fails};;
+          *) echo probe >> {tmp_path}/done; [ "{machines}" = all ];;
+        esac""",
+        "scontrol": f'echo "$@" >> {tmp_path}/done',
+        "sleep": "true",
+        "timeout": 'shift; exec "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    if restarts:
+        environment["SLURM_RESTART_COUNT"] = restarts
+    ended = subprocess.run(["bash"], input=KINDS["slurm"](REQUEST), text=True, env=environment, timeout=60)
+    assert (ended.returncode, (tmp_path / "done").read_text().splitlines()) == (fails, done)
 
 
 @pytest.mark.parametrize("kind", ["k8s", "jobset"])
@@ -175,6 +208,57 @@ def test_the_manifests_are_yaml(kind):
     assert variables["PACELINE_SECRET"]["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
     assert pod["containers"][0]["command"][:2] == ["paceline", "run"]
     assert kind == "jobset" or pod["subdomain"] == rest[0]["metadata"]["name"]
+
+
+def test_kubeflows_manifest_leaves_the_meeting_to_its_runtime():
+    yaml = pytest.importorskip("yaml")
+    secret, job = yaml.safe_load_all(KINDS["kubeflow"](REQUEST))
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["command"][:2]) == (4, ["paceline", "run"])
+    (variable,) = trainer["env"]  # Kubeflow refuses those that it sets itself: PET_NNODES and the like
+    assert variable["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
+
+
+def test_in_a_pod_of_kubeflow_machines_meet_where_its_runtime_says():
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29500"}  # fmt: skip
+    found = job(pod | told, "--nproc-per-node=4").rendezvous
+    assert (found.address, found.node_rank, found.max_nodes) == (("train-node-0-0.train", 29500), 1, 2)
+    assert (found.is_static, found.serves) == (True, False)
+
+
+# The fields that the APIs of Kubernetes 1.34, JobSet v1alpha2 and Kubeflow Trainer v1alpha1 have at these places, as far
+# as the manifests use them. tests/clusters/test_manifest_schemas.py compares with what is published.
+FIELDS = {
+    "Secret": {"apiVersion", "kind", "metadata", "stringData"},
+    "Service": {"apiVersion", "kind", "metadata", "spec"},
+    "Service/spec": {"clusterIP", "publishNotReadyAddresses", "selector"},
+    "Job/spec": {"completionMode", "completions", "parallelism", "backoffLimit", "template"},
+    "JobSet/spec": {"failurePolicy", "replicatedJobs"},
+    "JobSet/spec/failurePolicy": {"maxRestarts"},
+    "JobSet/spec/replicatedJobs": {"name", "replicas", "template"},
+    "TrainJob/spec": {"runtimeRef", "trainer"},
+    "TrainJob/spec/trainer": {"image", "command", "numNodes", "resourcesPerNode", "env"},
+}
+
+
+@pytest.mark.parametrize("kind", ["k8s", "jobset", "kubeflow"])
+def test_the_manifests_use_fields_that_there_are(kind):
+    yaml = pytest.importorskip("yaml")
+    looked_at = set()
+    for document in yaml.safe_load_all(KINDS[kind](REQUEST)):
+        for place, fields in FIELDS.items():
+            root, *path = place.split("/")
+            found = document if document["kind"] == root else None
+            for name in path:
+                found = found and found.get(name)
+                found = found[0] if isinstance(found, list) else found
+            if found is not None:
+                looked_at.add(root)
+                assert set(found) <= fields, place
+        assert document["kind"] in looked_at
 
 
 def test_the_ray_driver_is_python():
