@@ -5,7 +5,7 @@ The package kubeflow-trainer-api holds the schemas of Kubernetes, JobSet and Kub
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_origin
 
 import pytest
@@ -14,15 +14,24 @@ from paceline.launch.manifests import KINDS, Request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
-models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-yaml = pytest.importorskip("yaml")
-
 CLASSES = {
     "Job": "IoK8sApiBatchV1JobSpec",
     "JobSet": "JobsetV1alpha2JobSetSpec",
     "TrainJob": "TrainerV1alpha1TrainJobSpec",
 }
-REQUEST = Request(("train.py", "--epochs", "3"), nodes=4, name="digits")
+
+
+@pytest.fixture
+def schema_of() -> Callable[[dict[str, Any]], Any]:
+    """Finds the schema of a document's `spec`."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    return lambda document: getattr(models, CLASSES[document["kind"]])
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    """The documents of a manifest that have a schema here."""
+    yaml = pytest.importorskip("yaml")
+    return [each for each in yaml.safe_load_all(text) if each["kind"] in CLASSES]
 
 
 def unknown_fields(kind: Any, value: Any, place: str) -> Iterator[str]:
@@ -48,19 +57,18 @@ def _part(kind: Any, is_list: bool = False) -> Any:
     return kind
 
 
-@pytest.mark.parametrize(("kind", "root"), [("k8s", "Job"), ("jobset", "JobSet"), ("kubeflow", "TrainJob")])
+@pytest.mark.parametrize("kind", ["k8s", "jobset", "kubeflow"])
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_the_manifests_fit_the_published_schemas(kind, root, gpus):
-    request = Request(REQUEST.argv, nodes=4, name="digits", gpus=gpus)
-    (document,) = (each for each in yaml.safe_load_all(KINDS[kind](request)) if each["kind"] == root)
-    schema = getattr(models, CLASSES[root])
+def test_the_manifests_fit_the_published_schemas(schema_of, kind, gpus):
+    request = Request(("train.py", "--epochs", "3"), nodes=4, name="digits", gpus=gpus)
+    (document,) = documents(KINDS[kind](request))
+    schema = schema_of(document)
     assert schema.from_dict(document["spec"]) is not None
-    assert list(unknown_fields(schema, document["spec"], root)) == []
+    assert list(unknown_fields(schema, document["spec"], document["kind"])) == []
 
 
-@pytest.mark.parametrize("kind", ["jobset", "kubeflow"])
-def test_a_wrong_field_would_be_found(kind):
-    text = KINDS[kind](REQUEST).replace("command:", "comand:")
-    *_, document = yaml.safe_load_all(text)
-    schema = getattr(models, CLASSES[document["kind"]])
-    assert any("comand" in each for each in unknown_fields(schema, document["spec"], ""))
+@pytest.mark.parametrize("kind", ["k8s", "jobset", "kubeflow"])
+def test_a_field_that_there_is_not_would_be_found(schema_of, kind):
+    text = KINDS[kind](Request(("train.py",))).replace("command:", "comand:")
+    (document,) = documents(text)
+    assert any("comand" in each for each in unknown_fields(schema_of(document), document["spec"], ""))
