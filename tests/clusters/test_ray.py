@@ -1,4 +1,4 @@
-"""What `paceline launch-script ray` prints, followed on a cluster of two nodes; skipped where Ray is not installed."""
+"""Ray: what `paceline launch-script ray` prints, and our `TorchTrainer`, on a cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 from launching import ENVIRONMENT
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import os, sys, torch
@@ -22,14 +22,24 @@ sys.exit(sys.argv[2:] == ["fails"])
 
 
 @pytest.fixture
-def submit(tmp_path):
-    """Follows the printed driver's advice with a script and its arguments, and returns when the job is over."""
-    pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
+def cluster(monkeypatch):
+    """Two nodes on this machine, with two cores each."""
+    pytest.importorskip("ray.train.torch", reason='Ray is not installed (pip install "ray[train]")')
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 1, "object_store_memory": 80_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    cluster.add_node(**node)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    node = {"num_cpus": 2, "object_store_memory": 80_000_000}
+    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        made.add_node(**node)
+        yield made
+    finally:
+        made.shutdown()
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """Follows the printed driver's advice with a script and its arguments, and returns when the job is over."""
 
     def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         flags = ["--nodes=2", "--gpus=0", "--cpus=1", "--nproc-per-node=1", "--max-restarts=0"]
@@ -39,8 +49,7 @@ def submit(tmp_path):
         environment = {**ENVIRONMENT, "RAY_ADDRESS": cluster.address, "RAY_USAGE_STATS_ENABLED": "0"}
         return subprocess.run([sys.executable, driver], capture_output=True, text=True, timeout=120, env=environment)
 
-    yield run
-    cluster.shutdown()
+    return run
 
 
 def test_two_machines_of_ray_meet_reduce_and_tell_of_a_failure(submit, tmp_path):
@@ -52,3 +61,54 @@ def test_two_machines_of_ray_meet_reduce_and_tell_of_a_failure(submit, tmp_path)
     failed = submit(str(script), str(base), "fails")
     assert failed.returncode == 1
     assert "failed first" in failed.stdout + failed.stderr
+
+
+def train_and_report(settings: dict[str, float]) -> None:
+    """What each worker runs."""
+    import ray.train.torch
+    import torch
+    import torch.distributed as torch_dist
+
+    import paceline
+
+    assert torch_dist.get_backend() == "paceline"
+    context = ray.train.get_context()
+    assert (torch_dist.get_rank(), torch_dist.get_world_size()) == (context.get_world_rank(), 2)
+    torch.manual_seed(0)
+    model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings["lr"])
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((4, 2), float(step + torch_dist.get_rank()))).mean().backward()
+        optimizer.step()
+    weights = [torch.empty(1, 2) for _ in range(2)]
+    paceline.all_gather(weights, model.module.weight.detach())
+    ray.train.report({"equal": float(torch.equal(*weights)), "weight": weights[0][0, 0].item()})
+
+
+def test_the_torch_trainer_of_ray_reduces_by_paceline(cluster, tmp_path):
+    import ray
+    import torch
+    from ray.train import RunConfig, ScalingConfig
+
+    from paceline.integrations.ray import PacelineConfig, TorchTrainer
+
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        trainer = TorchTrainer(
+            train_and_report,
+            train_loop_config={"lr": 0.1},
+            scaling_config=ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD"),
+            run_config=RunConfig(storage_path=str(tmp_path / "results")),
+        )
+        metrics = trainer.fit().metrics
+        with pytest.raises(ValueError, match="reduces CPU tensors only"):
+            TorchTrainer(train_and_report, scaling_config=ScalingConfig(num_workers=2, use_gpu=True))
+    finally:
+        ray.shutdown()
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(2, 1).weight[0, 0].item() - 0.1 * (0.5 + 1.5 + 2.5)
+    assert metrics["equal"] == 1.0
+    assert metrics["weight"] == pytest.approx(expected, abs=1e-5)
+    assert "secret" not in repr(PacelineConfig())
