@@ -90,10 +90,12 @@ def train_and_report(settings: dict[str, float]) -> None:
 def test_the_torch_trainer_of_ray_reduces_by_paceline(cluster, tmp_path):
     import ray
     import torch
+    from ray import cloudpickle
     from ray.train import RunConfig, ScalingConfig
 
     from paceline.integrations.ray import PacelineConfig, TorchTrainer
 
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import it
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         trainer = TorchTrainer(
