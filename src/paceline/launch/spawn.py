@@ -142,7 +142,7 @@ def spawn(
         fn: a function of a module, since the processes import it; with start_method="fork" any function.
         join: wait for the processes; without, return a `Spawned` to wait on.
         daemon: whether they end with this process even when it ends well (they always do when it is killed).
-        start_method: "spawn", "forkserver" or "fork".
+        start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
         stall_after: while somebody waits for the processes: if a call lasts longer than so many seconds, one sentence
             on stderr says which rank is not there and why; 0: never.
 
@@ -207,6 +207,7 @@ def notebook_launch(
         nprocs: how many processes.
         args: further arguments.
         start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
+            Forks compute with one thread each.
 
     Raises:
         RuntimeError: the processes would be forks of one that has used CUDA, where they could not.
@@ -247,8 +248,11 @@ def _work(
     for name in (SECRET_FD, RECORD_FD):  # of the job in which this one may run
         os.environ.pop(name, None)
     offer_stack()
-    if threads is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None and start_method == "fork":
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork, which would wait for them forever
+    elif torch is not None and threads is not None:
+        torch.set_num_threads(threads)
     try:
         fn(rank, *args)
     except KeyboardInterrupt:
