@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusters import slurm
+from clusters.programs import missing_of_slurm
 
 _MINUTE_S = 60
 _HOUR_S = 60 * _MINUTE_S
@@ -212,7 +212,7 @@ def _interpreter(minor: int) -> str | None:
 
 
 def _slurm() -> Part:
-    return _cluster("slurm", "runs jobs of Slurm on a cluster of network namespaces", "test_slurm.py", slurm.missing)
+    return _cluster("slurm", "runs jobs of Slurm on a cluster of network namespaces", "test_slurm.py", missing_of_slurm)
 
 
 def _ray() -> Part:

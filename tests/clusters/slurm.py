@@ -22,18 +22,12 @@ from hosts.namespaces import enter
 from hosts.network import Network, ipv4
 from launching import ENVIRONMENT, kill, processes_with, wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "unshare")
-_SYSTEM = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-_PATH = f"{Path(sys.executable).parent}:{_SYSTEM}"
+from clusters.programs import SYSTEM
+
+_PATH = f"{Path(sys.executable).parent}:{SYSTEM}"
 _CORES = 4  # of each node, whatever the machine has
 # /etc/hosts is that of the cluster, so that the nodes' names are known as on a real one.
 _INSIDE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
-
-
-def missing() -> str:
-    """What the cluster needs and this machine lacks; "" if there is nothing."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=_SYSTEM) is None]
-    return f"there is no {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)" if absent else ""
 
 
 class Cluster:

@@ -14,6 +14,7 @@ from hosts.fixture import skip_where_not_permitted
 from launching import ENVIRONMENT
 
 from clusters import slurm
+from clusters.programs import missing_of_slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -64,7 +65,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[slurm.Cluster]:
-    if reason := slurm.missing():
+    if reason := missing_of_slurm():
         pytest.skip(reason)
     skip_where_not_permitted()
     with slurm.Cluster(3) as made:
@@ -134,7 +135,7 @@ def test_the_batch_script_runs_to_its_end(cluster):
 @pytest.mark.parametrize("lost", [2, 1], ids=["another node", "the node of the batch script"])
 def test_a_job_whose_node_is_lost_goes_on_elsewhere(lost):
     """Slurm puts it back into the queue, and it begins where its newest checkpoint is."""
-    if reason := slurm.missing():
+    if reason := missing_of_slurm():
         pytest.skip(reason)
     skip_where_not_permitted()
     with slurm.Cluster(3) as cluster:
