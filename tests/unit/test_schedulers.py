@@ -102,6 +102,23 @@ def test_mpich_and_intel_mpi():
     assert (found.name, found.node_rank, found.nodes, found.address) == ("MPI (PMI)", 1, 2, "127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("by_mpirun", "scheduler"),
+    [
+        (OPEN_MPI, "Open MPI"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "MPI (PMI)"),
+    ],
+)
+def test_an_mpirun_that_uses_srun_is_what_started_the_ranks(by_mpirun, scheduler):
+    found = detect({**SLURM, **by_mpirun})
+    assert (found.name, found.node_rank, found.nodes, found.slot) == (scheduler, 3, 4, (1, 2))
+
+
+def test_ranks_of_srun_that_have_pmi_too_are_slurms():
+    found = detect({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"})
+    assert (found.name, found.address) == ("Slurm", "gpu07")
+
+
 def test_a_kubernetes_indexed_job():
     found = detect(KUBERNETES, name)
     first = "train-0.train.default.svc.cluster.local"
@@ -220,7 +237,7 @@ def test_kubeflows_manifest_leaves_the_meeting_to_its_runtime():
     assert variable["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
 
 
-def test_in_a_pod_of_kubeflow_machines_meet_where_its_runtime_says():
+def test_in_a_pod_of_kubeflow_its_runtime_says_where_to_meet():
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1",
             "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29500"}  # fmt: skip

@@ -71,7 +71,7 @@ class Scheduler:
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
     """Returns the scheduler whose variables are complete; None without one, or if it started only one process."""
-    for look in (_slurm, _open_mpi, _pmi, _kubernetes, _ray):
+    for look in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
         found = look(environment, host_name)
         if found is not None and found.nodes != 1:
             return found
@@ -79,9 +79,13 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once."""
+    """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once.
+
+    An mpirun in the batch script starts its helpers by srun, whose variables then reach the ranks, and say something
+    else than those of mpirun. Of MPICH's mpirun MPI_LOCALNRANKS is a sign.
+    """
     hosts = env.get("SLURM_STEP_NODELIST")
-    if hosts is None or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
+    if hosts is None or "MPI_LOCALNRANKS" in env or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
         return None
     rank, tasks = int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
     if rank >= tasks:
