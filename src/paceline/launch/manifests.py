@@ -92,7 +92,7 @@ def _pod(request: Request, indent: int) -> str:
       resources: {_resources(request)}
       volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
   volumes:
-    - name: shm  # a container's own has 64 MiB, too little for ranks of one machine
+    - name: shm  # a container's own has 64 MiB, too little for the workers of a DataLoader
       emptyDir: {{medium: Memory}}
 """
     return text.replace("\n", "\n" + " " * indent).rstrip() + "\n"
