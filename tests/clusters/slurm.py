@@ -31,9 +31,9 @@ _INSIDE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && ex
 
 
 class Cluster:
-    """Nodes h1, h2, ... with the controller on h0."""
+    """Nodes h1, h2, ... with the controller on h0, which takes a node for lost after `patience_s` without an answer."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, patience_s: int = 10) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="paceline-slurm-"))
         self.directory.chmod(0o755)  # munged wants its socket to be within reach of all
         name, value = "PACELINE_TEST_MARK", secrets.token_hex(8)
@@ -48,7 +48,7 @@ class Cluster:
         self._started: list[subprocess.Popen[bytes]] = []
         self.network = Network(nodes + 1, 1, 1500, None, None)
         try:
-            self._configure(nodes)
+            self._configure(nodes, patience_s)
             self._serve(nodes)
         except BaseException:
             self.close()
@@ -111,7 +111,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _configure(self, nodes: int) -> None:
+    def _configure(self, nodes: int, patience_s: int) -> None:
         here = self.directory
         known = "".join(f"{ipv4(host)} h{host}\n" for host in range(nodes + 1))
         (here / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
@@ -139,7 +139,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout={patience_s}
 SlurmctldTimeout=10
 MessageTimeout=5
 KillWait=5
@@ -167,9 +167,7 @@ KillWait=5
         with open(self.directory / f"{words[0]}-{host}.out.log", "wb") as out:
             self._started.append(self._start(host, list(words), out.fileno(), out.fileno(), {}))
 
-    def _start(
-        self, host: int, words: list[str], out: int, err: int, more: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, host: int, words: list[str], out: int, err: int, more: dict[str, str]) -> subprocess.Popen[bytes]:
         def inside() -> subprocess.Popen[bytes]:
             enter(self.network.hosts[host])
             return subprocess.Popen(

@@ -132,13 +132,17 @@ def test_the_batch_script_runs_to_its_end(cluster):
     assert lines_of(directory, "step")[-1] == [str(STEPS), EXPECTED]
 
 
-@pytest.mark.parametrize("lost", [2, 1], ids=["another node", "the node of the batch script"])
-def test_a_job_whose_node_is_lost_goes_on_elsewhere(lost):
-    """Slurm puts it back into the queue, and it begins where its newest checkpoint is."""
+@pytest.mark.parametrize(
+    ("lost", "patience_s"),
+    [(2, 60), (1, 10)],
+    ids=["another node, by the script", "the node of the batch script, by Slurm"],
+)
+def test_a_job_whose_node_is_lost_goes_on_elsewhere(lost, patience_s):
+    """It goes back into the queue, and begins where its newest checkpoint is."""
     if reason := missing_of_slurm():
         pytest.skip(reason)
     skip_where_not_permitted()
-    with slurm.Cluster(3) as cluster:
+    with slurm.Cluster(3, patience_s) as cluster:
         directory = cluster.directory / "disturbed"
         job = submit(cluster, directory)
         cluster.wait(lambda: len(lines_of(directory, "step")) >= 5, 120)
@@ -146,5 +150,7 @@ def test_a_job_whose_node_is_lost_goes_on_elsewhere(lost):
         cluster.wait(lambda: cluster.state_of(job) == "COMPLETED", 420)
         first, *_, last = lines_of(directory, "begins")
         assert first == ["0", "h[1-2]", "0"]
+        said = (cluster.directory / "disturbed.log").read_text()
+        assert ("a machine was lost: the job goes back into the queue" in said) == (lost == 2), said
         assert int(last[0]) >= 4 and last[1] == ("h[1,3]" if lost == 2 else "h[2-3]") and int(last[2]) >= 1
         assert lines_of(directory, "step")[-1] == [str(STEPS), EXPECTED]

@@ -79,7 +79,7 @@ class TorchTrainer(_torch.TorchTrainer):  # type: ignore[name-defined, misc]
     Args:
         train_loop_per_worker: the function that each worker runs.
         torch_config: how the process group is made; by default a new `PacelineConfig`.
-        arguments: as for Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config`, `datasets` and so on.
+        arguments: as for Ray's `TorchTrainer`: `train_loop_config`, `scaling_config`, `run_config` and so on.
 
     Raises:
         ValueError: the workers are to use GPUs, whose tensors Paceline's backend does not reduce.

@@ -60,6 +60,7 @@ srun --kill-on-bad-exit=1 {shlex.join(request.run)} || code=$?
 # If a machine was lost, the job starts again on others, from the newest checkpoint of the script.
 if [ "$code" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {request.max_restarts} ] &&
    ! timeout 60 srun --ntasks-per-node=1 true; then
+  echo "a machine was lost: the job goes back into the queue" >&2
   scontrol requeue "$SLURM_JOB_ID"
   sleep 60  # Slurm ends this script meanwhile
 fi

@@ -32,7 +32,7 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the launcher's store, the one that rank 0 serves at MASTER_ADDR:MASTER_PORT, or that of a scheduler's ranks.
+    """Opens the launcher's store, that of rank 0 at MASTER_ADDR:MASTER_PORT, or one for ranks of a scheduler.
 
     Raises:
         ValueError: a variable is missing or malformed.

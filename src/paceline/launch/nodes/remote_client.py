@@ -23,9 +23,7 @@ _ADVICE: dict[type[Exception], str] = {
         "Check the name. In Kubernetes the pods have names if there is a headless Service with "
         "publishNotReadyAddresses: true, which `paceline launch-script k8s` prints"
     ),
-    Exception: (
-        "Check that the launcher of machine 0 runs, that the address is its, and that no firewall is between"
-    ),
+    Exception: ("Check that the launcher of machine 0 runs, that the address is its, and that no firewall is between"),
 }
 
 
