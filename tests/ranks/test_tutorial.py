@@ -26,23 +26,23 @@ def said_by(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)  # on a busy machine; it takes some 16 s of processor time
 def test_the_tutorial_runs_from_top_to_bottom(notebook, tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; `make test` installs it")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed; `make test` installs it")
     client = nbclient.NotebookClient(
-        notebook, timeout=150, startup_timeout=100, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=300, startup_timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     client.execute()
     told = "\n".join(map(said_by, (cell for cell in notebook.cells if cell.cell_type == "code")))
     for words in (
         "rank 1 of 2 is process",
+        "\nrank 0 received 2\n",
         "rank 1 brought [10.0, 11.0, 12.0] and has [10.0, 12.0, 14.0]",
-        "rank 0 received 2",
-        "called all_reduce(float32, 3 elements, SUM)",
-        "epoch 5: loss",
+        "all_reduce(float32, 3",
+        "epoch 4: loss",
         "of digits that it has not seen are recognised",
-        "3 ranks begin at step 20",
-        "step 40: loss",
+        "world size 1: training begins at step 10",
+        "step 20: loss",
     ):
         assert words in told, told

@@ -246,8 +246,8 @@ def test_in_a_pod_of_kubeflow_its_runtime_says_where_to_meet():
     assert (found.is_static, found.serves) == (True, False)
 
 
-# The fields that the APIs of Kubernetes, JobSet v1alpha2 and Kubeflow Trainer v1alpha1 have at these places, as far as the
-# manifests use them. tests/clusters/test_manifest_schemas.py compares with what is published.
+# The fields that the APIs of Kubernetes, JobSet v1alpha2 and Kubeflow Trainer v1alpha1 have at these places, as far as
+# the manifests use them. tests/clusters/test_manifest_schemas.py compares with what is published.
 FIELDS = {
     "Secret": {"apiVersion", "kind", "metadata", "stringData"},
     "Service": {"apiVersion", "kind", "metadata", "spec"},

@@ -47,7 +47,7 @@ def _prepare_worker(secret: str) -> None:
     os.environ.setdefault(_SECRET, secret)
 
 
-class _Backend(_TorchBackend):  # type: ignore[misc, valid-type]
+class _Backend(_TorchBackend):  # type: ignore[misc]
     """Makes the process group on the workers as Ray does, with Paceline's backend."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import secrets
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import TextIO, cast
 
 from paceline.errors import WorkerError
 from paceline.launch.bootstrap import offer_stack
@@ -223,6 +224,8 @@ def notebook_launch(
             "call, or put the function into a module"
         )
     sys.stdout.flush()
+    if start_method == "fork":
+        fn = functools.partial(_print_whole_lines, fn)
     spawned = spawn(fn, args, nprocs, join=False, start_method=start_method)
     assert spawned is not None
     try:
@@ -230,6 +233,16 @@ def notebook_launch(
     except KeyboardInterrupt:  # the notebook's stop button
         spawned.end()
         raise
+
+
+def _print_whole_lines(fn: Callable[..., object], rank: int, *args: object) -> None:
+    from paceline.launch.whole_lines import WholeLines
+
+    with contextlib.redirect_stdout(cast(TextIO, WholeLines(sys.stdout))):
+        try:
+            fn(rank, *args)
+        finally:
+            sys.stdout.flush()
 
 
 def _work(
