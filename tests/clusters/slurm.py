@@ -31,9 +31,9 @@ _INSIDE = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && ex
 
 
 class Cluster:
-    """Nodes h1, h2, ... with the controller on h0, which takes a node for lost after `patience_s` without an answer."""
+    """Nodes h1, h2, ... with the controller on h0, which takes a node for lost after ten seconds without an answer."""
 
-    def __init__(self, nodes: int, patience_s: int = 10) -> None:
+    def __init__(self, nodes: int) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="paceline-slurm-"))
         self.directory.chmod(0o755)  # munged wants its socket to be within reach of all
         name, value = "PACELINE_TEST_MARK", secrets.token_hex(8)
@@ -48,7 +48,7 @@ class Cluster:
         self._started: list[subprocess.Popen[bytes]] = []
         self.network = Network(nodes + 1, 1, 1500, None, None)
         try:
-            self._configure(nodes, patience_s)
+            self._configure(nodes)
             self._serve(nodes)
         except BaseException:
             self.close()
@@ -73,9 +73,10 @@ class Cluster:
         said = self.run("scontrol", "--oneliner", "show", "job", job).stdout
         return said.partition("JobState=")[2].split(" ")[0]
 
-    def lose(self, node: int) -> None:
-        """Takes a node away, as a loss of power does: its network is silent, and its processes are gone."""
-        self.network.inside[node].configure("ip", ["link set eth0 down"])
+    def lose(self, node: int, silently: bool = True) -> None:
+        """Kills all processes of a node; silently, its network goes first, as with a loss of power."""
+        if silently:
+            self.network.inside[node].configure("ip", ["link set eth0 down"])
 
         def ended() -> bool:
             left = self._processes_of(node)
@@ -111,7 +112,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _configure(self, nodes: int, patience_s: int) -> None:
+    def _configure(self, nodes: int) -> None:
         here = self.directory
         known = "".join(f"{ipv4(host)} h{host}\n" for host in range(nodes + 1))
         (here / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
@@ -139,7 +140,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout={patience_s}
+SlurmdTimeout=10
 SlurmctldTimeout=10
 MessageTimeout=5
 KillWait=5

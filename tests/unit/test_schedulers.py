@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 
 import pytest
@@ -176,39 +175,8 @@ def test_the_slurm_script_is_a_shell_script():
     text = KINDS["slurm"](REQUEST)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "#SBATCH --nodes=4\n" in text
-    command = "srun --kill-on-bad-exit=1 paceline run --nproc-per-node=gpu --max-restarts=3 train.py --epochs 3"
-    assert f"{command} || code=$?\n" in text
-
-
-@pytest.mark.parametrize(
-    ("fails", "machines", "restarts", "done"),
-    [
-        (0, "all", "", ["run"]),
-        (1, "all", "", ["run", "probe"]),
-        (1, "one is lost", "", ["run", "probe", "requeue 7"]),
-        (1, "one is lost", "2", ["run", "probe", "requeue 7"]),
-        (1, "one is lost", "3", ["run"]),
-    ],
-)
-def test_the_slurm_script_requeues_after_a_lost_machine(tmp_path, fails, machines, restarts, done):
-    """Against programs of Slurm's names that write down how they are called."""
-    programs = {
-        "srun": f"""case "$*" in
-          *paceline*) echo run >> {tmp_path}/done; exit {fails};;
-          *) echo probe >> {tmp_path}/done; [ "{machines}" = all ];;
-        esac""",
-        "scontrol": f'echo "$@" >> {tmp_path}/done',
-        "sleep": "true",
-        "timeout": 'shift; exec "$@"',
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    if restarts:
-        environment["SLURM_RESTART_COUNT"] = restarts
-    ended = subprocess.run(["bash"], input=KINDS["slurm"](REQUEST), text=True, env=environment, timeout=60)
-    assert (ended.returncode, (tmp_path / "done").read_text().splitlines()) == (fails, done)
+    assert "#SBATCH --requeue\n" in text
+    assert "srun --kill-on-bad-exit=1 paceline run --nproc-per-node=gpu --max-restarts=3 train.py --epochs 3\n" in text
 
 
 @pytest.mark.parametrize("kind", ["k8s", "jobset"])

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_restarts",
         type=int,
         default=3,
-        help="how often failed workers are restarted, and the whole job after a machine was lost (default: 3)",
+        help="how often failed workers are restarted, and in Kubernetes also the pods (default: 3)",
     )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...")

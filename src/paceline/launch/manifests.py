@@ -38,8 +38,8 @@ class Request:
 def slurm(request: Request) -> str:
     """Returns a script for sbatch. The job makes the secret and srun passes it on; no file holds it.
 
-    The launchers end when a machine is lost, long before Slurm notices it. So where a step of nothing shows that a
-    machine is missing, the script puts the job back into the queue, and Slurm takes other machines.
+    When a machine is lost, Slurm puts the job back into the queue. The launchers on the others end long before that, but
+    srun waits until Slurm knows what happened to each machine.
     """
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
     return f"""#!/bin/bash
@@ -55,16 +55,7 @@ set -euo pipefail
 PACELINE_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 export PACELINE_SECRET
 # One launcher a machine; machine 0 and the port are taken from Slurm's variables.
-code=0
-srun --kill-on-bad-exit=1 {shlex.join(request.run)} || code=$?
-# If a machine was lost, the job starts again on others, from the newest checkpoint of the script.
-if [ "$code" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {request.max_restarts} ] &&
-   ! timeout 60 srun --ntasks-per-node=1 true; then
-  echo "a machine was lost: the job goes back into the queue" >&2
-  scontrol requeue "$SLURM_JOB_ID"
-  sleep 60  # Slurm ends this script meanwhile
-fi
-exit "$code"
+srun --kill-on-bad-exit=1 {shlex.join(request.run)}
 """
 
 

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from paceline.security.secret import job_secret
 from paceline.store.base import Store
 from paceline.store.remote import connect_unix
-
-if TYPE_CHECKING:
-    from paceline.rendezvous.schedulers import Scheduler
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
@@ -23,8 +19,11 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
     Raises:
         ValueError: a variable is missing or no whole number.
     """
-    if (started := _started_by()) is not None and started.nodes is not None:
-        return rank if rank >= 0 else started.node_rank, world_size if world_size >= 0 else started.nodes
+    if _is_without_launcher():
+        from paceline.rendezvous.started import started_by
+
+        if (started := started_by()) is not None and started.nodes is not None:
+            return rank if rank >= 0 else started.node_rank, world_size if world_size >= 0 else started.nodes
     return (
         rank if rank >= 0 else _number("RANK", "rank"),
         world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
@@ -41,12 +40,12 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     served = os.environ.get("PACELINE_STORE")
     if served is not None:
         return open_store_at(served, timeout)
-    if "MASTER_ADDR" not in os.environ:
-        started = _started_by()
-        if started is not None and (rank, world_size) == (started.node_rank, started.nodes):
-            from paceline.rendezvous import started as by_scheduler
+    if _is_without_launcher() and "MASTER_ADDR" not in os.environ:
+        from paceline.rendezvous import started
 
-            return by_scheduler.open_store(started, world_size, timeout)
+        scheduler = started.started_by()
+        if scheduler is not None and (rank, world_size) == (scheduler.node_rank, scheduler.nodes):
+            return started.open_store(scheduler, world_size, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -76,13 +75,9 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
     raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
 
 
-def _started_by() -> Scheduler | None:
-    """Returns the scheduler that started this rank itself; None if there is none, or a launcher in between."""
-    if not {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ):
-        return None
-    from paceline.rendezvous.started import started_by
-
-    return started_by()
+def _is_without_launcher() -> bool:
+    """Returns whether nobody has set this rank's place; then a scheduler's variables may tell it."""
+    return {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
 
 
 def _number(variable: str, argument: str) -> int:
