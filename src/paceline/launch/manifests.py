@@ -38,8 +38,8 @@ class Request:
 def slurm(request: Request) -> str:
     """Returns a script for sbatch. The job makes the secret and srun passes it on; no file holds it.
 
-    When a machine is lost, Slurm puts the job back into the queue. The launchers on the others end long before that, but
-    srun waits until Slurm knows what happened to each machine.
+    When a machine is lost, Slurm puts the job back into the queue. The launchers on the others end long before that,
+    but srun waits until Slurm knows what happened to each machine.
     """
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
     return f"""#!/bin/bash
