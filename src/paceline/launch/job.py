@@ -16,9 +16,9 @@ from paceline.launch.elastic.options import ElasticOptions, elastic_of
 from paceline.launch.environment import allowed_cores
 from paceline.launch.lifeline import MARK
 from paceline.launch.page_options import PageOptions, page_of
-from paceline.launch.schedulers import Scheduler, detect
 from paceline.launch.values import OptionError, Streams, StreamsOfRanks
 from paceline.one_port.choice import chosen_port
+from paceline.rendezvous.schedulers import Scheduler, detect
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
