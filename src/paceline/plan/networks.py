@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.plan.calibration import CalibrationError, Links
+from paceline.schedule.cost_model import FAN_IN
 from paceline.schedule.network import Group, Network
 
 
@@ -44,6 +45,7 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
         node=links.node or links.within_host,
         groups=groups,
         gamma_s_per_byte=links.reduction_s_per_byte,
+        fan_in=FAN_IN,
     )
 
 
@@ -60,4 +62,5 @@ def with_rate(links: Links, times: float) -> Links:
         faster.get("region"),
         links.reduction_s_per_byte,
         links.host_calls,
+        links.pairs,
     )

@@ -19,6 +19,7 @@ from paceline.engine.native.uneven import NETWORK_VARIABLE, read_network
 from paceline.errors import RendezvousTimeoutError
 from paceline.schedule.cost import CostModel, LinkCost
 from paceline.schedule.network import Network
+from paceline.schedule.pairwise import Pair
 
 VARIABLE = "PACELINE_COSTS"
 
@@ -45,46 +46,59 @@ def agree_on_costs(
         RendezvousTimeoutError: rank 0 did not publish the costs in time.
     """
     deadline = time.monotonic() + timeout_s
-    partners = [topology.hosts[0][1]] if len(topology.hosts[0]) > 1 else []
-    between = topology.hosts[1][0]
-    measured = _measured_ranks(topology)
-    compares = are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts)
     if topology.rank == 0:
-        given, described = os.environ.get(VARIABLE), os.environ.get(NETWORK_VARIABLE, "")
-        probes = [Probe(formation, topology, links, peer) for peer in (*partners, between)]
-        is_first = not known.models
-        model = _parse(given) if given else known.models.get(measured)
-        if model is None:
-            *within_host, between_hosts = map(measure, probes)
-            gamma = _core.time_reduction(_REDUCED) / _REDUCED
-            within = within_host[0] if within_host else UNMEASURED.within_host
-            model = known.models[measured] = CostModel(within, between_hosts, gamma)
-        for probe in probes:
-            probe.end()
-        pairs = recalled(topology, known)
-        if compares:
-            wanted = is_first and not given and not described
-            pairs = measure_pairs(formation, topology, links, deadline, wanted) or pairs
-        described = described or differences(len(topology.hosts), {} if given else pairs)
+        model, described, pairs = _measure_all(formation, topology, links, known, deadline)
         network = read_network(described, model, topology.hosts)
         formation.store.set(_KEY, _format(model))
         formation.store.set(_PAIRS_KEY, json.dumps([[*pair, *astuple(cost)] for pair, cost in pairs.items()]))
         formation.store.set(_NETWORK_KEY, described)
-        remember(topology, known, pairs)
-        return model, network
-    if topology.rank in (*partners, between):
+    else:
+        _answer_all(formation, topology, links, deadline)
+        if formation.absent(_KEYS, deadline):
+            raise RendezvousTimeoutError(
+                f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
+                f"{timeout_s:.0f} s; look at its output"
+            )
+        costs, described, found = (value.decode() for value in formation.store.multi_get(_KEYS))
+        model, pairs = _parse(costs), {(one, other): LinkCost(*cost) for one, other, *cost in json.loads(found)}
+        network = read_network(described, model, topology.hosts)
+    known.models[_measured_ranks(topology)] = model
+    remember(topology, known, pairs)
+    return model, network
+
+
+def _measure_all(
+    formation: Formation, topology: Topology, links: Messages, known: KnownCosts, deadline: float
+) -> tuple[CostModel, str, dict[Pair, LinkCost]]:
+    """Returns the model, the network as PACELINE_NETWORK says it, and the links of pairs of hosts; for rank 0."""
+    given, described = os.environ.get(VARIABLE), os.environ.get(NETWORK_VARIABLE, "")
+    probes = [Probe(formation, topology, links, peer) for peer in _partners(topology)]
+    model = _parse(given) if given else known.models.get(_measured_ranks(topology))
+    if model is None:
+        *within_host, between_hosts = map(measure, probes)
+        gamma = _core.time_reduction(_REDUCED) / _REDUCED
+        within = within_host[0] if within_host else UNMEASURED.within_host
+        model = CostModel(within, between_hosts, gamma)
+    for probe in probes:
+        probe.end()
+    pairs = {} if given else recalled(topology, known)
+    if are_few(topology):
+        wanted = not (given or described or known.models)
+        pairs |= measure_pairs(formation, topology, links, deadline, wanted)
+    return model, described or differences(len(topology.hosts), pairs), pairs
+
+
+def _answer_all(formation: Formation, topology: Topology, links: Messages, deadline: float) -> None:
+    """Takes part in what rank 0 and the first ranks of all hosts measure."""
+    if topology.rank in _partners(topology):
         answer(Probe(formation, topology, links, 0))
-    if compares:
+    if are_few(topology) and any(topology.rank == ranks[0] for ranks in topology.hosts):
         measure_pairs(formation, topology, links, deadline)
-    if formation.absent(_KEYS, deadline):
-        raise RendezvousTimeoutError(
-            f"{topology.members[topology.rank]}: {topology.members[0]} did not measure what messages cost within "
-            f"{timeout_s:.0f} s; look at its output"
-        )
-    text, described, pairs_text = (value.decode() for value in formation.store.multi_get(_KEYS))
-    model = known.models[measured] = _parse(text)
-    remember(topology, known, {(one, other): LinkCost(*cost) for one, other, *cost in json.loads(pairs_text)})
-    return model, read_network(described, model, topology.hosts)
+
+
+def _partners(topology: Topology) -> list[int]:
+    """Returns the ranks with which rank 0 measures: another one of its host if there is one, and one of the next."""
+    return [*topology.hosts[0][1:2], topology.hosts[1][0]]
 
 
 def _measured_ranks(topology: Topology) -> tuple[str, ...]:
