@@ -21,7 +21,7 @@ namespace {
 using simulate::Route;
 using simulate::Scenario;
 
-constexpr std::size_t kNumbersPerRoute = 9;
+constexpr std::size_t kNumbersPerRoute = 8;
 
 std::vector<double> to_doubles(const nb::bytes& bytes) {
     std::vector<double> numbers(bytes.size() / sizeof(double));
@@ -29,7 +29,7 @@ std::vector<double> to_doubles(const nb::bytes& bytes) {
     return numbers;
 }
 
-// Each route is nine numbers and then, for each link that it uses, the link and its weight.
+// Each route is eight numbers and then, for each link that it uses, the link and its weight.
 std::vector<Route> to_routes(const std::vector<double>& numbers) {
     std::vector<Route> routes;
     for (std::size_t at = 0; at < numbers.size();) {
@@ -39,12 +39,11 @@ std::vector<Route> to_routes(const std::vector<double>& numbers) {
                     static_cast<int>(n[1]),
                     static_cast<std::uint32_t>(n[2]),
                     static_cast<int>(n[3]),
-                    static_cast<std::uint32_t>(n[4]),
+                    n[4],
                     n[5],
                     n[6],
-                    n[7],
                     {}};
-        const auto uses = static_cast<std::size_t>(n[8]);
+        const auto uses = static_cast<std::size_t>(n[7]);
         at += kNumbersPerRoute;
         if (uses == 0 || at + 2 * uses > numbers.size()) throw std::invalid_argument("a route lacks its links");
         for (std::size_t use = 0; use < uses; ++use, at += 2)
@@ -58,8 +57,8 @@ using Transfers = std::vector<std::tuple<std::uint32_t, std::uint32_t, double, d
 
 std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedules(
     const std::vector<std::shared_ptr<executor::Schedule>>& schedules, const nb::bytes& arrivals,
-    const nb::bytes& speeds, const nb::bytes& routes, const nb::bytes& capacities, const nb::bytes& fan_ins,
-    double block_nbytes, double gamma_s_per_byte, double piece_nbytes, bool records) {
+    const nb::bytes& speeds, const nb::bytes& routes, const nb::bytes& capacities, double block_nbytes,
+    double gamma_s_per_byte, double piece_nbytes, bool records) {
     Scenario scenario;
     const std::vector<double> come = to_doubles(arrivals);
     const std::vector<double> speed = to_doubles(speeds);
@@ -67,7 +66,6 @@ std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedul
         scenario.programs.push_back({schedules[i], come.at(i), speed.at(i)});
     scenario.routes = to_routes(to_doubles(routes));
     scenario.capacities = to_doubles(capacities);
-    scenario.fan_ins = to_doubles(fan_ins);
     scenario.block_nbytes = block_nbytes;
     scenario.gamma_s_per_byte = gamma_s_per_byte;
     scenario.piece_nbytes = piece_nbytes;
@@ -87,8 +85,8 @@ std::tuple<std::vector<double>, std::vector<double>, Transfers> simulate_schedul
 
 void register_simulation(nb::module_& module) {
     module.def("simulate", &simulate_schedules, nb::arg("schedules"), nb::arg("arrivals"), nb::arg("speeds"),
-               nb::arg("routes"), nb::arg("capacities"), nb::arg("fan_ins"), nb::arg("block_nbytes"),
-               nb::arg("gamma_s_per_byte"), nb::arg("piece_nbytes"), nb::arg("records"));
+               nb::arg("routes"), nb::arg("capacities"), nb::arg("block_nbytes"), nb::arg("gamma_s_per_byte"),
+               nb::arg("piece_nbytes"), nb::arg("records"));
 }
 
 }  // namespace paceline::bindings

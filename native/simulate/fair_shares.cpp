@@ -12,16 +12,12 @@ constexpr double kAlmost = 1 + 1e-12;  // two shares that differ less are equal,
 
 }  // namespace
 
-FairShares::FairShares(const std::vector<double>& capacities, const std::vector<double>& fan_ins)
-    : links_(capacities.size()) {
-    for (std::size_t i = 0; i < capacities.size(); ++i) {
-        links_[i].capacity = capacities[i];
-        links_[i].fan_in = fan_ins.at(i);
-    }
+FairShares::FairShares(std::vector<double> capacities) : links_(capacities.size()) {
+    for (std::size_t i = 0; i < capacities.size(); ++i) links_[i].capacity = capacities[i];
 }
 
-void FairShares::add_route(std::vector<Use> uses, double most, std::uint32_t origin) {
-    routes_.push_back({std::move(uses), most, origin, 0, false, false});
+void FairShares::add_route(std::vector<Use> uses, double most) {
+    routes_.push_back({std::move(uses), most, 0, false, false});
 }
 
 void FairShares::open(std::uint32_t number) {
@@ -75,18 +71,10 @@ void FairShares::find(std::uint32_t link) {
     found_links_.push_back(link);
 }
 
-double FairShares::capacity_now(const Link& link) const {
-    if (link.fan_in == 1 || link.open.empty()) return link.capacity;
-    const std::uint32_t origin = routes_[link.open.front()].origin;
-    const bool is_shared = std::any_of(link.open.begin(), link.open.end(),
-                                       [&](std::uint32_t number) { return routes_[number].origin != origin; });
-    return is_shared ? link.capacity * link.fan_in : link.capacity;
-}
-
 // Raises all rates together until a link is full or a route has its most, fixes those, and goes on with the others.
 void FairShares::fill() {
     for (const std::uint32_t number : found_links_) {
-        links_[number].left = capacity_now(links_[number]);
+        links_[number].left = links_[number].capacity;
         links_[number].load = 0;
     }
     for (const std::uint32_t number : found_routes_)

@@ -1,6 +1,5 @@
 // Divides links among the transfers that cross them: max-min fairness, as of Bertsekas and Gallager 1992,
-// section 6.5.2. No transfer can be faster without making slower one that is no faster than itself. A link may carry
-// less while transfers of several origins share it.
+// section 6.5.2. No transfer can be faster without making slower one that is no faster than itself.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +15,10 @@ struct Use {
 
 class FairShares {
   public:
-    // `capacities` are those of the links in bytes a second, and `fan_ins` what is left of each while routes of several
-    // origins are open over it. Routes are added once, in their order; each crosses a link.
-    FairShares(const std::vector<double>& capacities, const std::vector<double>& fan_ins);
-    void add_route(std::vector<Use> uses, double most, std::uint32_t origin);
+    // `capacities` are those of the links in bytes a second. Routes are added once, in their order; each crosses a
+    // link.
+    explicit FairShares(std::vector<double> capacities);
+    void add_route(std::vector<Use> uses, double most);
 
     // Says that something begins, or ceases, to move over a route.
     void open(std::uint32_t route);
@@ -35,7 +34,6 @@ class FairShares {
     struct Route {
         std::vector<Use> uses;
         double most = 0;
-        std::uint32_t origin = 0;
         double rate = 0;
         bool is_open = false;
         bool is_found = false;
@@ -43,7 +41,6 @@ class FairShares {
 
     struct Link {
         double capacity = 0;
-        double fan_in = 1;
         std::vector<std::uint32_t> open;
         double left = 0;
         double load = 0;
@@ -53,7 +50,6 @@ class FairShares {
 
     void find_affected();
     void find(std::uint32_t link);
-    double capacity_now(const Link& link) const;
     void fill();
 
     std::vector<Route> routes_;

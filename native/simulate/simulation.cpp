@@ -64,7 +64,7 @@ const Flow* find_flow(const executor::Schedule& schedule, int peer) {
     return found == schedule.flows.end() ? nullptr : &*found;
 }
 
-Simulation::Simulation(const Scenario& scenario) : scenario_(scenario), shares_(scenario.capacities, scenario.fan_ins) {
+Simulation::Simulation(const Scenario& scenario) : scenario_(scenario), shares_(scenario.capacities) {
     timing_.carried_nbytes.assign(scenario.capacities.size(), 0);
     for (const Program& program : scenario.programs) {
         ranks_.push_back({RankProgress(program.schedule, scenario.block_nbytes), program.speed});
@@ -81,7 +81,7 @@ void Simulation::add_route(std::uint32_t number) {
     const Flow* to = find_flow(ranks_.at(route.target).progress.schedule(), route.target_peer);
     if (from == nullptr || to == nullptr)
         throw std::invalid_argument("a route joins programs that do not know each other");
-    shares_.add_route(route.uses, route.most, route.origin);
+    shares_.add_route(route.uses, route.most);
     const executor::Schedule& schedule = ranks_[route.source].progress.schedule();
     const int distance = (route.source_peer - schedule.rank + schedule.size) % schedule.size;
     streams_.push_back({&route, &from->sends, &to->receives, static_cast<std::uint32_t>(distance)});

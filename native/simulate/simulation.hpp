@@ -24,14 +24,12 @@ struct Program {
     double speed = 1;  // 0.5 for a rank that takes twice as long to reduce
 };
 
-// From one program to another. A peer is the number by which the program's schedule knows the other. Routes of the same
-// origin lead from the same place to what they share.
+// From one program to another. A peer is the number by which the program's schedule knows the other.
 struct Route {
     std::uint32_t source = 0;
     int source_peer = 0;
     std::uint32_t target = 0;
     int target_peer = 0;
-    std::uint32_t origin = 0;
     double latency_s = 0;
     double overhead_s = 0;
     double most = 0;  // bytes a second
@@ -42,7 +40,6 @@ struct Scenario {
     std::vector<Program> programs;
     std::vector<Route> routes;
     std::vector<double> capacities;  // of the links, in bytes a second
-    std::vector<double> fan_ins;     // the share of each link's capacity that is left to routes of several origins
     double block_nbytes = 0;
     double gamma_s_per_byte = 0;
     double piece_nbytes = 0;

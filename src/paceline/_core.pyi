@@ -206,7 +206,6 @@ def simulate(
     speeds: bytes,
     routes: bytes,
     capacities: bytes,
-    fan_ins: bytes,
     block_nbytes: float,
     gamma_s_per_byte: float,
     piece_nbytes: float,
@@ -214,10 +213,9 @@ def simulate(
 ) -> tuple[list[float], list[float], list[tuple[int, int, float, float, float]]]:
     """Returns when each schedule ends, the bytes on each link, and each transfer: route, step, bytes, begin, end.
 
-    All `bytes` are of doubles. Each route is nine: the number of its source in `schedules`, the rank by which the
-    source knows its peer, the same of the target, its origin, latency, overhead, the most bytes a second, and the
-    number of links that it uses; then each of these and its weight. `fan_ins` says what is left of each link's
-    capacity while routes of several origins share it.
+    All `bytes` are of doubles. Each route is eight: the number of its source in `schedules`, the rank by which the
+    source knows its peer, the same of the target, latency, overhead, the most bytes a second, and the number of links
+    that it uses; then each of these and its weight.
     """
 
 class Message:

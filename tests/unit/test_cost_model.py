@@ -52,7 +52,7 @@ def test_the_ring_is_close_to_hierarchical_for_long_tensors():
 
 
 def test_several_messages_at_once_are_for_short_tensors():
-    """Latency is what they save, and some of the line what they cost."""
+    """Latency is what they save; but less of what is reduced within hosts is hidden."""
     far = CostModel(LinkCost(2e-6, 1 / 20e9), LinkCost(5e-3, 1 / 1e9, 1e-5), 1 / 10e9)
     hosts = hosts_of(9, 2)
     assert choose(far, Operation.ALL_REDUCE, 64 << 10, 18, hosts).algorithm == "circulant"

@@ -40,8 +40,6 @@ def test_a_network_lists_every_rank_once():
         Network(((0,), (1,)), LINK, LINK, groups=(Group("a", (0, 1), LINK), Group("b", (1,), LINK)))
     with pytest.raises(ValueError, match="name hosts from 0 to 1"):
         Network(((0,), (1,)), LINK, LINK, nodes={2: LINK})
-    with pytest.raises(ValueError, match="fan_in is 0; it must be a share"):
-        Network(((0,), (1,)), LINK, LINK, fan_in=0)
 
 
 def test_the_cost_model_has_the_slowest_and_the_farthest_link():

@@ -80,11 +80,6 @@ def test_racks_with_a_thin_uplink_are_found(racks):
         assert group.uplink.latency_s == pytest.approx(1.9e-3, rel=0.2)
 
 
-def test_a_slow_host_beside_racks_is_found():
-    network = network_of(6, measured(6, nodes={1: 4 * SLOW / 8}, racks=((0, 1, 2), (3, 4, 5)), uplink=SLOW / 2))
-    assert network.nodes.keys() == {1}
-
-
 def test_rates_that_follow_no_rule_are_taken_as_they_come():
     found = measured(6, pairs={pair: SLOW for pair in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]})
     assert describe_differences(6, found) == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.plan.calibration import CalibrationError, Links
-from paceline.schedule.cost_model import FAN_IN
 from paceline.schedule.network import Group, Network
 
 
@@ -45,7 +44,6 @@ def network_of(links: Links, nodes: int, per_node: int, regions: int = 1) -> Net
         node=links.node or links.within_host,
         groups=groups,
         gamma_s_per_byte=links.reduction_s_per_byte,
-        fan_in=FAN_IN,
     )
 
 

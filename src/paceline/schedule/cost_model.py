@@ -17,14 +17,6 @@ PIPE_NBYTES = 128 << 10
 """How many bytes of a long slice a rank receives before it starts to pass them on."""
 
 
-FAN_IN = 0.8
-"""What is left of a host's link over TCP while several other hosts send to it.
-
-Their queues overflow in turn, and those that lose packets hold up the others' next messages. Four hosts at 1 Gbit/s
-that all sent to all attained 0.71 to 0.83 of the line, and in a ring 0.95 to 1.
-"""
-
-
 @dataclass(frozen=True)
 class LinkCost:
     """A message takes `alpha_s` seconds, and `beta_s_per_byte` more for each byte.

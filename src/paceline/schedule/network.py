@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import sqrt
 
-from paceline.schedule.cost_model import FAN_IN, CostModel, LinkCost
+from paceline.schedule.cost_model import CostModel, LinkCost
 
 MSS_NBYTES = 1448
 """The bytes of a TCP segment on Ethernet."""
@@ -81,7 +81,6 @@ class Network:
         pairs: links of two hosts of their own, by (source, target).
         gamma_s_per_byte: what it costs a rank to reduce a byte.
         nodes: the links of hosts whose link is not `node`.
-        fan_in: what is left of a host's link while several other hosts send to it; `cost_model.FAN_IN` over TCP.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -91,11 +90,8 @@ class Network:
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     gamma_s_per_byte: float = 0.0
     nodes: Mapping[int, Link] = field(default_factory=dict)
-    fan_in: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.fan_in <= 1:
-            raise ValueError(f"fan_in is {self.fan_in}; it must be a share of a link, above 0 and up to 1")
         ranks = sorted(rank for host in self.hosts for rank in host)
         if ranks != list(range(len(ranks))) or not all(self.hosts):
             raise ValueError(f"hosts must list each rank from 0 on once, and none be empty; got {_short(self.hosts)}")
@@ -118,7 +114,7 @@ class Network:
 
     @classmethod
     def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
-        """Returns a network of these costs, over TCP: a message first keeps its ranks busy, then it is under way.
+        """Returns a network of these costs: a message first keeps its ranks busy, then it is under way.
 
         Of a measured alpha half is taken to be each, since which part is that of system calls, and which that of the
         way and of a thread's waking, is not known.
@@ -127,8 +123,7 @@ class Network:
         def link(cost: LinkCost) -> Link:
             return Link(cost.alpha_s - cost.busy_s, 1 / cost.beta_s_per_byte, overhead_s=cost.busy_s)
 
-        within, between = link(model.within_host), link(model.between_hosts)
-        return cls(hosts, within, between, gamma_s_per_byte=model.gamma_s_per_byte, fan_in=FAN_IN)
+        return cls(hosts, link(model.within_host), link(model.between_hosts), gamma_s_per_byte=model.gamma_s_per_byte)
 
     @property
     def world_size(self) -> int:

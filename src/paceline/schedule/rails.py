@@ -6,9 +6,8 @@ tensor is cut into segments: while one is under way between hosts, the next one 
 rings move the blocks in the order in which its rails need them.
 
 `LONG` is what `hierarchical` uses: a rank exchanges with one other host at a time, and the segments are many. `SHORT`
-makes the algorithm `circulant`: it takes fewer rounds, in which a rank sends to several hosts at the same time. Where
-several hosts send to one, TCP leaves a part of its link unused (`cost_model.FAN_IN`), so that this is for tensors whose
-messages' alphas count more than their bytes.
+makes the algorithm `circulant`: it takes fewer rounds, in which a rank sends to several hosts at the same time, and cuts
+less, for tensors whose messages' alphas count more than their bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.schedule import circulant, ring, tree
-from paceline.schedule.cost_model import FAN_IN, Case, Cost, message_s
+from paceline.schedule.cost_model import Case, Cost, message_s
 from paceline.schedule.cost_model import rounds as doublings
 from paceline.schedule.home import Home, find_home
 from paceline.schedule.steps import Buffer, Builder, Operation, Place, Plan, Slice, Step, rotated, runs
@@ -106,10 +105,8 @@ def _phase_s(case: Case, cut: Cut, gamma: float) -> float:
 def _between_s(case: Case, radix: int, segments: int, nbytes: float, sharing: int, gamma: float) -> float:
     """Returns the seconds of a phase between hosts, in which `sharing` ranks of each host exchange `nbytes` each."""
     far, share = case.model.between_hosts, nbytes * (case.n_hosts - 1) / case.n_hosts
-    widest = max((len(each.parts) for each in circulant.rounds(case.n_hosts, radix)), default=0)
-    left = FAN_IN if widest > 1 else 1.0
     waiting_s = circulant.waiting_s(case.n_hosts, radix, far, segments)
-    return waiting_s + share * (sharing * far.beta_s_per_byte / left + gamma)
+    return waiting_s + share * (sharing * far.beta_s_per_byte + gamma)
 
 
 def _short_cost(case: Case) -> float:

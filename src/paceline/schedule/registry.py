@@ -19,8 +19,8 @@ _ENTRIES: dict[str, _Entry] = {
     "halving_doubling": (halving_doubling.OFFERS, halving_doubling.COSTS),
     "tree": (tree.OFFERS, tree.COSTS),
     "star": (star.OFFERS, star.COSTS),
-    "hierarchical": (hierarchical.OFFERS, hierarchical.COSTS),
     "circulant": (rails.OFFERS, rails.COSTS),
+    "hierarchical": (hierarchical.OFFERS, hierarchical.COSTS),
 }
 
 ALGORITHMS = {name: offered for name, (offered, _) in _ENTRIES.items()}

@@ -181,10 +181,7 @@ class Follower:
                 if not is_of_step and not predicted_s:
                     continue
                 entry = entries[place]
-                is_async = bool(entry[_IS_ASYNC])
-                start = entry[_STARTED] or entry[_ARRIVED] if is_async else entry[_ARRIVED]
-                complete_s = self._time(entry[_COMPLETE]) if entry[_COMPLETE] else 0.0
-                call = PastCall(self._time(start), complete_s, self._time(entry[_ENDED]), is_async, predicted_s)
+                call = self._past_call(entry, predicted_s)
                 if is_of_step:
                     self._pieces.setdefault(step, Pieces()).calls.append(call)
                 if predicted_s and not entry[_OUTCOME]:
@@ -197,6 +194,12 @@ class Follower:
             arrived_s = self._time(entry[_ARRIVED])
             numbers = (entry[_COUNT_OF], entry[_SEQUENCE])
             news.open_calls.append(OpenCall(operation, dtype, *numbers, arrived_s, bool(entry[_IS_ASYNC])))
+
+    def _past_call(self, entry: tuple[int, ...], predicted_s: float) -> PastCall:
+        is_async = bool(entry[_IS_ASYNC])
+        start = entry[_STARTED] or entry[_ARRIVED] if is_async else entry[_ARRIVED]
+        complete_s = self._time(entry[_COMPLETE]) if entry[_COMPLETE] else 0.0
+        return PastCall(self._time(start), complete_s, self._time(entry[_ENDED]), is_async, predicted_s)
 
     def _take_events(self, begun: int, stride: int, news: News) -> None:
         ended: list[tuple[int, float, float]] = []

@@ -137,7 +137,6 @@ def _simulate(
         array("d", speeds[:simulated]).tobytes(),
         scene.routes.tobytes(),
         scene.capacities.tobytes(),
-        scene.fan_ins.tobytes(),
         block_nbytes,
         network.gamma_s_per_byte,
         PIPE_NBYTES,

@@ -36,7 +36,6 @@ class Scene:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     ways: dict[Way, int] = field(default_factory=dict)
     capacities: array[float] = field(default_factory=lambda: array("d"))
-    fan_ins: array[float] = field(default_factory=lambda: array("d"))  # for each link
 
     def add(self, schedules: Iterable[Schedule]) -> None:
         """Adds the programs in the order of their ranks."""
@@ -49,11 +48,8 @@ class Scene:
     def _add_route(self, source: int, target: int) -> None:
         crossing = cross(self.network, source, target)
         self.pairs.append((source, target))
-        host_of = self.network.host_of
-        # Routes over one link are of the same distance if they lead from the same host, whichever hosts stand for them.
-        distance = (host_of[target] - host_of[source]) % len(self.network.hosts)
-        self.routes.extend((source, target, self.standing(target), self.turned(source, target), distance))
-        self.routes.extend((crossing.latency_s, crossing.overhead_s, crossing.most, len(crossing.ways)))
+        numbers = (source, target, self.standing(target), self.turned(source, target))
+        self.routes.extend((*numbers, crossing.latency_s, crossing.overhead_s, crossing.most, len(crossing.ways)))
         for way, bytes_per_s in crossing.ways:
             self.routes.extend((self._number_of(way, bytes_per_s), crossing.weight))
 
@@ -63,8 +59,6 @@ class Scene:
             self.ways[way] = len(self.ways)
             speed = self.speeds[way.number] if way.kind == "rank" and self.speeds else 1.0
             self.capacities.append(bytes_per_s * speed)
-            is_entrance = way.kind == "host" and way.direction == "down"
-            self.fan_ins.append(self.network.fan_in if is_entrance else 1.0)
         return self.ways[way]
 
     def stands_for(self, way: Way) -> Way:
