@@ -18,6 +18,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -45,7 +46,7 @@ def rank_main(
     algorithms: list[str],
     wires: list[str],
     directory: str,
-) -> dict[int, dict[str, Spread]]:
+) -> tuple[dict[int, dict[str, Spread]], dict[int, str]]:
     import os
 
     import torch
@@ -80,10 +81,16 @@ def rank_main(
             call()
         calls = dict.fromkeys(contestants, calls_for(nbytes, delay_ms, rate))
         results[nbytes] = interleaved(contestants, calls, ROUNDS)
+    explained = {nbytes: dist.explain("all_reduce", nbytes) for nbytes in sizes}
     dist.barrier()
     gloo.destroy_process_group()
     dist.destroy_process_group()
-    return results
+    return results, explained
+
+
+def chosen_in(explained: str) -> str:
+    """Returns the algorithm that runs."""
+    return next(line.split()[1] for line in explained.splitlines() if line.startswith("->"))
 
 
 def main() -> None:
@@ -117,8 +124,11 @@ def main() -> None:
                         timeout_s=600,
                     )
                 where = {"hosts": f"{hosts}x{options.per_host}", "rate": rate, "delay ms": delay_ms}
-                for nbytes, spreads in answers[0].items():
+                results, explained = cast("tuple[dict[int, dict[str, Spread]], dict[int, str]]", answers[0])
+                for nbytes, spreads in results.items():
                     for row in compared(spreads, "paceline"):
+                        if row["by"] == "paceline":
+                            row["chosen"] = chosen_in(explained[nbytes])
                         if rate in RATES:
                             moved = 2 * (ranks - 1) / ranks * nbytes * 8
                             line_s = moved / (RATES[rate] * PAYLOAD)

@@ -29,7 +29,7 @@ from report import Spread, compared, human, interleaved, load, parser, show
 PAYLOAD = 0.956
 ROUNDS = 5
 UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
-FIXED = ("ring", "hierarchical", "halving_doubling", "star")
+FIXED = ("ring", "hierarchical", "halving_doubling", "tree", "star")
 
 
 class Case:

@@ -58,7 +58,7 @@ def test_halving_loses_for_long_tensors_where_its_rounds_overlap():
     halving = next(each.seconds for each in choice.candidates if each.algorithm == "halving_doubling")
     network = Network.of_costs(CLUSTER, tuple(map(tuple, hosts)))
     simulated = simulate_call("halving_doubling", Operation.ALL_REDUCE, 16 * MIB, network).seconds
-    assert halving == pytest.approx(simulated, rel=0.1) and halving > 1.1 * choice.seconds
+    assert halving == pytest.approx(simulated, rel=0.15) and halving > 1.1 * choice.seconds
 
 
 def test_several_messages_at_once_are_for_short_tensors():

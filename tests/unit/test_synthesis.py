@@ -51,7 +51,7 @@ def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
     """A star bears the slow host's time as well as any, but all hosts' tensors meet on its middle's link."""
     choice = choose_all_reduce(SLOW_HOST, synthesise(SLOW_HOST), 64 * MB)
     assert choice.candidates[0].algorithm == "star"
-    assert choice.algorithm == "tree" and choice.seconds <= 1.1 * choice.candidates[0].seconds
+    assert choice.algorithm == "tree" and choice.seconds <= 1.25 * choice.candidates[0].seconds
     assert "about as fast as any, and sends less over its busiest link" in choice.reason
 
 

@@ -17,7 +17,7 @@ from paceline.schedule.network import Link
 Pair: TypeAlias = tuple[int, int]
 """Two hosts by their numbers, the lower one first."""
 
-_SLOW = 0.6  # of the rate that is expected; measured rates of equal links differ by less, or not again and again
+_SLOW = 0.5  # of the rate that is expected; measured rates of equal links differ by less, or not again and again
 
 
 def tournament(n: int) -> list[list[Pair]]:

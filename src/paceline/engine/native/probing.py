@@ -15,8 +15,11 @@ from paceline.engine.native.bootstrap import Topology
 from paceline.errors import RendezvousError
 from paceline.schedule.cost import LinkCost
 
-_BUDGET_S = 0.02  # for a link
+_SHORT_S = 0.02  # for short messages
+_LONG_S = 0.1  # for long ones
+_FAR_S = 0.0025  # a latency beyond which long messages would take too long to say much
 _LONG, _BULK = 64 << 10, 512 << 10
+_TRIES = 3
 _TIMEOUT_NS = 60_000_000_000
 _ALONE = 1  # as a number of bytes: no message follows the number
 
@@ -55,15 +58,14 @@ class Probe:
 
 
 def measure(probe: Probe) -> LinkCost:
-    """Measures round trips within the time budget.
+    """Measures round trips within a time budget; of several the shortest counts, since a rank may be busy for a moment.
 
     Each round trip begins with a number that says how many bytes follow it, and the answer is empty. The number 0 (see
     `Probe.end`) ends the measurement.
     """
-    started = time.monotonic()
 
-    def best_of(nbytes: int, most: int) -> float:
-        best = float("inf")
+    def best_of(nbytes: int, most: int, budget_s: float) -> float:
+        best, deadline = float("inf"), time.monotonic() + budget_s
         for _ in range(most):
             before = time.monotonic()
             probe.send(torch.tensor([nbytes], device="cpu"))
@@ -71,17 +73,17 @@ def measure(probe: Probe) -> LinkCost:
                 probe.send(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
             probe.receive(torch.empty(0, dtype=torch.uint8, device="cpu"))
             best = min(best, time.monotonic() - before)
-            if time.monotonic() - started > _BUDGET_S:
+            if time.monotonic() > deadline:
                 break
         return best
 
-    alpha_s = best_of(_ALONE, 10) / 2
-    if alpha_s >= _BUDGET_S / 8:
+    alpha_s = best_of(_ALONE, 10, _SHORT_S) / 2
+    if alpha_s >= _FAR_S:
         return LinkCost(alpha_s, UNMEASURED.between_hosts.beta_s_per_byte)
-    # A large message is offered before it is sent, so it takes two round trips. On a slow link a short one must do.
-    nbytes, took_s = _LONG, best_of(_LONG, 1)
-    if took_s < _BUDGET_S / 2:
-        nbytes, took_s = _BULK, best_of(_BULK, 3)
+    # A large message is offered before it is sent, so it takes two round trips. On a slow link shorter ones must do.
+    nbytes, took_s = _LONG, best_of(_LONG, _TRIES, _LONG_S)
+    if took_s < _LONG_S / 4:
+        nbytes, took_s = _BULK, best_of(_BULK, _TRIES, _LONG_S)
     return LinkCost(alpha_s, max(1e-12, (took_s - 4 * alpha_s) / nbytes))
 
 

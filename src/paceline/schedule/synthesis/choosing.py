@@ -18,7 +18,7 @@ MOST_RANKS = 64
 """The proof of so many ranks takes less than a second."""
 
 _LONG_NBYTES = 16 << 20
-_NEARLY = 1.1  # times as long as the fastest
+_NEARLY = 1.25  # times as long as the fastest
 _LIGHTER = 0.75  # of the bytes that the fastest sends over its busiest link
 
 
