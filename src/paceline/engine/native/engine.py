@@ -108,7 +108,7 @@ class NativeEngine:
         self._closed: set[str] = set()  # addresses of machines that accept no connections
         self._costs: CostModel | None = None
         self._network: Network | None = None
-        self._known_costs: KnownCosts = {} if known_costs is None else known_costs
+        self._known_costs = KnownCosts() if known_costs is None else known_costs
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
         self._topology, self._mesh = join(formation, settings, timeout_s)
         formation.watch(self._gone)
