@@ -33,7 +33,7 @@ def run(failpoints: str, num_workers: int = 0) -> Outcome:
         0.005,
         num_workers,
         failpoints=failpoints,
-        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        policy={"gather_s": 0.02, "start_patience_s": 20.0},
     )
 
 

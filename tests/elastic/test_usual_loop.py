@@ -30,7 +30,7 @@ def run(
         functools.partial(elastic_usual.train, epochs, step_s, **options),
         workers=workers,
         failpoints=failpoints,
-        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        policy={"gather_s": 0.02, "start_patience_s": 20.0},
     )
 
 
