@@ -47,5 +47,8 @@ context.set_forkserver_preload(_IMPORTED)
 
 
 def begin() -> None:
-    """Is called first in a fork: its collector need not look through the hundreds of thousands of imported objects."""
-    gc.freeze()
+    """Is called first in a fork, which has one thread for computations, as a worker of the launcher has."""
+    import torch
+
+    gc.freeze()  # the collector need not look through the hundreds of thousands of objects of the imported modules
+    torch.set_num_threads(1)

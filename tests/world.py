@@ -89,9 +89,6 @@ def _run(
     for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
         os.environ.pop(name, None)
     os.environ.update(env)
-    import torch
-
-    torch.set_num_threads(1)
     try:
         answer.send(("ok", time.monotonic(), fn(*args)))
     except BaseException:
