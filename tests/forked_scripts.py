@@ -1,4 +1,4 @@
-"""Runs a script in a fork of a process that has torch already, as `python SCRIPT` would in one that has to import it."""
+"""Runs a script in a fork of a process that has torch already, as `python SCRIPT` does in one that imports it."""
 
 from __future__ import annotations
 

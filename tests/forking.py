@@ -1,13 +1,13 @@
-"""One server for the whole test run, which has the slow imports behind it: ranks and elastic workers are forks of it."""
+"""One server for the whole test run, with the slow imports behind it: ranks and elastic workers are forks of it."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 
-# What takes long to import and what nearly every rank uses. Modules of the tests are not found by the server before
-# Python 3.13, and are small. Torch imports the last two, a second and a half, when a rank first compares tensors or makes
-# an optimizer.
+# What takes long to import, and what nearly every rank uses. Modules of the tests are not found by the server before
+# Python 3.13, and are small. The last two take a second and a half, and torch imports them when a rank first compares
+# tensors or makes an optimizer.
 _IMPORTED = [
     "torch",
     "torch.distributed",

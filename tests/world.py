@@ -21,7 +21,6 @@ from hosts.namespaces import Host, enter
 
 from paceline.parent import die_with_parent
 
-
 _CONSEQUENCES_S = 0.05  # after a failure, for an earlier one of another rank to be read
 _LEAVING_S = 0.5  # for ranks that have answered to end by themselves
 
@@ -61,8 +60,8 @@ _held: list[socket.socket] = []
 def reserved_port() -> int:
     """Returns a port of 127.0.0.1 that nobody is given by chance, until the last world is closed.
 
-    It stays bound to a socket that does not listen. Linux lets a server with SO_REUSEADDR, as ours are, listen there all
-    the same, but neither picks the port for another socket nor for a connection.
+    It stays bound to a socket that does not listen. Linux lets a server with SO_REUSEADDR, as ours are, listen there
+    all the same, but neither picks the port for another socket nor for a connection.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
