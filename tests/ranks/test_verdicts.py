@@ -13,7 +13,7 @@ from launching import ENVIRONMENT, command, run, wait_until
 from paceline.cli.main import main
 
 JOB = """
-import atexit, os, signal, sys, time
+import atexit, os, signal, sys, threading, time
 import torch
 import paceline as dist
 from torch.utils.data import DataLoader, Dataset
@@ -26,8 +26,15 @@ class Stuck(Dataset):
             time.sleep(300)
         return index
 
-def evaluate():
+def watch(over):
     while not os.path.exists(sys.argv[2]):
+        time.sleep(0.01)
+    over.append(True)
+
+def evaluate():
+    over = []
+    threading.Thread(target=watch, args=(over,)).start()
+    while not over:  # without a call, so that it is found here
         pass
 
 dist.init_process_group()
