@@ -66,6 +66,25 @@ def test_a_machine_that_accepts_nothing_connects_itself(hosts, tmp_path):
     assert told == [[6.0], [6.0, 12.0], [6.0], [6.0, 12.0]]
 
 
+def reduce_over_the_other_network() -> tuple[float, set[tuple[str, int]]]:
+    dist.init_process_group(port=PORT, interface="eth1", timeout=timedelta(seconds=90))
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    listening = {(each.address, each.port) for each in listeners_of([os.getpid()]) if each.kind != "unix"}
+    dist.barrier()
+    dist.destroy_process_group()
+    return tensor[0].item(), listening
+
+
+def test_each_network_of_a_machine_has_the_same_port(hosts):
+    told = hosts(2, 1, networks=2)(reduce_over_the_other_network)
+    assert told == [
+        (2.0, {(ipv4(0), PORT), (ipv4(0, 1), PORT)}),  # the store is met over the first network
+        (2.0, {(ipv4(1, 1), PORT)}),
+    ]
+
+
 def fail_to_meet() -> str:
     if rank() > 0:
         Gate._listen_on = lambda *_: None  # so that connections are refused at once, as some firewalls do

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+from pathlib import Path
 
 from launching import processes_with
 from listeners import ATTEMPTS, try_each_way
@@ -90,6 +92,29 @@ def test_a_token_leads_through_the_port(machines):
     here.say("end")
     here.expect(serving, 0)
     here.expect(other, 0)
+
+
+SSH = """
+import os, subprocess, sys
+sys.path.insert(0, {tests!r})
+from hosts.namespaces import Host, enter
+enter(Host("h1", {network!r}))
+os.execvp("sh", ["sh", "-c", sys.argv[-1]])
+"""
+
+
+def test_machines_by_ssh_meet_behind_the_port(machines):
+    """In place of ssh there is a program that enters the other host."""
+    here = machines(2, bridged=True)
+    here.network.close_ports(0, but=PORT)
+    here.network.close_ports(1)
+    here.script.write_text(MEETS)
+    ssh = here.directory / "ssh.py"
+    ssh.write_text(SSH.format(tests=str(Path(__file__).parents[1]), network=here.network.hosts[1].network))
+    words = ("--hosts", f"{ipv4(0)}:1,{ipv4(1)}:1", "--ssh", f"{sys.executable} {ssh}", "--port", str(PORT))
+    launcher = here.start(0, *words, str(here.script))
+    here.expect(launcher, 0)
+    assert here.said(launcher, "out").count("met 2") == 2
 
 
 def listen_on(address: str) -> socket.socket:
