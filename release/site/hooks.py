@@ -151,9 +151,8 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Has the switch lead to the same page of the other site, or to its start."""
     here = Place(language_of(config), page.file.src_uri)
     for language in NAMES:
-        output = output.replace(
-            f'href="{SWITCH}{language}"', f'href="{between(here, address(counterpart(here, language)))}"'
-        )
+        link = between(here, address(counterpart(here, language)))
+        output = output.replace(f'href="{SWITCH}{language}"', f'href="{link}"')
     return output
 
 
