@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-
 ELSEWHERE = frozenset(("https", "http", "mailto", "data"))
 
 
