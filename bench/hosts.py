@@ -1,14 +1,15 @@
 """How long does an all-reduce of float32 between hosts take, against torch's gloo?
 
     python bench/hosts.py [--hosts 2 4] [--per-host 1] [--rates none 1gbit 10gbit] [--delays 0 0.1 20] [--json FILE]
+    python bench/hosts.py --hosts 4 --rates 1gbit --delays 0 --algorithms ring hierarchical circulant
     python bench/hosts.py --hosts 2 --rates 1gbit --delays 0 --sizes 67108864 --wires bf16 int8 int4
 
 Hosts are network namespaces of this machine, joined by veth pairs, whose rate `tc tbf` bounds; a delay goes through a
 small bridge of the tests, which carries some 8 Gbit/s and so is measured at 1gbit only. Paceline and gloo take turns in
 the same processes, one thread a rank. p50 and p95 are those of the turns, n is the number of calls, and the ratio is a
 contestant's median divided by Paceline's. "of line" is 2 (n - 1) / n times the tensor, over the time, over what
-frames of 1500 bytes leave of the rate for the payload (95.6 %). `--wires` adds
-averages of normally distributed numbers that are rounded between hosts, with error feedback.
+frames of 1500 bytes leave of the rate for the payload (95.6 %). `--algorithms` adds groups in which these are forced,
+and `--wires` averages of normally distributed numbers that are rounded between hosts, with error feedback.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -37,8 +39,14 @@ def calls_for(nbytes: int, delay_ms: float, rate: str) -> int:
 
 
 def rank_main(
-    sizes: list[int], delay_ms: float, rate: str, with_flat: bool, wires: list[str], directory: str
-) -> dict[int, dict[str, Spread]]:
+    sizes: list[int],
+    delay_ms: float,
+    rate: str,
+    with_flat: bool,
+    algorithms: list[str],
+    wires: list[str],
+    directory: str,
+) -> tuple[dict[int, dict[str, Spread]], dict[int, str]]:
     import os
 
     import torch
@@ -52,6 +60,7 @@ def rank_main(
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     gloo.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=ranks)
     flat = dist.new_group(algorithm="ring") if with_flat else None
+    forced = {name: dist.new_group(algorithm=name) for name in algorithms}
     results = {}
     for nbytes in sizes:
         tensor = torch.zeros(nbytes // 4)
@@ -61,6 +70,8 @@ def rank_main(
         }
         if with_flat:
             contestants["flat ring"] = lambda tensor=tensor: dist.all_reduce(tensor, group=flat)
+        for name, group in forced.items():
+            contestants[name] = partial(dist.all_reduce, tensor, group=group)
         numbers = torch.randn(nbytes // 4)
         for kind in wires:
             wire = dist.Wire(kind)
@@ -70,10 +81,16 @@ def rank_main(
             call()
         calls = dict.fromkeys(contestants, calls_for(nbytes, delay_ms, rate))
         results[nbytes] = interleaved(contestants, calls, ROUNDS)
+    explained = {nbytes: dist.explain("all_reduce", nbytes) for nbytes in sizes}
     dist.barrier()
     gloo.destroy_process_group()
     dist.destroy_process_group()
-    return results
+    return results, explained
+
+
+def chosen_in(explained: str) -> str:
+    """Returns the algorithm that runs."""
+    return next(line.split()[1] for line in explained.splitlines() if line.startswith("->"))
 
 
 def main() -> None:
@@ -83,6 +100,7 @@ def main() -> None:
     arguments.add_argument("--rates", nargs="+", default=["none", "1gbit", "10gbit"])
     arguments.add_argument("--delays", type=float, nargs="+", default=[0, 0.1, 20], help="in ms, one way")
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="BYTES")
+    arguments.add_argument("--algorithms", nargs="*", default=[], metavar="NAME", help="forced beside the choice")
     arguments.add_argument("--wires", nargs="*", default=[], choices=["bf16", "int8", "int4"])
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []
@@ -100,13 +118,17 @@ def main() -> None:
                         delay_ms,
                         rate,
                         options.per_host > 1,
+                        options.algorithms,
                         options.wires,
                         directory,
                         timeout_s=600,
                     )
                 where = {"hosts": f"{hosts}x{options.per_host}", "rate": rate, "delay ms": delay_ms}
-                for nbytes, spreads in answers[0].items():
+                results, explained = cast("tuple[dict[int, dict[str, Spread]], dict[int, str]]", answers[0])
+                for nbytes, spreads in results.items():
                     for row in compared(spreads, "paceline"):
+                        if row["by"] == "paceline":
+                            row["chosen"] = chosen_in(explained[nbytes])
                         if rate in RATES:
                             moved = 2 * (ranks - 1) / ranks * nbytes * 8
                             line_s = moved / (RATES[rate] * PAYLOAD)

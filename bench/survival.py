@@ -23,12 +23,17 @@ from report import parser, show
 
 SHARDS = 12
 SIMULATED = 40  # deaths
+_MOST_JOBS = 40  # for each number of workers
 
 
 def measured(workers: int, kills: int, steps: int) -> tuple[float, list[float]]:
     """Returns the seconds of a step, and of the pause of each survivor at each death."""
     figures, random = Figures(), Random(workers)
+    jobs_left = _MOST_JOBS
     while figures.deaths < kills:
+        if jobs_left == 0:
+            raise RuntimeError(f"only {figures.deaths} of {kills} workers died in {_MOST_JOBS} jobs of {steps} steps")
+        jobs_left -= 1
         with contextlib.closing(jobs.elastic(workers, steps, "--shards", str(SHARDS))) as job:
             found = disturb(job, Churn(workers, steps, kills - figures.deaths), random)
             figures.add(timeline.read(job.directory), found, workers, steps)

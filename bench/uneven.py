@@ -1,12 +1,14 @@
 """How near does an all-reduce come to the optimum where links between hosts differ, against fixed algorithms?
 
     python bench/uneven.py [--cases slow-host slow-pair two-racks] [--sizes BYTES] [--fast RATE] [--slow RATE]
+    python bench/uneven.py --measured
 
 Four hosts of one rank are network namespaces of this machine. Every host's link has the fast rate, and what differs has
 the slow one: one host's link, a link that two hosts have to each other, or the uplink that each rack of two hosts
-shares. PACELINE_NETWORK says so, and Paceline chooses by it. Fixed algorithms are forced in groups of their own. They
-take turns in the same processes, one thread a rank. "of optimum" is the time that no schedule can beat
-(docs/uneven-networks.md derives it) over the median, where frames of 1500 bytes leave 95.6 % of a rate for the payload.
+shares. PACELINE_NETWORK says so, or with `--measured` Paceline finds out when the ranks meet, and it chooses by that.
+Fixed algorithms are forced in groups of their own. They take turns in the same processes, one thread a rank. "of
+optimum" is the time that no schedule can beat (docs/uneven-networks.md derives it) over the median, where frames of
+1500 bytes leave 95.6 % of a rate for the payload.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from hosts.fixture import Hosts, HostsWorld
 from hosts.network import Network
-from report import Spread, compared, human, interleaved, parser, show
+from report import Spread, compared, human, interleaved, load, parser, show
 
 PAYLOAD = 0.956
 ROUNDS = 5
 UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
-FIXED = ("ring", "hierarchical", "halving_doubling")
+FIXED = ("ring", "hierarchical", "halving_doubling", "tree", "star")
 
 
 class Case:
@@ -82,7 +84,8 @@ def rank_main(sizes: Sequence[int], described: str) -> tuple[dict[int, dict[str,
     import paceline as dist
 
     torch.set_num_threads(1)
-    os.environ["PACELINE_NETWORK"] = described
+    if described:
+        os.environ["PACELINE_NETWORK"] = described
     dist.init_process_group()
     groups = {name: dist.new_group(algorithm=name) for name in FIXED}
     results = {}
@@ -110,13 +113,14 @@ def main() -> None:
     arguments.add_argument("--sizes", type=int, nargs="+", default=[8 << 20], metavar="BYTES")
     arguments.add_argument("--fast", default="400mbit", metavar="RATE")
     arguments.add_argument("--slow", default="100mbit", metavar="RATE")
+    arguments.add_argument("--measured", action="store_true", help="do not say which links differ")
     options = arguments.parse_args()
     rows: list[dict[str, object]] = []
     for name in options.cases:
         case = CASES[name]
         described = json.dumps({"node": f"{options.fast},0.1ms", **case.described(f"{options.slow},0.1ms")})
         hosts = Uneven(options.fast, partial(case.shape, slow=options.slow))
-        answers = hosts(rank_main, options.sizes, described, timeout_s=600)
+        answers = hosts(rank_main, options.sizes, "" if options.measured else described, timeout_s=600)
         results, explained = cast("tuple[dict[int, dict[str, Spread]], list[str]]", answers[0])
         for nbytes, text in zip(options.sizes, explained, strict=True):
             chosen = next(line.split()[1] for line in text.splitlines() if line.startswith("->"))
@@ -127,7 +131,7 @@ def main() -> None:
             for row in compared(results[nbytes], "paceline"):
                 row["of optimum"] = least_s / results[nbytes][str(row["by"])]["p50_s"]
                 rows.append({"case": name, "chosen": chosen, "size": human(nbytes), **row})
-    show("all_reduce of float32 on 4 hosts whose links differ", rows, options.json)
+    show(f"all_reduce of float32 on 4 hosts whose links differ, load {load()} at the end", rows, options.json)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from paceline.checkpoint.format.checkpoint import Checkpoint
 from paceline.checkpoint.format.drafts import Draft
 from paceline.checkpoint.format.manifest import Part
 from paceline.checkpoint.format.parts import Outgoing, write_part
@@ -43,15 +44,20 @@ def save(root: Root, step: int) -> str:
 
 
 def steps_in(root: Root, name: str) -> set[float]:
-    """Every number that a checkpoint holds: it is the step, if no two steps are mixed."""
+    """Every number that a checkpoint of a root holds."""
     with root.open(name) as checkpoint:
-        found: set[float] = set()
-        for tensor in NAMES:
-            data = checkpoint.read(tensor)
-            kind = "q" if checkpoint.entry(tensor).dtype == "I64" else "f"
-            found |= {each for (each,) in struct.iter_unpack(f"<{kind}", data)}
-        values = checkpoint.manifest.values
-        assert isinstance(values, dict)
-        step = values["step"]
-        assert isinstance(step, int)
-        return found | {step}
+        return steps_in_checkpoint(checkpoint)
+
+
+def steps_in_checkpoint(checkpoint: Checkpoint) -> set[float]:
+    """Every number that a checkpoint holds: it is the step, if no two steps are mixed."""
+    found: set[float] = set()
+    for tensor in NAMES:
+        data = checkpoint.read(tensor)
+        kind = "q" if checkpoint.entry(tensor).dtype == "I64" else "f"
+        found |= {each for (each,) in struct.iter_unpack(f"<{kind}", data)}
+    values = checkpoint.manifest.values
+    assert isinstance(values, dict)
+    step = values["step"]
+    assert isinstance(step, int)
+    return found | {step}

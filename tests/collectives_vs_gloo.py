@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -45,11 +46,19 @@ def agree_with_gloo(file: str, algorithm: str | None, interface: str = "lo") -> 
 
 
 def has(call, dtype: torch.dtype, op: str) -> bool:
-    """Whether this torch's gloo does it; asked where nobody has to answer."""
+    """Whether this torch's gloo does it."""
+    if call in (broadcast, all_gather, gather, scatter):
+        return True
+    return _can(all_reduce if call is reduce else call, dtype, op)
+
+
+@functools.cache
+def _can(call, dtype: torch.dtype, op: str) -> bool:
+    """Asks gloo where nobody has to answer."""
     alone = gloo.new_group([gloo.get_rank()], use_local_synchronization=True)
     tensor = torch.ones(2, dtype=dtype)
     try:
-        if call in (all_reduce, reduce, reduce_scatter):
+        if call in (all_reduce, reduce_scatter):
             gloo.all_reduce(tensor, getattr(gloo.ReduceOp, op), group=alone)
         if call is reduce_scatter:
             gloo.reduce_scatter(torch.empty_like(tensor), [tensor], getattr(gloo.ReduceOp, op), group=alone)

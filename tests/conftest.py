@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,8 @@ LONG = ("test_elastic_schedules.py", "test_failpoints.py", "test_stream_loader.p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "torch" in sys.modules:  # threads of several test files that compute at once would wait for each other's cores
+        sys.modules["torch"].set_num_threads(1)
     items.sort(key=lambda item: item.path.name not in LONG)  # stable
 
 

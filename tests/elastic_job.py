@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+from forking import begin, context
+
 import paceline as dist
 from paceline.elastic import messages
 from paceline.elastic.coordinator import Coordinator
@@ -28,7 +30,6 @@ from paceline.elastic.policy import Policy
 from paceline.store.server import StoreServer
 
 MACHINE = "0"
-_PRELOADED = ["elastic_programs", "paceline.elastic.state", "torch._dynamo"]  # the last one by the first optimizer
 _MOST_ATTEMPTS = 5
 
 
@@ -97,8 +98,6 @@ class Job:
         policy: Mapping[str, object],
         replaces: bool,
     ) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
         self._program, self._arguments = program, arguments
         self._slots, self._replaces = workers, replaces
         self._directory = tempfile.mkdtemp(prefix="paceline-")
@@ -157,9 +156,9 @@ class Job:
         uid = f"{MACHINE}.{slot}.{self._attempts[slot]}"
         self._attempts[slot] += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        receiving, sending = self._context.Pipe(duplex=False)
+        receiving, sending = context.Pipe(duplex=False)
         environment = {**self._environment, "PACELINE_WORKER": uid, "RANK": str(slot), "LOCAL_RANK": str(slot)}
-        process = self._context.Process(
+        process = context.Process(
             target=_work, args=(self._program, self._arguments, environment, theirs, sending), daemon=False
         )
         process.start()
@@ -237,6 +236,7 @@ def _work(
     connection: socket.socket,
     result: Connection,
 ) -> None:
+    begin()
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as in a worker of the real launcher
     os.environ.update(environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -11,11 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clusters.programs import missing_of_slurm
+
 _MINUTE_S = 60
 _HOUR_S = 60 * _MINUTE_S
 _BIN = Path(sys.executable).parent
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _PROGRAMS_OF_DOCS = "tests/ranks/test_docs.py"
+_CLUSTERS = "tests/clusters"
 _ARM_COMPILER = "aarch64-linux-gnu-g++"
 _ARM_EMULATOR = "qemu-aarch64"
 _ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
@@ -49,7 +53,10 @@ def parts(root: Path) -> list[Part]:
         _properties(),
         _encrypted(),
         _soak(
-            "soak", "runs the other tests that are marked `soak`", f"--ignore={_PROGRAMS_OF_DOCS}", limit_s=2 * _HOUR_S
+            "soak",
+            "runs the other tests that are marked `soak`",
+            *(f"--ignore={path}" for path in (_PROGRAMS_OF_DOCS, _CLUSTERS)),
+            limit_s=2 * _HOUR_S,
         ),
         _sanitizers(),
         _cross_build(),
@@ -59,6 +66,8 @@ def parts(root: Path) -> list[Part]:
         *(_other_python(minor) for minor in range(10, 15) if minor != sys.version_info.minor),
         _newer_torch(),
         _slurm(),
+        _ray(),
+        _schemas(),
         _gpu(),
         _bench(),
     ]
@@ -209,8 +218,28 @@ def _interpreter(minor: int) -> str | None:
 
 
 def _slurm() -> Part:
-    words = ["srun", "--ntasks=2", str(_BIN / "paceline"), "run", "examples/digits.py", "--epochs", "1"]
-    return Part("slurm", "trains the digits example on two tasks of Slurm", [words], _HOUR_S, lambda: _missing("srun"))
+    return _cluster("slurm", "runs jobs of Slurm on a cluster of network namespaces", "test_slurm.py", missing_of_slurm)
+
+
+def _ray() -> Part:
+    return _cluster("ray", "runs jobs on a cluster of Ray", "test_ray.py", lambda: _not_installed("ray", "ray[train]"))
+
+
+def _schemas() -> Part:
+    does = "compares the manifests for Kubernetes with the published schemas"
+    package = "kubeflow-trainer-api"
+    return _cluster(
+        "schemas", does, "test_manifest_schemas.py", lambda: _not_installed(package.replace("-", "_"), package)
+    )
+
+
+def _cluster(name: str, does: str, file: str, obstacle: Callable[[], str]) -> Part:
+    words = [sys.executable, "-m", "pytest", "-m", "cluster", f"{_CLUSTERS}/{file}"]
+    return Part(name, does, [words], _HOUR_S, obstacle)
+
+
+def _not_installed(module: str, package: str) -> str:
+    return "" if importlib.util.find_spec(module) else f"there is no Python package {package}"
 
 
 def _gpu() -> Part:

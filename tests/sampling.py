@@ -15,11 +15,16 @@ def examples(count: int) -> int:
 
 
 def use_profile() -> None:
-    """The same for tests that say nothing of their number of examples; a busy machine may take its time for each."""
+    """The same for tests that say nothing of their number of examples; a busy machine may take its time for each.
+
+    In the suite a test tries the same examples each time, so that no change is held up by what it has nothing to do
+    with; at night they are others each time.
+    """
     settings.register_profile(
         "paceline",
         max_examples=examples(settings.default.max_examples),
         deadline=None,
+        derandomize=FACTOR == 1,
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("paceline")

@@ -89,6 +89,14 @@ class Terminal:
             assert self._read(deadline), f"{text!r} did not appear; what did:\n{self.shown}"
         self._seen = found + len(text)
 
+    def press_enter_until(self, text: str, timeout_s: float = 60) -> None:
+        """Presses Enter at the prompt of a shell until `text` appears: it tells what became of its jobs only then."""
+        deadline = time.monotonic() + timeout_s
+        while self.shown.find(text, self._seen) < 0:
+            self.type("\r")
+            assert self._read(deadline), f"{text!r} did not appear; what did:\n{self.shown}"
+        self.wait_for(text)
+
     def end(self, timeout_s: float = 60) -> list[str]:
         """Reads to the end; the rows that are seen then."""
         deadline = time.monotonic() + timeout_s

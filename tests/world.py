@@ -16,24 +16,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
+from forking import begin, context
 from hosts.namespaces import Host, enter
 
 from paceline.parent import die_with_parent
-
-# One server for the whole session has the slow imports behind it; a rank is a fork of it. The last two take a second
-# and a half, and torch imports them when a rank first compares tensors or makes an optimizer.
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "paceline.group.collectives",
-        "paceline.parallel.ddp.module",
-        "pytest",
-        "torch.distributed.tensor",
-        "torch._dynamo",
-    ]
-)
 
 _CONSEQUENCES_S = 0.05  # after a failure, for an earlier one of another rank to be read
 _LEAVING_S = 0.5  # for ranks that have answered to end by themselves
@@ -62,9 +48,31 @@ def places(ranks_of_hosts: Sequence[int], hosts: Sequence[Host | None]) -> list[
 
 
 def free_port(address: str) -> int:
+    """Returns a port that is free now; outside of a host of its own somebody else may take it."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
+
+
+_held: list[socket.socket] = []
+
+
+def reserved_port() -> int:
+    """Returns a port of 127.0.0.1 that nobody is given by chance, until the last world is closed.
+
+    It stays bound to a socket that does not listen. Linux lets a server with SO_REUSEADDR, as ours are, listen there
+    all the same, but neither picks the port for another socket nor for a connection.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return holder.getsockname()[1]
+
+
+def _release_ports() -> None:
+    while _held:
+        _held.pop().close()
 
 
 def _run(
@@ -72,6 +80,7 @@ def _run(
 ) -> None:
     if place.host:
         enter(place.host)  # first of all: what is opened later belongs to the host
+    begin()
     _let_the_server_end()
     multiprocessing.set_start_method("fork", force=True)  # a forked loader process need not import torch again
     os.setsid()  # so that what the rank starts can be killed with it
@@ -79,9 +88,6 @@ def _run(
     for name in ("PACELINE_STORE", "PACELINE_SECRET_FD", "PACELINE_SECRET_FILE"):
         os.environ.pop(name, None)
     os.environ.update(env)
-    import torch
-
-    torch.set_num_threads(1)
     try:
         answer.send(("ok", time.monotonic(), fn(*args)))
     except BaseException:
@@ -180,6 +186,8 @@ class World:
         for answer in self.answers:
             answer.close()
         _worlds.discard(self)
+        if not _worlds:
+            _release_ports()
 
     def __enter__(self) -> World:
         return self
@@ -195,7 +203,7 @@ class Ranks:
         self.size = size
 
     def start(self, fn: Callable[..., object], *args: object) -> World:
-        return World(places([self.size], [None]), ("127.0.0.1", free_port("127.0.0.1")), fn, args)
+        return World(places([self.size], [None]), ("127.0.0.1", reserved_port()), fn, args)
 
     def __call__(self, fn: Callable[..., object], *args: object, timeout_s: float = 100) -> list[object]:
         with self.start(fn, *args) as world:
@@ -209,3 +217,4 @@ def close_worlds() -> None:
     """Closes every world that a test has left open."""
     for world in list(_worlds):
         world.close()
+    _release_ports()

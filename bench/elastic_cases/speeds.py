@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,55 +16,60 @@ _SPEEDS = (1.0, 1.0, 0.5, 0.5)
 _CORES = 0.6  # of a worker of speed 1: all of them together are to need less than two cores
 _SHARDS = 12
 _BATCH = 512  # samples of a shard, which make its computation long beside what each worker does once a step
-_STEPS, _STEPS_ALONE = 90, 45
-_SETTLING = 30  # steps, until the speeds are known
+_STEPS = 120
+_SETTLING, _SETTLING_ALONE = 30, 5  # steps, until the speeds are known, or only until everything is loaded
 _PERIOD_US = 10_000
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def measure(options: Options) -> tuple[str, Rows]:
-    """Returns the table; the speed of a worker is that of a job of its own, with the same limit."""
+    """Returns the table; the speed of a worker is that of a job of its own, with the same limit.
+
+    The four jobs of one worker run at the same time, since cores that share their caches are slower together.
+    """
     with _limits() as cgroups:
         means = "by cgroups" if cgroups else "by waiting before each shard, since no cgroup can be made"
-        alone = {}
-        for slot in (0, len(_SPEEDS) - 1):
-            alone[_SPEEDS[slot]] = _steps_a_second(_limited(slots=[slot], cgroups=cgroups))
-        total = sum(alone[speed] for speed in _SPEEDS)
-        together = _steps_a_second(_limited(slots=list(range(len(_SPEEDS))), cgroups=cgroups))
-    slowest = min(alone.values())
+        alone = _paces([_limited([slot], cgroups) for slot in range(len(_SPEEDS))])
+        (together,) = _paces([_limited(range(len(_SPEEDS)), cgroups)])
+    total = sum(alone)
     row = {
         "speeds": " ".join(f"{speed:g}" for speed in _SPEEDS),
-        "1 alone steps/s": alone[1.0],
-        "1/2 alone steps/s": alone[0.5],
+        **{f"worker {slot} alone steps/s": pace for slot, pace in enumerate(alone)},
         "sum steps/s": total,
         "together steps/s": together,
         "together / sum": together / total,
-        "at the slowest's pace / sum": slowest * len(_SPEEDS) / total,
+        "at the slowest's pace / sum": min(alone) * len(_SPEEDS) / total,
     }
     return f"{_SHARDS} shards on workers of different speeds, limited {means}", [row]
 
 
 def _limited(slots: Sequence[int], cgroups: Sequence[str]) -> list[str]:
+    """Returns the options of a job whose workers have the speeds of these slots."""
     if cgroups:
         return ["--cgroups", *(cgroups[slot] for slot in slots)]
     return ["--times", *(f"{1 / _SPEEDS[slot]:g}" for slot in slots)]
 
 
-def _steps_a_second(limits: list[str]) -> float:
-    """Returns the pace of a job with a worker for each limit, after the first steps."""
-    workers = len(limits) - 1
-    steps = _STEPS_ALONE if workers == 1 else _STEPS
-    with contextlib.closing(
-        jobs.elastic(workers, steps, "--batch", str(_BATCH), "--no-tally", "--shards", str(_SHARDS), *limits)
-    ) as job:
-        while not job.is_over():
+def _paces(limits: Sequence[list[str]]) -> list[float]:
+    """Returns the steps a second of jobs that run at the same time, for as long as all of them run and have settled."""
+    with contextlib.ExitStack() as running:
+        started = [running.enter_context(contextlib.closing(_job(words))) for words in limits]
+        while not any(job.is_over() for job in started):
             time.sleep(0.1)
-        notes = timeline.read(job.directory)
-    paces = []
-    for slot in range(workers):
-        times_ns = [note.at_ns for note in notes if note.slot == slot and note.step >= _SETTLING]
-        paces.append((len(times_ns) - 1) / (times_ns[-1] - times_ns[0]) * 1e9)
-    return statistics.median(paces)
+        notes = [timeline.read(job.directory) for job in started]
+    settling = _SETTLING if len(limits) == 1 else _SETTLING_ALONE
+    times = [sorted(note.at_ns for note in each if note.slot == 0 and note.step >= settling) for each in notes]
+    from_ns, to_ns = max(each[0] for each in times), min(each[-1] for each in times)
+    return [_pace([at_ns for at_ns in each if from_ns <= at_ns <= to_ns]) for each in times]
+
+
+def _job(limits: list[str]) -> jobs.Job:
+    fixed = ["--batch", str(_BATCH), "--no-tally", "--shards", str(_SHARDS)]
+    return jobs.elastic(len(limits) - 1, _STEPS, *fixed, *limits)
+
+
+def _pace(times_ns: Sequence[int]) -> float:
+    return (len(times_ns) - 1) / (times_ns[-1] - times_ns[0]) * 1e9
 
 
 @contextlib.contextmanager

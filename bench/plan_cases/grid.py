@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -18,6 +19,7 @@ from paceline.schedule.network import Link
 from paceline.schedule.steps import Operation
 from paceline.schedule.timing import simulate_call
 from plan_cases import programs
+from world import RankFailed
 
 Row = dict[str, object]
 
@@ -75,16 +77,30 @@ def calibrate(grid: Grid) -> Known:
     return Known(links, within, gamma, steps)
 
 
-def points(grid: Grid, known: Known) -> Iterator[Row]:
-    """Yields what was measured and predicted of each call and step at each point."""
+def points(grid: Grid, known: Known, failed: list[str]) -> Iterator[Row]:
+    """Yields what was measured and predicted of each call and step at each point.
+
+    Args:
+        grid: the points.
+        known: what was calibrated.
+        failed: gets a line for each run that has failed, whose point has one repeat less, or is left out without any.
+    """
     for (rate, delay_ms), (hosts, per_host) in itertools.product(grid.networks(), grid.worlds()):
         world = Hosts(hosts, per_host, rate=rate, delay_ms=delay_ms)
         for algorithm in grid.algorithms:
-            runs = [
-                world(programs.measure, algorithm, grid.sizes, grid.models, grid.steps, timeout_s=_TIMEOUT_S)[0]
-                for _ in range(grid.repeats)
-            ]
             where: Row = {"hosts": f"{hosts}x{per_host}", "rate": rate, "delay ms": delay_ms, "algorithm": algorithm}
+            print(" ".join(map(str, where.values())), file=sys.stderr, flush=True)
+            runs = []
+            for _ in range(grid.repeats):
+                try:
+                    answers = world(programs.measure, algorithm, grid.sizes, grid.models, grid.steps, timeout_s=_TIMEOUT_S)
+                except RankFailed as error:
+                    failed.append(f"{where}: {error}")
+                    print(failed[-1], file=sys.stderr, flush=True)
+                else:
+                    runs.append(answers[0])
+            if not runs:
+                continue
             predicted = _predicted(grid, known, hosts, per_host, known.links_at(rate, delay_ms), algorithm)
             for what, predicted_s in predicted.items():
                 times = [run[what] for run in runs]

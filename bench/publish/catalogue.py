@@ -34,6 +34,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "schedules": ("schedules.py",),
     "hosts": ("hosts.py", "--delays", "0"),
     "hosts-delays": ("hosts.py", "--hosts", "2", "--rates", "1gbit", "--delays", "0.1", "20"),
+    "hosts-algorithms": (
+        *("hosts.py", "--hosts", "4", "--rates", "1gbit", "--delays", "0", "--sizes", "1048576", "16777216"),
+        *("--algorithms", "ring", "hierarchical", "circulant"),
+    ),
     "hosts-two-ranks": ("hosts.py", "--hosts", "2", "--per-host", "2", "--rates", "none", "1gbit", "--delays", "0"),
     "hosts-wires": (
         *("hosts.py", "--hosts", "2", "--rates", "1gbit", "--delays", "0"),
@@ -55,6 +59,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "elastic-speeds": ("elastic.py", "--cases", "speeds"),
     "elastic-thin": ("elastic.py", "--cases", "thin"),
     "plan": ("plan.py",),
+    "uneven": ("uneven.py",),
+    "uneven-measured": ("uneven.py", "--measured"),
     "verdicts": ("verdicts.py", "--runs", "4", "--healthy", "0", "--at-once", "4", "--torch"),
     "verdicts-healthy": ("verdicts.py", "--runs", "0", "--healthy", "4", "--at-once", "6"),
 }

@@ -74,17 +74,19 @@ class ScheduleGroup {
         static_cast<void>(new std::shared_ptr<link::LaneSet>(lanes_));
     }
 
-    nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
-        Call call = by_schedule(std::move(schedule), fields);
+    nb::object run(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields, std::int64_t predicted_ns) {
+        Call call = by_schedule(std::move(schedule), fields, predicted_ns);
         return run_call(*queue(), call);
     }
 
-    PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) const {
-        return new PreparedCall(queue(), by_schedule(std::move(schedule), fields), false);
+    PreparedCall* prepare(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+                          std::int64_t predicted_ns) const {
+        return new PreparedCall(queue(), by_schedule(std::move(schedule), fields, predicted_ns), false);
     }
 
-    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
-        Call call = by_schedule(std::move(schedule), fields);
+    std::shared_ptr<Work> submit(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+                                 std::int64_t predicted_ns) {
+        Call call = by_schedule(std::move(schedule), fields, predicted_ns);
         const std::shared_ptr<CallQueue> queue = this->queue();
         const nb::gil_scoped_release release;
         return queue->submit(std::move(call));
@@ -125,6 +127,15 @@ class ScheduleGroup {
     void abort() const { abort_calls(queue_); }
     int failure() const { return failure_of(queue_); }
 
+    // What was far from its prediction, once: operation, algorithm, type, count, calls, and the nanoseconds of the
+    // shortest of them and of the prediction.
+    nb::object surprise() const {
+        const auto found = queue_ ? queue_->surprise() : std::nullopt;
+        if (!found) return nb::none();
+        return nb::make_tuple(static_cast<int>(found->operation), found->algorithm, static_cast<int>(found->dtype),
+                              found->count, found->calls, found->least_ns, found->predicted_ns);
+    }
+
     void close() {
         std::shared_ptr<CallQueue> ending = std::move(queue_);
         const nb::gil_scoped_release release;
@@ -136,8 +147,10 @@ class ScheduleGroup {
     }
 
   private:
-    static Call by_schedule(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields) {
+    static Call by_schedule(std::shared_ptr<const Schedule> schedule, const nb::tuple& fields,
+                            std::int64_t predicted_ns) {
         Call call = to_call(fields);
+        call.predicted_ns = predicted_ns;
         call.algorithm = schedule->algorithm;
         call.schedule = std::move(schedule);
         return call;
@@ -222,9 +235,11 @@ void register_links(nb::module_& module) {
         .def_static("create", &create_group, nb::arg("mesh"), nb::arg("id"), nb::arg("rank"), nb::arg("mesh_ranks"),
                     nb::arg("connections"), nb::arg("timeout_s"), nb::arg("names") = std::vector<int>{},
                     nb::rv_policy::take_ownership)
-        .def("run", &ScheduleGroup::run)
-        .def("submit", &ScheduleGroup::submit)
-        .def("prepare", &ScheduleGroup::prepare, nb::rv_policy::take_ownership)
+        .def("run", &ScheduleGroup::run, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
+        .def("submit", &ScheduleGroup::submit, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0)
+        .def("prepare", &ScheduleGroup::prepare, nb::arg("schedule"), nb::arg("call"), nb::arg("predicted_ns") = 0,
+             nb::rv_policy::take_ownership)
+        .def("surprise", &ScheduleGroup::surprise)
         .def("send", &ScheduleGroup::send)
         .def("receive", &ScheduleGroup::receive)
         .def("gone", &ScheduleGroup::gone)

@@ -143,6 +143,7 @@ struct Call {
     std::uint64_t offset = 0;
     std::shared_ptr<const executor::Schedule> schedule;  // used only by groups that run schedules
     std::uint8_t algorithm = 0;                          // the schedule's, or kQuantised and the type on the wire
+    std::int64_t predicted_ns = 0;                       // how long it should take; 0: nobody has predicted that
     float* residual = nullptr;                           // for error feedback; see wire/wire.hpp
     std::size_t residual_count = 0;
     Observed observed;  // the group stores it

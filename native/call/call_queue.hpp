@@ -11,9 +11,11 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "call/call.hpp"
+#include "call/foresight.hpp"
 #include "call/patience.hpp"
 #include "call/recorded_call.hpp"
 #include "process/fork_guard.hpp"
@@ -68,7 +70,11 @@ class CallQueue {
     void abort() { group_->abort(); }
     Code failure() { return group_->failure(); }
 
+    // What was far from its prediction, once; for any thread.
+    std::optional<Surprise> surprise() { return foresight_.take(); }
+
   private:
+    Outcome perform(Call& call, RecordedCall& recorded, const Interrupted& interrupted, bool background);
     void work();
     void linger(std::unique_lock<std::mutex>& hold);
     void arrive(RecordedCall& recorded, const Call& call, bool is_async);
@@ -79,6 +85,7 @@ class CallQueue {
     std::atomic<std::uint32_t> recorded_as_{0};
     std::atomic<std::uint64_t> arrived_{0};  // calls so far, which numbers them as the group does
     std::mutex running_;
+    Foresight foresight_;  // guarded by running_ but for `take`
     std::mutex queueing_;
     std::condition_variable queued_;
     std::deque<std::shared_ptr<Work>> queue_;

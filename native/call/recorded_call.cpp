@@ -21,6 +21,7 @@ void RecordedCall::arrive(std::uint32_t group, const Call& call, std::uint64_t s
     fields_.count = count_in_header(call);
     fields_.root = call.root;
     fields_.is_async = is_async;
+    fields_.predicted_ns = call.predicted_ns;
     fields_.arrived = record::ticks();
     if (!is_async) {
         fields_.started = fields_.arrived;

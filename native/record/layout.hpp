@@ -131,7 +131,7 @@ struct CallFields {
     std::int64_t tag = -1;
     std::uint64_t complete = 0;
     std::uint64_t missing = 0;
-    std::uint64_t spare_three = 0;
+    std::int64_t predicted_ns = 0;  // 0: nobody has predicted it
 };
 
 struct EventFields {

@@ -143,11 +143,15 @@ std::shared_ptr<Segment> Mesh::region(int peer, RegionId id, std::chrono::steady
     const auto there = [&] {
         const std::uint64_t gone =
             liveness_.lost.load(std::memory_order_acquire) | liveness_.left.load(std::memory_order_acquire);
-        return regions_.contains(key) || shortages_.contains(key) || (gone & bit(peer)) != 0;
+        return regions_.contains(key) || shortages_.contains(key) || withdrawn_.contains(key) ||
+               (gone & bit(peer)) != 0;
     };
     arrived_.wait_until(hold, deadline, there);
+    withdrawn_.erase(key);
     const auto found = regions_.find(key);
-    return found == regions_.end() ? nullptr : found->second;
+    if (found == regions_.end()) return nullptr;
+    found->second.is_taken = true;
+    return found->second.segment;
 }
 
 int Mesh::shortage(int peer, RegionId id) {
@@ -237,14 +241,17 @@ bool Mesh::receive(int peer) {
             auto segment = fd >= 0 ? Segment::adopt(fd, message.size) : nullptr;
             // The kernel drops a descriptor if this process has no free slot for it.
             if (segment)
-                regions_.insert_or_assign({peer, message.id}, std::move(segment));
+                regions_.insert_or_assign({peer, message.id}, Offered{std::move(segment)});
             else
                 shortages_.insert_or_assign({peer, message.id}, fd < 0 ? EMFILE : ENOMEM);
             fd = -1;
             break;
         }
         case Kind::withdrawal:
-            regions_.erase({peer, message.id});
+            if (const auto found = regions_.find({peer, message.id}); found != regions_.end()) {
+                if (!found->second.is_taken) withdrawn_.insert(found->first);
+                regions_.erase(found);
+            }
             shortages_.erase({peer, message.id});
             break;
         case Kind::doorbell:

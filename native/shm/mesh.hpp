@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -74,7 +75,7 @@ class Mesh {
     void withdraw(RegionId id, std::uint64_t peers);
 
     // Waits until `deadline` for the region that `peer` offered as `id` and returns it. Returns nullptr when it did not
-    // arrive, could not be accepted (see `shortage`), or the peer is gone.
+    // arrive, could not be accepted (see `shortage`), was withdrawn before it was asked for, or the peer is gone.
     std::shared_ptr<Segment> region(int peer, RegionId id, std::chrono::steady_clock::time_point deadline);
 
     // The errno for which that region could not be accepted (no descriptors or memory left); 0 if it was accepted or
@@ -113,7 +114,12 @@ class Mesh {
     std::vector<std::atomic<std::uint32_t>> blamed_by_;
     std::mutex mutex_;
     std::condition_variable arrived_;
-    std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> regions_;
+    struct Offered {
+        std::shared_ptr<Segment> segment;
+        bool is_taken = false;
+    };
+    std::map<std::pair<int, RegionId>, Offered> regions_;
+    std::set<std::pair<int, RegionId>> withdrawn_;  // those that nobody had asked for: their owner gave up
     std::map<std::pair<int, RegionId>, int> shortages_;
     std::mutex sending_;
     bool closed_ = false;

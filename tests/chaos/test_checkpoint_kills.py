@@ -1,4 +1,4 @@
-"""Ranks are killed at every operation by which they save a checkpoint: a reported one is always there."""
+"""Ranks are killed at every operation by which they save or copy a checkpoint: a reported one is always there."""
 
 from __future__ import annotations
 
@@ -27,3 +27,16 @@ def test_no_kill_at_any_operation_loses_a_checkpoint():
     assert found["rank 0"]["operations"] > 30 and found["rank 1"]["operations"] > 5
     assert found["all"]["operations"] >= found["rank 0"]["operations"]
     assert all(each["reported"] >= 1 for each in found.values())
+
+
+def test_no_kill_at_any_step_of_a_copy_loses_the_copies(tmp_path: Path) -> None:
+    environment = {**launching.ENVIRONMENT, "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [sys.executable, TESTS / "checkpoint_copies.py", tmp_path],
+        capture_output=True, text=True, timeout=110, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kills = json.loads(done.stdout)
+    assert len(kills) == 15
+    # Each rank writes into the vaults of two hosts.
+    assert all(count >= (1 if kind.endswith("done") else 2) for kind, count in kills.items()), kills

@@ -111,7 +111,7 @@ def test_the_shell_of_a_terminal_is_killed(tmp_path):
     try:
         wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
         shell.kill()
-        shell.wait(20)
+        shell.wait(60)
         wait_until(lambda: not processes_with(mark))
     finally:
         os.close(ours)
@@ -222,7 +222,7 @@ def test_a_daemon_of_a_worker_ends_with_the_job(with_daemon, launcher):
 def test_a_daemon_of_a_worker_ends_with_an_interrupted_job(with_daemon):
     launcher, daemon = with_daemon("stay")
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(20) == 1
+    assert launcher.wait(60) == 1
     wait_until(lambda: not is_alive(daemon))
 
 

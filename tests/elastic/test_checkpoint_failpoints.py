@@ -38,7 +38,7 @@ def die_in_a_save(
         str(directory),
         asynchronous,
         failpoints=failpoints,
-        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        policy={"gather_s": 0.02, "start_patience_s": 20.0},
     )
     assert (outcome.code, outcome.errors) == (0, {}), outcome
     assert {*outcome.results.values()} == {undisturbed}, outcome
@@ -56,7 +56,7 @@ def test_a_worker_may_die_while_it_saves(tmp_path: Path, undisturbed: str, point
 
 def train_as_usual(directory: Path, epochs: int, failpoints: str = "") -> elastic_job.Outcome:
     """Requires that all workers end with the same state, and that each sample was used once in an epoch."""
-    policy = {"gather_s": 0.02, "start_patience_s": 5.0}
+    policy = {"gather_s": 0.02, "start_patience_s": 20.0}
     outcome = elastic_job.run(
         elastic_usual.train_and_save, epochs, str(directory), failpoints=failpoints, policy=policy
     )

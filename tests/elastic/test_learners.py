@@ -38,7 +38,7 @@ def run(*failpoints: str, workers: int = 3, waits: bool = True, **rest: object) 
         workers if waits else 0,
         workers=workers,
         failpoints=",".join([DEATH, *failpoints]),
-        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        policy={"gather_s": 0.02, "start_patience_s": 20.0},
         timeout_s=60.0,
         **rest,
     )

@@ -25,7 +25,7 @@ def run(*failpoints: str, workers: int = 3, **options: object) -> Outcome:
         functools.partial(elastic_usual.train, EPOCHS, 0.003, **settings),
         workers=workers,
         failpoints=",".join([DEATH, *failpoints]),
-        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        policy={"gather_s": 0.02, "start_patience_s": 20.0},
     )
     assert outcome.code == 0, outcome
     assert outcome.errors == {}, outcome

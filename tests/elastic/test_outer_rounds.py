@@ -20,7 +20,7 @@ def run(failpoints: str = "", delay: int = 0, replaces: bool = False, **options:
         delay,
         3 if replaces else 0,
         failpoints=failpoints,
-        policy={"gather_s": 0.02, "start_patience_s": 5.0},
+        policy={"gather_s": 0.02, "start_patience_s": 20.0},
         replaces=replaces,
         **options,
     )

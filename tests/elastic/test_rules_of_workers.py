@@ -13,7 +13,7 @@ from elastic_mutations import RULES, run_without
 
 from paceline.elastic.messages import Broken, Installed
 
-POLICY = {"gather_s": 0.02, "start_patience_s": 5.0}
+POLICY = {"gather_s": 0.02, "start_patience_s": 20.0}
 
 
 def run(rule: str, program: object, *arguments: object, **options: object) -> Outcome:

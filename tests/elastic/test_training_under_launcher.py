@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import secrets
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import elastic_job
 import launching
 import pytest
+from forked_scripts import run_alone, run_script
+from world import Ranks
 
 SCRIPT = """
 import os, signal, sys, time
@@ -66,11 +66,9 @@ def digests(output: str) -> list[str]:
 @functools.cache
 def alone(epochs: int) -> str:
     """The digest of a process that nothing disturbs, nor slows down: neither changes a bit of it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as directory:
-        script = write(Path(directory, "train.py"), epochs=epochs, step_s=0)
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=environment)
-    (digest,) = digests(done.stdout)
+        (said,) = Ranks(1)(run_alone, str(write(Path(directory, "train.py"), epochs=epochs, step_s=0)))
+    (digest,) = digests(str(said))
     return digest
 
 
@@ -89,6 +87,15 @@ def test_random_kills_do_not_change_a_bit(tmp_path: Path, num_workers: int) -> N
 
 def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", epochs=5, leaver="0.1.0")
+    outcome = elastic_job.run(run_script, str(script), policy={"gather_s": 0.02, "start_patience_s": 20.0})
+    assert (outcome.code, outcome.errors) == (0, {}), outcome
+    assert [digests(str(outcome.results[uid])) for uid in ("0.0.0", "0.2.0")] == [[alone(5)]] * 2
+    assert outcome.ended == {"0.0.0": 0, "0.1.0": 0, "0.2.0": 0}, "another worker took its place"
+
+
+@pytest.mark.soak
+def test_a_worker_that_leaves_a_launcher_costs_nothing(tmp_path: Path) -> None:
+    script = write(tmp_path / "train.py", epochs=5, leaver="0.1.0")
     done = launching.run("--elastic", "--nproc-per-node", "3", str(script))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(digests(done.stdout)) == 2
@@ -98,7 +105,7 @@ def test_a_worker_that_is_told_to_leave_costs_nothing(tmp_path: Path) -> None:
 
 def test_a_launcher_that_is_told_to_end_waits_for_one_step_only(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", epochs=1_000_000, leaver="0.1.0", ended="os.getppid()")
-    flags = ("--elastic", "--nproc-per-node", "2", "--start-method=spawn", "--shutdown-timeout", "1000")
+    flags = ("--elastic", "--nproc-per-node", "2", "--shutdown-timeout", "1000")
     done = launching.run(*flags, str(script), timeout_s=100)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "SIGTERM: passed on to 2 workers" in done.stderr

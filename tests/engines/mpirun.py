@@ -37,9 +37,14 @@ def find(library: str) -> tuple[str, dict[str, str]] | None:
 
 def run(library: tuple[str, dict[str, str]], size: int, arguments: list[str], timeout_s: float) -> str:
     """Runs this file on `size` ranks to the end, and returns what they print."""
+    return run_program(library, size, [sys.executable, "-m", "engines.mpirun", *arguments], timeout_s)
+
+
+def run_program(library: tuple[str, dict[str, str]], size: int, words: list[str], timeout_s: float) -> str:
+    """Runs a program on `size` ranks to the end, and returns what they print."""
     command, environment = library
     process = subprocess.Popen(
-        [command, "-n", str(size), sys.executable, "-m", "engines.mpirun", *arguments],
+        [command, "-n", str(size), *words],
         env={**ENVIRONMENT, **environment, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from world import context
+from forking import context
 
 from hosts.namespaces import enter_network
 from hosts.wire import VNET_HEADER, Conditions, Wire

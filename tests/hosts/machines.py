@@ -121,7 +121,7 @@ class Machines:
         self.wait(lambda: launcher.poll() is not None, timeout_s)
         assert launcher.returncode == code, self.said(launcher)
 
-    def expect_line(self, launcher: subprocess.Popen[str], words: str, timeout_s: float = 20) -> None:
+    def expect_line(self, launcher: subprocess.Popen[str], words: str, timeout_s: float = 60) -> None:
         self.wait(lambda: words in self.said(launcher), timeout_s)
 
     def close(self) -> None:

@@ -79,6 +79,13 @@ class Network:
         pairs = {(min(host, other), max(host, other)) for other in others}
         self.change(cut=self.conditions.cut | pairs, port=port)
 
+    def close_ports(self, *hosts: int, but: int = 0) -> None:
+        """Hosts accept no TCP connections from others from now on, except at the port `but`.
+
+        They may connect to others. What is kept out vanishes, as with most firewalls.
+        """
+        self.change(doors=self.conditions.doors | {(host, but) for host in hosts})
+
     def heal(self) -> None:
         """Undoes every cut."""
         self.change(cut=frozenset(), port=0)

@@ -15,11 +15,13 @@ from hosts.talking import rank
 
 def abort_while_all_wait(how: str) -> str:
     dist.init_process_group(timeout=timedelta(seconds=100))
-    dist.barrier()
     if rank() == 3:
+        dist.barrier()
         threading.Timer(0.3, dist.GroupMember.WORLD.abort).start()
     started = time.monotonic()
     with pytest.raises(dist.GroupAbortedError) as caught:
+        if rank() != 3:
+            dist.barrier()  # a rank that is late to leave it may be told there
         if how == "message":
             dist.recv(torch.empty(1), (rank() + 1) % 4)
         elif rank() != 0:  # who does not come

@@ -115,8 +115,8 @@ def interrupt_one_rank(directory: str) -> str:
         await_word(directory, "interrupted")
         return told_by(dist.barrier)[1]
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         world().recv(torch.empty(1), async_op=False)
     say(directory, "interrupted")
     return told_by(dist.barrier)[1]

@@ -129,8 +129,8 @@ def _leave(_: str) -> None:
 def _be_interrupted(directory: str) -> None:
     if rank() == 1:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             dist.barrier()
         say(directory, "interrupted")
     elif rank() == 0:

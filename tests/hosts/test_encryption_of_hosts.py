@@ -94,13 +94,14 @@ def test_a_killed_rank_is_named_under_encryption_too(hosts, encrypted, call):
 
 
 def end_while_the_other_waits(how: str) -> tuple[str, str, float]:
-    dist.init_process_group(timeout=timedelta(seconds=30))
-    dist.barrier()
+    dist.init_process_group(timeout=timedelta(seconds=60))
     if dist.get_rank() == 1:
+        dist.barrier()
         dist.destroy_process_group() if how == "leave" else world().abort()
         return "", "", 0.0
 
     def call() -> None:
+        dist.barrier()  # which the other may leave before this one
         while True:
             dist.all_reduce(torch.ones(1_000_000))
 

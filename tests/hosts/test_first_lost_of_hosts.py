@@ -10,17 +10,19 @@ import pytest
 import torch
 
 import paceline as dist
-from hosts.talking import rank
+from hosts.talking import await_word, rank, say
 
 _MESSENGER, _VICTIM = 0, 3
 
 
-def leave_because_of_another(end: str) -> tuple[int, str] | None:
+def leave_because_of_another(end: str, directory: str) -> tuple[int, str] | None:
     """The victim goes, rank 0 sees it in the default group and leaves; the others have a group with rank 0 alone."""
-    dist.init_process_group(timeout=timedelta(seconds=20))
+    dist.init_process_group(timeout=timedelta(seconds=60))
     pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2)]
     dist.barrier()
+    say(directory, f"{rank()} is ready")
     if rank() == _VICTIM:
+        await_word(directory, *(f"{each} is ready" for each in range(4)))  # all have left the barrier
         if end == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         dist.destroy_process_group()
@@ -37,9 +39,9 @@ def leave_because_of_another(end: str) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("end", ["dies", "leaves"])
-def test_a_rank_that_left_because_of_another_names_that(hosts, end):
-    with hosts([1, 1, 2]).start(leave_because_of_another, end) as world:
-        told = world.join(30, expect_dead={_VICTIM} if end == "dies" else set())
+def test_a_rank_that_left_because_of_another_names_that(hosts, end, tmp_path):
+    with hosts([1, 1, 2]).start(leave_because_of_another, end, str(tmp_path)) as world:
+        told = world.join(50, expect_dead={_VICTIM} if end == "dies" else set())
         first = f"rank {_VICTIM} (h2, pid {world.pids[_VICTIM]}) {'died' if end == 'dies' else 'left the group'}"
         messenger = f"rank {_MESSENGER} (h0, pid {world.pids[_MESSENGER]})"
     for number in range(3):

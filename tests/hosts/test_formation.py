@@ -67,7 +67,7 @@ INSTANTS: dict[str, Callable[[], None]] = {
     "before its host is joined": lambda: setattr(bootstrap, "_connect", die),
     "before it listens to other hosts": lambda: setattr(engine, "own_address", die),
     "before it connects to them": lambda: setattr(connections, "_dial", die),
-    "while costs are measured": lambda: [setattr(costs, name, die) for name in ("_measure", "_answer")],
+    "while costs are measured": lambda: [setattr(costs, name, die) for name in ("measure", "answer")],
 }
 
 

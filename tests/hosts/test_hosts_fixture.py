@@ -85,7 +85,7 @@ def sleep_in(directory: str) -> None:
 
 
 def networks_in(directory: Path, size: int) -> set[str]:
-    await_word(str(directory), *(f"{rank}.network" for rank in range(size)), timeout_s=30)
+    await_word(str(directory), *(f"{rank}.network" for rank in range(size)), timeout_s=90)
     return {file.read_text() for file in directory.glob("*.network")}
 
 
@@ -111,7 +111,7 @@ def _target(link: Path) -> str | None:
 
 
 def wait_until_nobody_holds(networks: set[str]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while left := holders(networks):
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named(hosts, tmp_path):
         networks_in(tmp_path, 2)
         world.kill(1)
         with pytest.raises(RankFailed, match="rank 1 died with exit code -9"):
-            world.join(20)
+            world.join(60)
 
 
 @JOINED
@@ -183,6 +183,7 @@ def test_a_killed_test_run_leaves_nothing(hosts, tmp_path):
     code = (
         f"import sys, time; sys.path[:0] = {sys.path}\n"
         "from hosts.fixture import Hosts; from hosts.test_hosts_fixture import sleep_in\n"
+        "from forking import context; context.set_forkserver_preload(['torch'])\n"
         f"world = Hosts(2, bridged=True).start(sleep_in, {str(tmp_path)!r}); time.sleep(300)"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as run:

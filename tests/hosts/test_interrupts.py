@@ -44,7 +44,7 @@ def test_an_interrupted_forming_is_told(hosts, tmp_path):
     with hosts(2, 1).start(form_until_interrupted, str(tmp_path)) as world:
         await_word(str(tmp_path), "0", "1")
         world.kill(1, signal.SIGINT)
-        told = world.join(20)
+        told = world.join(50)  # before the time-out
     assert told[1].startswith("KeyboardInterrupt")
     assert f"rank 1 (h1, pid {world.pids[1]}) gave up: KeyboardInterrupt" in told[0]
 
@@ -54,6 +54,6 @@ def test_an_interrupted_collective_is_told(hosts, tmp_path):
         await_word(str(tmp_path), "0", "1")
         wait_until(lambda: sleep_for_a_while(world.pids[0]))  # in its call, so that the others are told of that
         world.kill(0, signal.SIGINT)
-        told = world.join(20)
+        told = world.join(50)
     assert told[0].startswith("KeyboardInterrupt")
     assert told[1].startswith("CollectiveError: rank 1 (h1, ") and "was interrupted on rank 0 (h0, " in told[1]

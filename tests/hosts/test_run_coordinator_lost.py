@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+
+from forked_scripts import run_alone
+from world import Ranks
 
 from hosts.elastic_machines import TRAINS, machines
 from hosts.resetting import reset_connections
@@ -64,9 +65,9 @@ def test_training_goes_on_with_the_same_bits(machines):
     launchers[0].kill()
     for launcher in launchers[1:]:
         here.expect(launcher, 0)
-    alone = subprocess.run([sys.executable, script, here.directory], capture_output=True, text=True, check=True)
+    (alone,) = Ranks(1)(run_alone, str(script), str(here.directory))
     digests = {here.said(launcher, "out").split()[-1] for launcher in launchers[1:]}
-    assert digests == {alone.stdout.split()[-1]}
+    assert digests == {str(alone).split()[-1]}
 
 
 def test_a_reset_connection_is_made_again(machines):

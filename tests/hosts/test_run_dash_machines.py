@@ -44,7 +44,7 @@ import paceline as dist
 
 dist.init_process_group()
 tensor = torch.ones(1 << 18)
-for _ in range(8):
+for _ in range(5):
     dist.all_reduce(tensor)
 """
 
@@ -143,7 +143,7 @@ def told_of_a_slow_link() -> str:
     here = Machines(3)
     try:
         here.script.write_text(SLOW)
-        here.network.slow_down(1, "40mbit")
+        here.network.slow_down(1, "16mbit")
         place = ["--nnodes", "3", "--master-addr", ipv4(0), "--master-port", "29400", "--stall-after", "1"]
         launchers = [here.start(host, *place, "--node-rank", str(host), str(here.script)) for host in range(3)]
         wait_until(lambda: all(launcher.poll() is not None for launcher in launchers))

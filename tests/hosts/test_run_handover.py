@@ -100,20 +100,21 @@ import os, sys, torch, paceline
 paceline.init_process_group(elastic=True)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
 shards = paceline.LogicalShards(model, 4)
 loader = paceline.ShardLoader(data, batch_size=2, shards=shards)
-state = paceline.ElasticState(shards, optimizer=optimizer, loader=loader)
+state = paceline.ElasticState(shards, loader=loader)
 has_replayed = has_begun = False
 def note(name):
     with open(sys.argv[1] + "/" + name, "a") as file:
         file.write(os.environ["PACELINE_WORKER"] + "\\n")
 for epoch in state.epochs(1000000):
     for batches in loader:
-        optimizer.zero_grad()
+        model.zero_grad()
         shards.backward(lambda xy: torch.nn.functional.cross_entropy(model(xy[0]), xy[1]), batches)
-        optimizer.step()
+        with torch.no_grad():  # for an optimizer torch would import its compiler, which takes as long as all the rest
+            for param in model.parameters():
+                param -= 0.1 * param.grad
         if not has_begun:
             has_begun = True
             note("began")

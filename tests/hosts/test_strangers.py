@@ -1,4 +1,4 @@
-"""Ten thousand strangers at every door while a group forms and works."""
+"""Strangers at every door while a group forms and works: two thousand in the suite, ten thousand at night."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 
 import paceline as dist
@@ -18,7 +19,9 @@ from hosts.network import ipv4
 from hosts.talking import await_word, rank, say
 from paceline.security.doorkeeper import Doorkeeper
 
-STRANGERS = 10_000
+STRANGERS = 2_000
+AT_NIGHT = pytest.param(10_000, marks=pytest.mark.soak)
+COUNTS = pytest.mark.parametrize("strangers", [STRANGERS, AT_NIGHT])
 
 
 def listening_ports(address: str) -> set[int]:
@@ -70,7 +73,7 @@ class Strangers:
             thread.join()
 
 
-def form_a_group_among_strangers(directory: str) -> int:
+def form_a_group_among_strangers(directory: str, most: int) -> int:
     dist.init_process_group(timeout=timedelta(seconds=100))
     address, store = ipv4(rank()), int(os.environ["MASTER_PORT"])
     seen = 0
@@ -78,7 +81,7 @@ def form_a_group_among_strangers(directory: str) -> int:
     if rank() == 2:
         await_word(directory, "strangers are here", timeout_s=90)
     elif rank() == 0:
-        forming = threading.Thread(target=_besiege, args=(directory, address, store))
+        forming = threading.Thread(target=_besiege, args=(directory, address, store, most))
         forming.start()
     group = dist.new_group()
     tensor = torch.ones(100_000)
@@ -92,29 +95,30 @@ def form_a_group_among_strangers(directory: str) -> int:
     return seen
 
 
-def _besiege(directory: str, address: str, store: int) -> None:
+def _besiege(directory: str, address: str, store: int, most: int) -> None:
     while not (ports := listening_ports(address) - {store}):
         time.sleep(0.01)
-    with Strangers(address, ports.pop(), 8, STRANGERS) as strangers:
+    with Strangers(address, ports.pop(), 8, most) as strangers:
         deadline = time.monotonic() + 60
-        while strangers.count < STRANGERS * 0.9 and time.monotonic() < deadline:
+        while strangers.count < most * 0.9 and time.monotonic() < deadline:
             time.sleep(0.05)
         say(directory, "strangers are here")  # and stay while the last rank connects
         time.sleep(0.5)
     Path(directory, "count").write_text(str(strangers.count))
 
 
-def test_a_group_forms_among_strangers(hosts, tmp_path):
-    assert hosts(3, 1)(form_a_group_among_strangers, str(tmp_path))[0] > STRANGERS / 2
+@COUNTS
+def test_a_group_forms_among_strangers(hosts, tmp_path, strangers):
+    assert hosts(3, 1)(form_a_group_among_strangers, str(tmp_path), strangers)[0] > strangers / 2
 
 
-def work_among_strangers() -> int:
+def work_among_strangers(most: int) -> int:
     dist.init_process_group(timeout=timedelta(seconds=100))
     seen = 0
     over = torch.zeros(1)
     strangers = contextlib.nullcontext()
     if rank() == 0:
-        strangers = Strangers(ipv4(0), int(os.environ["MASTER_PORT"]), 8, STRANGERS)
+        strangers = Strangers(ipv4(0), int(os.environ["MASTER_PORT"]), 8, most)
     with strangers as at_the_store:
         deadline = time.monotonic() + 60
         groups = 0
@@ -129,15 +133,16 @@ def work_among_strangers() -> int:
                 dist.destroy_process_group(group)
             if at_the_store is not None:
                 seen = at_the_store.count
-                over.fill_(float(seen >= 0.95 * STRANGERS or time.monotonic() > deadline))
+                over.fill_(float(seen >= 0.95 * most or time.monotonic() > deadline))
             dist.broadcast(over, 0)
     dist.barrier()
     dist.destroy_process_group()
     return seen
 
 
-def test_a_job_goes_on_while_strangers_are_at_the_store(hosts):
-    assert hosts(2, 1)(work_among_strangers)[0] > STRANGERS / 2
+@COUNTS
+def test_a_job_goes_on_while_strangers_are_at_the_store(hosts, strangers):
+    assert hosts(2, 1)(work_among_strangers, strangers)[0] > strangers / 2
 
 
 def be_shown_out_at_first() -> None:

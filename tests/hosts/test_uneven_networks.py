@@ -7,6 +7,8 @@ import os
 import torch
 
 import paceline as dist
+from hosts.fixture import Hosts, HostsWorld
+from hosts.network import Network
 
 RACKS = '{"node": "1gbit,0.1ms", "groups": {"a": [[0, 1], "100mbit,1ms"], "b": [[2, 3], "100mbit,1ms"]}}'
 
@@ -42,6 +44,37 @@ def sums_of_racks():
         assert chosen(three) == "synthesised"
     dist.barrier()
     dist.destroy_process_group()
+
+
+class SlowLast(Hosts):
+    """Three hosts, of which the last has a slow link."""
+
+    def __init__(self) -> None:
+        super().__init__(3, rate="400mbit")
+
+    def start(self, fn, *args):
+        network = Network(3, 1, self.mtu, self.rate, None)
+        try:
+            network.bound(2, "40mbit")
+            return HostsWorld(network, self.ranks_of_hosts, fn, args)
+        except BaseException:
+            network.close()
+            raise
+
+
+def sums_over_a_slow_link():
+    dist.init_process_group()
+    text = dist.explain("all_reduce", 1 << 20)
+    sum_on(None, range(3))
+    dist.barrier()
+    dist.destroy_process_group()
+    return text
+
+
+def test_a_slow_link_is_found_when_the_ranks_meet(hosts):
+    texts = SlowLast()(sums_over_a_slow_link)
+    assert "synthesised" in texts[0], "a schedule was made for this network"
+    assert texts == [texts[0]] * 3
 
 
 def test_racks_of_unequal_hosts_sum_by_a_schedule_of_their_own(hosts):

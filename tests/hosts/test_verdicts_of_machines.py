@@ -34,8 +34,8 @@ def test_the_serving_launcher_names_a_rank_elsewhere(machines):
     first, second = (
         machines.start(host, *place, *flags, "--node-rank", str(host), str(machines.script)) for host in range(2)
     )
-    machines.wait(lambda: "is not there" in machines.said(first))
+    # A rank that a busy machine keeps from its call may be named before it.
+    machines.wait(lambda: "rank 3 is not there: it is stopped by a signal" in machines.said(first))
     said = machines.said(first)
     assert "ranks 0-2 wait in all_reduce(float32, 4) call 12 (worker.py:9)" in said
-    assert "rank 3 is not there: it is stopped by a signal" in said
     assert "is not there" not in machines.said(second)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from hosts.wire import VNET_HEADER, Conditions, Wire
@@ -66,3 +68,28 @@ def test_loss_follows_the_seed():
 def test_conditions_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match="must"):
         Conditions(**wrong)
+
+
+def segment(to: bytes, port: int, flags: int) -> bytes:
+    """A frame of TCP over IPv4 to a port."""
+    ip = bytes([0x45]) + bytes(8) + bytes([6]) + bytes(10)
+    tcp = struct.pack(">HH8xBB", 40_000, port, 0x50, flags)
+    return frame(to, bytes(6) + b"\x08\x00" + ip + tcp)
+
+
+@pytest.mark.parametrize(
+    ("to", "port", "flags", "passes"),
+    [
+        (b"host-1", 29500, 0x02, True),  # SYN
+        (b"host-1", 29400, 0x02, False),
+        (b"host-1", 29400, 0x12, True),  # SYN and ACK: host 1 has asked for this connection
+        (b"host-1", 29400, 0x10, True),
+        (b"host-2", 29500, 0x02, False),
+        (b"host-2", 29500, 0x12, True),
+        (b"host-0", 29400, 0x02, True),
+    ],
+)
+def test_a_firewall_keeps_out_who_asks_at_other_ports(to, port, flags, passes):
+    wire = Wire(PORTS, Conditions(doors=frozenset({(1, 29500), (2, 0)})))
+    wire.send(2 if to != b"host-2" else 1, segment(to, port, flags), 0.0)
+    assert bool(targets(wire)) == passes

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 VNET_HEADER = 10  # before each frame the kernel tells how it is to be cut into packets and where its checksum goes
+_SYN, _ACK = 0x02, 0x10
 _LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by any queue
 
 
@@ -17,7 +18,9 @@ _LIMIT = 256 << 20  # bytes under way; what comes in beyond is dropped, as by an
 class Conditions:
     """`delay_ms` is one way; `loss` is the probability for a packet; `cut` holds pairs of hosts, lower number first.
 
-    With `port`, only the TCP connections over IPv4 to this port are cut.
+    With `port`, only the TCP connections over IPv4 to this port are cut. `doors` holds hosts behind a firewall, each
+    with a port at which it accepts TCP connections over IPv4 from other hosts, or 0 if there is none; its own
+    connections to others pass.
     """
 
     delay_ms: float = 0.0
@@ -25,6 +28,7 @@ class Conditions:
     seed: int = 0
     cut: frozenset[tuple[int, int]] = frozenset()
     port: int = 0
+    doors: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.delay_ms < 0 or not 0 <= self.loss <= 1:
@@ -72,7 +76,18 @@ class Wire:
         first, second = sorted((self._hosts[source], self._hosts[target]))
         if (first, second) in self.conditions.cut and self.conditions.port in (0, *_tcp_ports(frame)):
             return True
+        if self._is_kept_out(self._hosts[target], frame):
+            return True
         return self.conditions.loss > 0 and self._random.random() < self.conditions.loss
+
+    def _is_kept_out(self, target: int, frame: bytes) -> bool:
+        """Whether the firewall of a host keeps a frame out: one that asks for a connection at another port."""
+        doors = {port for host, port in self.conditions.doors if host == target}
+        if not doors or not (ports := _tcp_ports(frame)):
+            return False
+        packet = frame[VNET_HEADER + 14 :]
+        flags = packet[4 * (packet[0] & 15) + 13]
+        return flags & (_SYN | _ACK) == _SYN and ports[1] not in doors
 
 
 def _tcp_ports(frame: bytes) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_programs import torch_group
-from world import free_port
+from world import reserved_port
 
 import paceline
 import paceline.plugin
@@ -86,7 +86,7 @@ def test_a_group_of_its_own_takes_precedence(ranks, tmp_path):
 def shard_fully() -> None:
     paceline.plugin.register()
     paceline.init_process_group()
-    port = [free_port("127.0.0.1")]
+    port = [reserved_port()]
     paceline.broadcast_object_list(port, 0)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))  # where Paceline's own store is not
     model = fully_shard(nn.Linear(4, 2))

@@ -6,17 +6,19 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import elastic_job
 import launching
 import pytest
 import torch
+from elastic_job import Outcome
+from forked_scripts import run_script
 from launching import wait_until
 from torch import nn
-from world import Ranks
+from world import RankFailed, Ranks
 
 import paceline as dist
 
@@ -72,46 +74,54 @@ def digests(output: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    script = write(tmp_path_factory.mktemp("alone"), PLAIN)
-    environment = {**launching.ENVIRONMENT, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1", "RANK": "0"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    (digest,) = digests(done.stdout)
+    (said,) = Ranks(1)(run_script, write(tmp_path_factory.mktemp("alone"), PLAIN))
+    (digest,) = digests(str(said))
     return {digest}
 
 
-KILL = (
-    'if step == 13 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0": '
-    "os.kill(os.getpid(), 9)"
-)
+def train_elastic(script: str, workers: int, **options: Any) -> Outcome:
+    policy = {"gather_s": 0.02, "start_patience_s": 20.0}
+    return elastic_job.run(run_script, script, workers=workers, policy=policy, **options)
 
 
+def digests_of(outcome: Outcome) -> set[str]:
+    assert (outcome.code, outcome.errors) == (0, {}), outcome
+    return set().union(*(digests(str(said)) for said in outcome.results.values()))
+
+
+DIES = 'if step == 13 and os.environ["{name}"] == "{value}": os.kill(os.getpid(), 9)'
+
+
+def test_a_job_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, undisturbed: set[str]) -> None:
+    script = write(tmp_path, PLAIN, DIES.format(name="RANK", value="1"))
+    with Ranks(2).start(run_script, script) as world, pytest.raises(RankFailed, match="PeerLostError"):
+        world.join(expect_dead={1})
+    for said in Ranks(2)(run_script, write(tmp_path, PLAIN)):
+        assert digests(str(said)) == undisturbed
+
+
+@pytest.mark.soak
 def test_a_restarted_job_ends_with_the_same_bits(tmp_path: Path, undisturbed: set[str]) -> None:
-    script = write(tmp_path, PLAIN, KILL)
+    dies = 'if step == 13 and os.environ["RANK"] + os.environ["TORCHELASTIC_RESTART_COUNT"] == "10": '
+    script = write(tmp_path, PLAIN, dies + "os.kill(os.getpid(), 9)")
     done = launching.run("--nproc-per-node", "2", "--max-restarts", "1", script)
     assert done.returncode == 0, done.stderr
     assert digests(done.stdout) == undisturbed
 
 
 def test_an_elastic_job_saves_while_workers_die(tmp_path: Path, undisturbed: set[str]) -> None:
-    then = 'if step == 13 and os.environ["PACELINE_WORKER"] == "0.1.0": os.kill(os.getpid(), 9)'
-    script = write(tmp_path, ELASTIC, then)
-    done = launching.run("--elastic", "--nproc-per-node", "3", script)
-    assert done.returncode == 0, done.stderr
-    assert digests(done.stdout) == undisturbed
+    outcome = train_elastic(write(tmp_path, ELASTIC, DIES.format(name="PACELINE_WORKER", value="0.1.0")), 3)
+    assert digests_of(outcome) == undisturbed
+    assert outcome.ended["0.1.0"] == -9
     names = sorted(each.name for each in (tmp_path / "checkpoints").glob("step_*"))
     assert names[-1] == "step_0000000030"
     assert len(names) <= 3, "one more than are kept, if the removal of the oldest was cut short"
 
 
 def test_an_elastic_job_goes_on_from_a_checkpoint(tmp_path: Path, undisturbed: set[str]) -> None:
-    end = "if step == 13: os._exit(3)"
-    first = launching.run("--elastic", "--nproc-per-node", "2", write(tmp_path, ELASTIC, end))
-    assert first.returncode != 0
-    again = launching.run("--elastic", "--nproc-per-node", "3", write(tmp_path, ELASTIC))
-    assert again.returncode == 0, again.stderr
-    assert digests(again.stdout) == undisturbed
+    first = train_elastic(write(tmp_path, ELASTIC, "if step == 13: os._exit(3)"), 2, replaces=False)
+    assert first.code != 0
+    assert digests_of(train_elastic(write(tmp_path, ELASTIC), 3)) == undisturbed
 
 
 def test_an_elastic_job_that_is_asked_to_end_saves(tmp_path: Path, undisturbed: set[str]) -> None:
@@ -119,15 +129,13 @@ def test_an_elastic_job_that_is_asked_to_end_saves(tmp_path: Path, undisturbed: 
         'if step == 13 and os.environ["PACELINE_WORKER"] == "0.0.0": os.kill(os.getppid(), signal.SIGTERM)\n'
         "            if step >= 13: time.sleep(min(step - 12, 5))"
     )
-    flags = ("--elastic", "--nproc-per-node", "2", "--start-method=spawn", "--shutdown-timeout", "1000")
+    flags = ("--elastic", "--nproc-per-node", "2", "--shutdown-timeout", "1000")
     first = launching.run(*flags, write(tmp_path, ELASTIC, then, every=1000))
     assert not digests(first.stdout), "the job went on to its end"
     assert re.search(r"the job is to end; the checkpoint of step \d+ is in ", first.stderr), first.stderr
     (saved,) = (tmp_path / "checkpoints").glob("step_*")
     assert int(saved.name.removeprefix("step_")) >= 13
-    again = launching.run("--elastic", "--nproc-per-node", "2", write(tmp_path, ELASTIC))
-    assert again.returncode == 0, again.stderr
-    assert digests(again.stdout) == undisturbed
+    assert digests_of(train_elastic(write(tmp_path, ELASTIC), 2)) == undisturbed
 
 
 def end_when_asked(root: Path) -> int:

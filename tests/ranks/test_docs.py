@@ -40,6 +40,7 @@ _LIMIT_S = 110
 # What these pages show is run by other tests, since it needs other processes, another engine or another framework.
 _RUN_ELSEWHERE = {
     "checkpoints.md": "tests/ranks/test_checkpoints_in_training.py",
+    "clusters.md": "tests/clusters/test_ray.py",
     "elastic.md": "tests/elastic/test_usual_loop.py",
     "engines.md": "tests/engines/test_conformance.py",
     "hosts.md": "tests/hosts/test_formation.py",

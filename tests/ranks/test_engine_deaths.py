@@ -2,87 +2,80 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
-from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
-from world import free_port
+from hosts.talking import await_word, say
+from world import Ranks
 
 import paceline as dist
 
 # Each rank has a number in its own PID namespace that nobody has in the others.
-_ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]
-_PROGRAM = """
-import os, sys
-from datetime import timedelta
-import torch
-import paceline as dist
+_ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+_CLONE_NEWNS, _CLONE_NEWPID = 0x00020000, 0x20000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_libc = ctypes.CDLL(None, use_errno=True)  # os.unshare came with Python 3.12
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-pairs = [dist.new_group([0, other]) for other in (1, 1, 2)]
-dist.barrier()
-print("met", flush=True)
-for line in sys.stdin:
-    if line.strip() == "leave":
-        break
-    pair, timeout_s = line.split()
-    try:
-        dist.all_reduce(torch.ones(2), group=pairs[int(pair)], timeout=timedelta(seconds=float(timeout_s)))
-    except dist.PacelineError as error:
-        print(type(error).__name__, error, flush=True)
-"""
+
+def in_a_namespace_of_its_own(directory: str) -> None:
+    """Runs `leave_or_die` in a process of a new PID namespace; when that has ended, it is said."""
+    assert _libc.unshare(_CLONE_NEWPID | _CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        return
+    assert _libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+    assert _libc.mount(b"proc", b"/proc", b"proc", 0, None) == 0
+    for _ in range(3 * int(os.environ["RANK"]) + 1):
+        if (passing := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(passing, 0)
+    if (worker := os.fork()) == 0:
+        try:
+            leave_or_die(directory)
+        finally:
+            os._exit(0)
+    os.waitpid(worker, 0)
+    say(directory, f"{os.environ['RANK']} has ended")
+    os._exit(0)
+
+
+def leave_or_die(directory: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    pairs = [dist.new_group([0, other]) for other in (1, 1, 2)]
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank == 1:
+        await_word(directory, "silent")
+        dist.destroy_process_group()
+    elif rank == 2:
+        await_word(directory, "left")
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        for word, after, timeout_s in (("silent", (), 1), ("left", ["1 has ended"], 60), ("died", ["2 has ended"], 60)):
+            await_word(directory, *after)
+            with pytest.raises(dist.PacelineError) as caught:
+                pair = pairs[("silent", "left", "died").index(word)]
+                dist.all_reduce(torch.ones(2), group=pair, timeout=timedelta(seconds=timeout_s))
+            Path(directory, f"{word}.text").write_text(f"{type(caught.value).__name__} {caught.value}")
+            say(directory, word)
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, str]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What rank 0 says of one that is silent, then leaves, and of one that is killed, each in its own namespace."""
-    if subprocess.run([*_ALONE, "true"], capture_output=True).returncode:
+    if subprocess.run(_ALONE, capture_output=True).returncode:
         pytest.skip("PID namespaces are not permitted here")
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
-        "PACELINE_SECRET": "ab" * 16,
-        "OMP_NUM_THREADS": "1",
-    }
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(3):
-            script = f'for _ in {"x " * (3 * rank + 1)}; do /bin/true; done; "$0" -c "$1"; exit'
-            process = subprocess.Popen(
-                [*_ALONE, script, sys.executable, _PROGRAM],
-                env={**environment, "RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)  # and all in its namespace with it
-            ranks.append(process)
-        for process in ranks:
-            assert _answer(process) == "met"
-        first, leaving, dying = ranks
-        silent = _answer(first, "0 1")
-        assert leaving.communicate("leave\n", timeout=60) == ("", None)
-        left = _answer(first, "1 60")
-        dying.kill()
-        dying.wait()
-        return {"silent": silent, "left": left, "died": _answer(first, "2 60")}
-
-
-def _answer(rank: subprocess.Popen[str], order: str | None = None) -> str:
-    assert rank.stdin is not None and rank.stdout is not None
-    if order is not None:
-        rank.stdin.write(f"{order}\n")
-        rank.stdin.flush()
-    return rank.stdout.readline().strip()
+    directory = tmp_path_factory.mktemp("words")
+    Ranks(3)(in_a_namespace_of_its_own, str(directory))
+    return {file.stem: file.read_text() for file in directory.glob("*.text")}
 
 
 def test_a_live_rank_of_another_namespace_is_not_dead(verdicts):

@@ -47,13 +47,14 @@ def test_a_dead_rank_is_named_to_every_waiter(ranks, asynchronous):
 
 
 def die_with_open_sockets(algorithm: str | None) -> int:
-    dist.init_process_group(algorithm=algorithm, timeout=timedelta(seconds=10))
-    dist.barrier()
+    dist.init_process_group(algorithm=algorithm, timeout=timedelta(seconds=60))
     if dist.get_rank() == 1:
+        dist.barrier()
         sockets = [int(fd) for fd in os.listdir("/proc/self/fd") if stat.S_ISSOCK(_mode(f"/proc/self/fd/{fd}"))]
         subprocess.Popen(["sleep", "60"], pass_fds=sockets)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.PeerLostError) as caught:
+        dist.barrier()  # which the one that dies may leave before the others
         dist.all_reduce(torch.ones(100_000))
     return caught.value.rank
 

@@ -19,7 +19,7 @@ Told = tuple[int, str]
 
 def _lose(end: str, way: str) -> Told | None:
     """The victim goes, rank 0 sees it in the default group and goes too; the others have a group with rank 0 alone."""
-    dist.init_process_group(timeout=timedelta(seconds=20))
+    dist.init_process_group(timeout=timedelta(seconds=80))
     rank = dist.get_rank()
     pairs = [dist.new_group([_MESSENGER, other]) for other in (1, 2, 3)]
     dist.barrier()
@@ -45,7 +45,7 @@ def _lose(end: str, way: str) -> Told | None:
 
 def test_a_rank_that_left_after_a_death_names_the_dead(ranks):
     with ranks(5).start(_lose, "dies", "destroy") as world:
-        told = world.join(30, expect_dead={_VICTIM})
+        told = world.join(60, expect_dead={_VICTIM})
         dead, messenger = (f"rank {rank} ({os.uname().nodename}, pid {world.pids[rank]})" for rank in (_VICTIM, 0))
     for rank in range(4):
         named, message = told[rank]
@@ -57,7 +57,7 @@ def test_a_rank_that_left_after_a_death_names_the_dead(ranks):
 
 def test_a_rank_that_left_after_another_left_names_that(ranks):
     with ranks(5).start(_lose, "leaves", "destroy") as world:
-        told = world.join(30)
+        told = world.join(60)
     for rank in range(4):
         named, message = told[rank]
         assert named == _VICTIM
@@ -66,7 +66,7 @@ def test_a_rank_that_left_after_another_left_names_that(ranks):
 
 def test_a_rank_that_ended_after_a_death_is_named_with_the_dead(ranks):
     with ranks(5).start(_lose, "dies", "exit") as world:
-        told = world.join(30, expect_dead={_MESSENGER, _VICTIM})
+        told = world.join(60, expect_dead={_MESSENGER, _VICTIM})
         dead, messenger = (f"rank {rank} ({os.uname().nodename}, pid {world.pids[rank]})" for rank in (_VICTIM, 0))
     for rank in (1, 2, 3):
         named, message = told[rank]

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hosts.talking import await_word, say
 from launching import wait_until
-from world import Ranks
+from world import Ranks, reserved_port
 
 from paceline import PacelineError
 from paceline.rendezvous.rendezvous import rendezvous
@@ -45,15 +46,9 @@ def _claim(url: str, ranks: list[int], world_sizes: list[int], timeout_s: float)
     return _meet(url, world_sizes[own], ranks[own], timeout_s)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(params=["tcp", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"tcp://127.0.0.1:{_free_port()}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
+    return f"tcp://127.0.0.1:{reserved_port()}" if request.param == "tcp" else f"file://{tmp_path}/meeting"
 
 
 def _three_times(url: str) -> list[tuple[str, float]]:
@@ -100,14 +95,23 @@ def test_different_world_sizes_fail_at_once_on_every_rank(ranks: type[Ranks], ur
         assert seconds < TIMEOUT_S / 2
 
 
-def test_a_rank_that_does_not_come_is_named_on_every_rank(ranks: type[Ranks], url: str) -> None:
-    for told, _ in ranks(3)(_claim, url, [0, 1, 3], [4, 4, 4], 2.0):
+def _claim_together(directory: str, url: str, ranks: list[int], world_size: int, timeout_s: float) -> str:
+    """Begins only when all are there, so that nobody's time is up before another begins."""
+    say(directory, str(_own_rank()))
+    await_word(directory, *map(str, range(len(ranks))))
+    return _claim(url, ranks, [world_size] * len(ranks), timeout_s)[0]
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_rank(ranks: type[Ranks], url: str, tmp_path: Path) -> None:
+    directory = tmp_path / "words"
+    directory.mkdir()
+    for told in ranks(3)(_claim_together, str(directory), url, [0, 1, 3], 4, 2.0):
         assert told.startswith("RendezvousTimeoutError: ")
         assert "waited 2 s for 4 ranks; 0, 1, 3 arrived, 2 did not" in told
 
 
 def test_rank_0_that_does_not_come_is_named(ranks: type[Ranks]) -> None:
-    url = f"tcp://127.0.0.1:{_free_port()}"
+    url = f"tcp://127.0.0.1:{reserved_port()}"
     for told, _ in ranks(2)(_claim, url, [1, 2], [3, 3], 1.0):
         assert told.startswith("RendezvousTimeoutError: ")
         assert "waited 1 s for 3 ranks; rank 0" in told
@@ -122,7 +126,7 @@ def test_a_port_held_by_another_program_is_reported_with_it(ranks: type[Ranks]) 
 
 
 def test_a_second_job_at_the_same_address_disturbs_nobody(ranks: type[Ranks], tmp_path: Path) -> None:
-    url = f"tcp://127.0.0.1:{_free_port()}"
+    url = f"tcp://127.0.0.1:{reserved_port()}"
     with ranks(2).start(_stay, url, str(tmp_path)) as running:
         wait_until(lambda: len(list(tmp_path.glob("met-*"))) == 2)
         answers = [_start_stranger(url, rank) for rank in range(2)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import Ranks
 from launching import sleep_for_a_while, wait_until
-from world import free_port
+from world import reserved_port
 
 import paceline as dist
 from paceline.group import default, forming
@@ -79,7 +79,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_death_is_told_to_those_that_wait_and_to_the_late(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
-    place = str(tmp_path / "store") if kind in ("unix", "file") else f"127.0.0.1:{free_port('127.0.0.1')}"
+    place = str(tmp_path / "store") if kind in ("unix", "file") else f"127.0.0.1:{reserved_port()}"
     with ranks(4).start(_come, kind, place, str(tmp_path)) as world:
         _await([tmp_path / f"came-{rank}" for rank in (0, _VICTIM, 3)])
         time.sleep(0.5)  # for the claims to be made; the test is right, if of less, without it
@@ -114,7 +114,7 @@ def _serve_and_die(place: str, directory: str) -> Told:
 
 
 def test_the_death_of_the_rank_that_serves_is_told(ranks: type[Ranks], tmp_path: Path) -> None:
-    place = f"127.0.0.1:{free_port('127.0.0.1')}"
+    place = f"127.0.0.1:{reserved_port()}"
     with ranks(4).start(_serve_or_stay_away, place, str(tmp_path)) as world:
         _await([tmp_path / f"came-{rank}" for rank in (0, 1, 2)])
         # Where all have a connection to the store and sleep, they wait for the last rank, and nobody connects any more.
@@ -148,7 +148,7 @@ def _die(*_: object) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_a_death_before_the_group_forms_is_told(ranks: type[Ranks], tmp_path: Path, kind: str) -> None:
-    place = str(tmp_path / "store") if kind == "file" else f"127.0.0.1:{free_port('127.0.0.1')}"
+    place = str(tmp_path / "store") if kind == "file" else f"127.0.0.1:{reserved_port()}"
     with ranks(3).start(_die_between_meeting_and_forming, kind, place) as world:
         told = world.join(60, expect_dead={_VICTIM})
     for rank in (0, 1):
@@ -173,7 +173,7 @@ def _meet_twice_and_stay(place: str, directory: str) -> str:
 
 
 def test_a_new_meeting_at_the_address_is_not_spoilt(ranks: type[Ranks], tmp_path: Path) -> None:
-    place = f"127.0.0.1:{free_port('127.0.0.1')}"
+    place = f"127.0.0.1:{reserved_port()}"
     assert ranks(3)(_meet_twice_and_stay, place, str(tmp_path)) == ["complete"] * 3
 
 
@@ -193,4 +193,4 @@ def _share_a_store(place: str) -> list[bool]:
 
 
 def test_a_programs_own_last_wills_are_kept(ranks: type[Ranks]) -> None:
-    assert ranks(2)(_share_a_store, f"127.0.0.1:{free_port('127.0.0.1')}") == [[False, False], []]
+    assert ranks(2)(_share_a_store, f"127.0.0.1:{reserved_port()}") == [[False, False], []]

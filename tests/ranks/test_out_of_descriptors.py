@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from world import free_port
+from world import reserved_port
 
 import paceline as dist
 
@@ -64,7 +64,7 @@ def _run_out(ports: list[int]) -> list[str]:
 
 
 def test_a_rank_without_descriptors_is_not_called_dead(ranks):
-    rich, poor = ranks(2)(_run_out, [free_port("127.0.0.1") for _ in _SPARE])
+    rich, poor = ranks(2)(_run_out, [reserved_port() for _ in _SPARE])
     assert (rich[-1], poor[-1]) == ("enough", "enough")
     failed = [(mine, theirs) for mine, theirs in zip(poor, rich, strict=True) if mine != "enough"]
     assert len(failed) > len(_SPARE) // 2

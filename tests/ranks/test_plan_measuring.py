@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.plan.calibration import read
-from paceline.plan.measuring.links import hosts_of, measure_link
+from paceline.plan.measuring.links import hosts_of, measure_link, measure_pairs, usual_link
 from paceline.plan.measuring.meeting import Meeting
 from paceline.plan.measuring.watching import StepWatch
 
@@ -155,6 +155,23 @@ def test_a_link_has_a_latency_and_a_rate(ranks):
     assert nothing is None
     assert 0 < link.latency_s < 10
     assert 1e6 < link.bytes_per_s < 1e13
+
+
+def see_all_links() -> object:
+    paceline.init_process_group()
+    pairs = measure_pairs([[0], [1], [2]])
+    paceline.barrier()
+    paceline.destroy_process_group()
+    return pairs
+
+
+def test_all_ranks_learn_the_link_of_every_pair(ranks):
+    first, *others = ranks(3)(see_all_links)
+    assert [(pair.first, pair.second) for pair in first] == [(0, 1), (0, 2), (1, 2)]
+    assert all(pairs == first for pairs in others)
+    rates = sorted(pair.link.bytes_per_s for pair in first)
+    assert usual_link(first).bytes_per_s == rates[1] and rates[0] > 1e6
+    assert usual_link([]) is None
 
 
 SCRIPT = """

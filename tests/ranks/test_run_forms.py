@@ -99,6 +99,25 @@ def test_a_function_of_a_notebook_runs_on_every_rank(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "rank1"]
 
 
+CELLS_THAT_COMPUTE = """
+import torch, paceline
+torch.set_num_threads(4)
+torch.rand(1 << 20).exp()  # starts OpenMP's threads, which a fork has not
+
+def compute(rank):
+    torch.rand(1 << 20).exp()
+    open("%s", "w").close()
+
+paceline.notebook_launch(compute, 1)
+"""
+
+
+def test_a_notebook_that_has_computed_has_ranks_that_compute(tmp_path):
+    done = tmp_path / "done"
+    subprocess.run([sys.executable], input=CELLS_THAT_COMPUTE % done, text=True, check=True, timeout=60)
+    assert done.exists()
+
+
 def fail(rank: int) -> None:
     raise KeyError(f"of {rank}")
 

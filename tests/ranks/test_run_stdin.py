@@ -170,8 +170,8 @@ def test_ctrl_z_stops_the_workers_with_the_launcher(script, tmp_path):
         terminal.type("\x1a")
         terminal.wait_for("Stopped")
         wait_until(lambda: state_of(worker) == "T")
-        terminal.type("bg\r")  # it waits for what is typed, so it stops again
-        terminal.wait_for("$ ")
+        terminal.type("bg\r")
+        terminal.press_enter_until("Stopped")  # again, since it waits for what is typed
         wait_until(lambda: state_of(worker) == "T")
         terminal.type("fg\r")
         terminal.wait_for("name? ")

@@ -93,6 +93,6 @@ def test_one_that_comes_a_moment_after_the_verdict_hears_it() -> None:
     assert told == []  # both still keep the store for the third
     come(0, 3)
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(told) == 3
     assert all("rank 1 was claimed twice" in each for each in told)

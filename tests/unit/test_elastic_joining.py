@@ -290,7 +290,7 @@ def test_a_donor_waits_for_a_learner_that_is_too_slow(donor):
     assert not made.snapshot.is_over
     made.snapshot.log(*result(9, torch.ones(1)))
     assert not made.snapshot.make_room()
-    slowly.join(10.0)
+    slowly.join(60.0)
     assert not slowly.is_alive()
     replay.close()
 
@@ -312,7 +312,7 @@ def test_steps_that_the_learner_has_make_room_in_their_round(donor):
         made.snapshot.make_room()  # 72 MiB are more than the log may hold
         assert not made.snapshot.is_over, "the learner takes both steps, and has not got stuck"
         made.snapshot.log(*result(7))
-    asks.join(10.0)
+    asks.join(60.0)
     assert not asks.is_alive()
     replay.close()
 

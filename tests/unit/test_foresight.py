@@ -1,39 +1,26 @@
-"""A group says once that its calls take other times than predicted, by the least of many."""
+"""What is said of calls that take other times than predicted; networks are read as users describe them."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.engine.native.foresight import Foresight
+from paceline.engine.native.foresight import Surprise, words_of
 from paceline.engine.native.uneven import read_network
-from paceline.schedule.cost import Choice, CostModel, LinkCost, Prediction
+from paceline.record.names import DTYPES
+from paceline.schedule.cost import CostModel, LinkCost
 from paceline.schedule.network import Group, Link
+from paceline.schedule.registry import number_of
 from paceline.schedule.steps import Operation
 
-CHOICE = Choice(Operation.ALL_REDUCE, 1 << 20, 4, 4, "ring", (Prediction("tree", 1e-3), Prediction("ring", 2e-3)), "")
 MODEL = CostModel(LinkCost(1e-6, 1e-10), LinkCost(1e-4, 1e-9), 1e-10)
 HOSTS = ((0, 1), (2, 3), (4, 5))
 
 
-def said(times):
-    foresight = Foresight()
-    return [text for took_s in times if (text := foresight.compare(CHOICE, took_s)) is not None]
-
-
-def test_calls_that_are_far_off_are_mentioned_once():
-    (text,) = said([5e-3] * 60)
-    assert "all_reduce of 1,048,576 bytes by ring took 5 ms at least in 20 calls" in text
+def test_calls_that_are_far_off_are_named_with_both_times():
+    found = Surprise(Operation.ALL_REDUCE, number_of("ring"), DTYPES.index("float32"), 1 << 18, 20, 5_000_000, 2_000_000)
+    text = words_of(found)
+    assert "all_reduce of 262,144 float32 by ring took 5 ms at least in 20 calls" in text
     assert "predicted to take 2 ms" in text and "PACELINE_NETWORK" in text
-    assert len(said([1e-3] * 20)) == 1
-
-
-def test_calls_as_predicted_and_few_calls_are_not_mentioned():
-    assert not said([2.3e-3] * 60)
-    assert not said([9e-3] * 19)
-
-
-def test_one_call_in_time_shows_that_the_others_only_waited():
-    assert not said([9e-3] * 10 + [2e-3] + [9e-3] * 60)
 
 
 def test_a_network_is_read_as_users_write_it():

@@ -60,7 +60,7 @@ def _between(change: Callable[[int, bytes], bytes]) -> tuple[object, object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     return results[0], results[1]
 

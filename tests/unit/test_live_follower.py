@@ -217,6 +217,22 @@ def test_what_is_hidden_behind_backward_is_not_exposed():
     assert step.communication_s == pytest.approx(0.4)
 
 
+def test_a_step_is_predicted_from_its_calls():
+    """The buckets are averaged one after another, in 0.3 s and 0.4 s; of the last call nothing was predicted."""
+    buckets = [Bucket(0.1, 0.1, 0.6, 1), Bucket(0.8, 0.8, 1.5, 1)]
+    calls = [PastCall(0.1, 0, 0.6, True, 0.3), PastCall(0.8, 0, 1.5, True, 0.4), PastCall(1.6, 0, 1.8, False)]
+    step = Pieces(buckets=buckets, calls=calls).step(1, 0.0, 2.0)
+    assert step.exposed_s == pytest.approx(0.9)
+    assert step.predicted_s == pytest.approx(2.0 - 0.9 + 0.4 + 0.2)
+
+
+def test_a_step_without_predictions_has_none():
+    buckets, unpredicted = [Bucket(0.1, 0.1, 0.6, 1)], PastCall(0.1, 0, 0.6, True)
+    assert Pieces(buckets=buckets, calls=[unpredicted]).step(1, 0.0, 1.0).predicted_s is None
+    elsewhere = PastCall(0.7, 0, 0.8, False, 0.1)
+    assert Pieces(buckets=buckets, calls=[unpredicted, elsewhere]).step(1, 0.0, 1.0).predicted_s is None
+
+
 def test_a_bucket_waits_until_all_ranks_have_come():
     pieces = Pieces(buckets=[Bucket(0.1, 0.1, 0.9, 1)], calls=[PastCall(0.1, 0.7, 0.9, False)])
     assert pieces.step(1, 0.0, 1.0).buckets == (Bucket(0.1, 0.7, 0.9, 1),)

@@ -10,9 +10,9 @@ from simulated_training import Training
 
 from paceline.observe.live.board import Board
 from paceline.observe.live.feed import Feed, changes
-from paceline.observe.live.picture import PARTS, Picture, StepColumn
+from paceline.observe.live.picture import PARTS, CallRow, Picture, StepColumn
 from paceline.observe.live.prometheus import metrics
-from paceline.observe.live.sample import Facts, RankSample, RankStep, Sample, State, Verdict
+from paceline.observe.live.sample import CallTally, Facts, RankSample, RankStep, Sample, State, Verdict
 from paceline.observe.live.spans import about
 from paceline.observe.live.tail import Tail, Thinned
 from paceline.observe.live.what_if import what_if
@@ -101,6 +101,27 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_others():
     shown = board.picture().steps.items
     assert len(shown) == 20
     assert shown[0].compute == (100.0,)
+
+
+def test_calls_are_shown_beside_what_was_predicted():
+    """The rank that waits least counts, and the kind that takes most of the time comes first."""
+    board = Board()
+    for _ in range(3):
+        quick, slow = (CallTally("all_reduce", "float32", 1000, "ring", 2, took_s, 1e-3) for took_s in (2.1e-3, 9e-3))
+        short = CallTally("broadcast", "int64", 8, "tree", 1, 5e-5, 1e-4)
+        board.take(Sample(1.0, Facts("job"), (RankSample(0, calls=(slow, short)), RankSample(1, calls=(quick,)))))
+    assert board.picture().calls == (
+        CallRow("all_reduce of 1,000 float32, ring", 6, predicted=1.0, actual=1.05, is_far=False),
+        CallRow("broadcast of 8 int64, tree", 3, predicted=0.1, actual=0.05, is_far=True),
+    )
+
+
+def test_a_step_is_shown_beside_what_was_predicted():
+    board = Board()
+    steps = tuple(replace(step_of(number), predicted_s=0.08) for number in range(4))
+    board.take(Sample(1.0, Facts("job"), (RankSample(0, steps=steps),)))
+    assert board.picture().figures.predicted == 80.0
+    assert [column.predicted for column in board.picture().steps.items] == [80.0] * 4
 
 
 def test_values_are_joined_over_the_ranks_that_log_them():

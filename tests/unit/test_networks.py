@@ -44,10 +44,10 @@ def test_a_network_lists_every_rank_once():
 
 def test_the_cost_model_has_the_slowest_and_the_farthest_link():
     plain = Network.uniform(4, 2, node=Link(1e-4, 1e9), within_host=Link(1e-6, 1e10), gamma_s_per_byte=1e-10)
-    assert plain.cost_model() == CostModel(LinkCost(1e-6, 1e-10), LinkCost(1e-4, 1e-9), 1e-10)
+    assert plain.cost_model() == CostModel(LinkCost(1e-6, 1e-10, 0.0), LinkCost(1e-4, 1e-9, 0.0), 1e-10)
     racks = (Group("a", (0, 1), Link(0.01, 1e8)), Group("b", (2, 3), Link(0.02, 1e9)))
     uneven = Network(plain.hosts, plain.within_host, plain.node, racks)
-    assert uneven.cost_model().between_hosts == LinkCost(0.02 + 1e-4, 1e-8)
+    assert uneven.cost_model().between_hosts == LinkCost(0.02 + 1e-4, 1e-8, 0.0)
 
 
 def test_costs_become_a_network_and_costs_again():
@@ -55,6 +55,7 @@ def test_costs_become_a_network_and_costs_again():
     again = Network.of_costs(model, ((0, 1), (2, 3))).cost_model()
     assert again.between_hosts.alpha_s == pytest.approx(1e-4)
     assert again.between_hosts.beta_s_per_byte == pytest.approx(1e-9)
+    assert again.between_hosts.busy_s == model.between_hosts.busy_s == pytest.approx(0.5e-4)
 
 
 def test_only_equal_hosts_in_order_are_uniform():

@@ -94,7 +94,7 @@ def test_nothing_is_rounded_on_one_host(operation):
         assert all(step.kind not in (Kind.PACK, Kind.UNPACK, Kind.ADD) for step in schedule.steps)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "tree", "star", "hierarchical"])
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "tree", "star", "hierarchical", "circulant"])
 @pytest.mark.parametrize("hosts", [equal_hosts(2, 3), [[0, 1, 2], [3]]], ids=["equal", "unequal"])
 def test_exact_all_reduces_give_all_ranks_the_same_bits_too(algorithm, hosts):
     require_equal_bits(world(Operation.ALL_REDUCE, hosts, algorithm))

@@ -55,7 +55,8 @@ def test_each_meeting_at_an_address_has_keys_of_its_own():
     assert not second.store.check(["key"])
 
 
-def test_a_rank_that_is_claimed_twice_is_named():
+def test_a_rank_that_is_claimed_twice_is_named(monkeypatch):
+    monkeypatch.setattr("paceline.rendezvous.check_in._HEARING_S", 0.1)  # the other one never hears of it
     store = HashStore()
     PrefixStore("paceline/0/1", store).append("claims", Claim(0, 2, "elsewhere", 1).encode())
 

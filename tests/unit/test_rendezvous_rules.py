@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import FileStore, HashStore, RendezvousError
-from paceline.rendezvous import torchrun as beside_torchrun
+from paceline.rendezvous import own_files
 from paceline.rendezvous.rendezvous import rendezvous
 
 
@@ -112,7 +112,7 @@ def test_beside_torchrun_a_directory_of_another_user_is_refused(
         "TORCHELASTIC_RUN_ID": "../../run",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(beside_torchrun.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(own_files.tempfile, "gettempdir", lambda: str(tmp_path))
     rendezvous("env://", None, -1, -1, 5).store.close()
     own = tmp_path / f"paceline-{os.getuid()}"
     assert [each.name for each in own.iterdir()] == ["..%2F..%2Frun-29500-0"]

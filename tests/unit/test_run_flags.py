@@ -50,6 +50,7 @@ VALUES = {  # by flag: what is written, what it means
     "min-workers": ("2", 2),
     "chaos": ("kill:2s,seed=7", Chaos((("kill", 2.0),), 7)),
     "dash-port": ("8080", 8080),
+    "port": ("29500", 29500),
     "dash-socket": ("/tmp/page", "/tmp/page"),
     "dash-prefix": ("/proxy/8080", "/proxy/8080"),
     "dash-host": ("hub.example", "hub.example"),
@@ -71,6 +72,25 @@ def parse(*arguments: str, environment: dict[str, str] | None = None):
 
 def job(*arguments: str, environment: dict[str, str] | None = None, script: str = __file__) -> Job:
     return job_of(parser(environment or {}).parse_args(["run", *arguments, script]), environment or {})
+
+
+def test_one_port_is_for_several_machines():
+    several = ("--nnodes=2", "--node-rank=0", "--master-addr=a")
+    assert job("--port=29400").one_port is None
+    assert job(*several).one_port is None
+    assert job(*several, "--port=29400").one_port == 29400
+    assert job(*several, environment={"PACELINE_PORT": "29400"}).one_port == 29400
+    assert job(*several, "--port=29400").rendezvous.address == ("a", 29400)
+    assert job(*several, "--port=29400", "--master-port=29500").rendezvous.address == ("a", 29500)
+    assert job("--nnodes=2", "--rdzv-endpoint=a", "--port=29400").rendezvous.address == ("a", 29400)
+    with pytest.raises(ValueError, match="PACELINE_PORT is 'many'"):
+        job(*several, environment={"PACELINE_PORT": "many"})
+
+
+def test_launchers_of_one_machine_cannot_share_a_port():
+    step = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("RANK", "0"), ("SIZE", "4"), ("LOCAL_SIZE", "2"))}
+    with pytest.raises(OptionError, match="--port 29400: 2 launchers on each machine cannot share it"):
+        job("--port=29400", environment={**step, "MASTER_ADDR": "10.0.0.1"})
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)

@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.main import main, parser
 from paceline.launch.job import job_of
 from paceline.launch.manifests import KINDS, Request
-from paceline.launch.schedulers import Scheduler, detect, expand_hostlist
+from paceline.rendezvous.schedulers import Scheduler, detect, expand_hostlist
 
 SLURM = {  # srun on two machines, one task each, as seen by the second
     "SLURM_JOB_ID": "4711",
@@ -101,6 +101,23 @@ def test_mpich_and_intel_mpi():
     assert (found.name, found.node_rank, found.nodes, found.address) == ("MPI (PMI)", 1, 2, "127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("by_mpirun", "scheduler"),
+    [
+        (OPEN_MPI, "Open MPI"),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "MPI (PMI)"),
+    ],
+)
+def test_an_mpirun_that_uses_srun_is_what_started_the_ranks(by_mpirun, scheduler):
+    found = detect({**SLURM, **by_mpirun})
+    assert (found.name, found.node_rank, found.nodes, found.slot) == (scheduler, 3, 4, (1, 2))
+
+
+def test_ranks_of_srun_that_have_pmi_too_are_slurms():
+    found = detect({**SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"})
+    assert (found.name, found.address) == ("Slurm", "gpu07")
+
+
 def test_a_kubernetes_indexed_job():
     found = detect(KUBERNETES, name)
     first = "train-0.train.default.svc.cluster.local"
@@ -158,6 +175,7 @@ def test_the_slurm_script_is_a_shell_script():
     text = KINDS["slurm"](REQUEST)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "#SBATCH --nodes=4\n" in text
+    assert "#SBATCH --requeue\n" in text
     assert "srun --kill-on-bad-exit=1 paceline run --nproc-per-node=gpu --max-restarts=3 train.py --epochs 3\n" in text
 
 
@@ -175,6 +193,57 @@ def test_the_manifests_are_yaml(kind):
     assert variables["PACELINE_SECRET"]["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
     assert pod["containers"][0]["command"][:2] == ["paceline", "run"]
     assert kind == "jobset" or pod["subdomain"] == rest[0]["metadata"]["name"]
+
+
+def test_kubeflows_manifest_leaves_the_meeting_to_its_runtime():
+    yaml = pytest.importorskip("yaml")
+    secret, job = yaml.safe_load_all(KINDS["kubeflow"](REQUEST))
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["command"][:2]) == (4, ["paceline", "run"])
+    (variable,) = trainer["env"]  # Kubeflow refuses those that it sets itself: PET_NNODES and the like
+    assert variable["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
+
+
+def test_in_a_pod_of_kubeflow_its_runtime_says_where_to_meet():
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1",
+            "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29500"}  # fmt: skip
+    found = job(pod | told, "--nproc-per-node=4").rendezvous
+    assert (found.address, found.node_rank, found.max_nodes) == (("train-node-0-0.train", 29500), 1, 2)
+    assert (found.is_static, found.serves) == (True, False)
+
+
+# The fields that the APIs of Kubernetes, JobSet v1alpha2 and Kubeflow Trainer v1alpha1 have at these places, as far as
+# the manifests use them. tests/clusters/test_manifest_schemas.py compares with what is published.
+FIELDS = {
+    "Secret": {"apiVersion", "kind", "metadata", "stringData"},
+    "Service": {"apiVersion", "kind", "metadata", "spec"},
+    "Service/spec": {"clusterIP", "publishNotReadyAddresses", "selector"},
+    "Job/spec": {"completionMode", "completions", "parallelism", "backoffLimit", "template"},
+    "JobSet/spec": {"failurePolicy", "replicatedJobs"},
+    "JobSet/spec/failurePolicy": {"maxRestarts"},
+    "JobSet/spec/replicatedJobs": {"name", "replicas", "template"},
+    "TrainJob/spec": {"runtimeRef", "trainer"},
+    "TrainJob/spec/trainer": {"image", "command", "numNodes", "resourcesPerNode", "env"},
+}
+
+
+@pytest.mark.parametrize("kind", ["k8s", "jobset", "kubeflow"])
+def test_the_manifests_use_fields_that_there_are(kind):
+    yaml = pytest.importorskip("yaml")
+    looked_at = set()
+    for document in yaml.safe_load_all(KINDS[kind](REQUEST)):
+        for place, fields in FIELDS.items():
+            root, *path = place.split("/")
+            found = document if document["kind"] == root else None
+            for name in path:
+                found = found and found.get(name)
+                found = found[0] if isinstance(found, list) else found
+            if found is not None:
+                looked_at.add(root)
+                assert set(found) <= fields, place
+        assert document["kind"] in looked_at
 
 
 def test_the_ray_driver_is_python():

@@ -11,16 +11,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import examples
 
+from paceline.schedule import rails
 from paceline.schedule.registry import ALGORITHMS, build, offers
 from paceline.schedule.steps import ROOTED, Operation
 from paceline.schedule.verify.symbolic import verify
 
-FLAT = [name for name in ALGORITHMS if name != "hierarchical"]
+BY_HOSTS = ("hierarchical", "circulant")  # which need to know the hosts
+BY_HOSTS_PAIRS = [(algorithm, operation) for algorithm in BY_HOSTS for operation in ALGORITHMS[algorithm]]
+FLAT = [name for name in ALGORITHMS if name not in BY_HOSTS]
 PAIRS = [(algorithm, operation) for algorithm in ALGORITHMS for operation in ALGORITHMS[algorithm]]
 SMALL, LARGE = range(1, 41), range(41, 131)
 # In the suite the sizes around powers of two, a prime, the largest, and one of every thirteen of the rest.
 SOME_LARGE = sorted({*range(41, 131, 13), 63, 64, 65, 113, 127, 128, 129, 130})
 ALL_LARGE = pytest.param(LARGE, marks=[pytest.mark.soak, pytest.mark.timeout(1800)], id="all")
+# Where every operation, root and division into hosts is tried; the largest worlds take as long as all the others.
+SOME_SMALL = [*range(1, 25), 27, 30, 32, 35, 36, 40]
+SMALL_SIZES = pytest.mark.parametrize(
+    "sizes", [pytest.param(SOME_SMALL, id="some"), pytest.param(SMALL, id="all", marks=pytest.mark.soak)]
+)
 SIZES = pytest.mark.parametrize("sizes", [pytest.param(SOME_LARGE, id="some"), ALL_LARGE])
 
 
@@ -49,28 +57,39 @@ def divisors(number):
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[0] != "hierarchical"])
-def test_every_world_up_to_40_ends_right(algorithm, operation):
-    for world_size in SMALL:
+@SMALL_SIZES
+@pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[0] in FLAT])
+def test_every_world_up_to_40_ends_right(algorithm, operation, sizes):
+    for world_size in sizes:
         for root in roots_of(operation, world_size):
             verify(world(algorithm, operation, world_size, root))
 
 
-@pytest.mark.parametrize("operation", ALGORITHMS["hierarchical"])
-def test_every_split_into_equal_hosts_up_to_40_ends_right(operation):
-    for world_size in SMALL:
+@pytest.fixture
+def two_segments(monkeypatch):
+    """Segments are alike, and a proof takes as much longer as there are more: two of them show what follows on which."""
+    monkeypatch.setattr(rails, "LONG", rails.LONG._replace(segments=2))
+
+
+@pytest.mark.usefixtures("two_segments")
+@SMALL_SIZES
+@pytest.mark.parametrize(("algorithm", "operation"), BY_HOSTS_PAIRS)
+def test_every_split_into_equal_hosts_up_to_40_ends_right(algorithm, operation, sizes):
+    for world_size in sizes:
         for ranks_a_host in divisors(world_size):
             roots = roots_of(operation, world_size)
             root = roots[ranks_a_host % len(roots)]
-            verify(world("hierarchical", operation, world_size, root, equal_hosts(world_size, ranks_a_host)))
+            verify(world(algorithm, operation, world_size, root, equal_hosts(world_size, ranks_a_host)))
 
 
-@pytest.mark.parametrize("operation", ALGORITHMS["hierarchical"])
-def test_every_world_up_to_40_with_a_smaller_last_host_is_right(operation):
-    for world_size in SMALL[2:]:
+@pytest.mark.usefixtures("two_segments")
+@SMALL_SIZES
+@pytest.mark.parametrize(("algorithm", "operation"), BY_HOSTS_PAIRS)
+def test_every_world_up_to_40_with_a_smaller_last_host_is_right(algorithm, operation, sizes):
+    for world_size in sizes[2:]:
         for ranks_a_host in {2, 3, 8, world_size // 2 + 1}:
             root = roots_of(operation, world_size)[-1]
-            verify(world("hierarchical", operation, world_size, root, equal_hosts(world_size, ranks_a_host)))
+            verify(world(algorithm, operation, world_size, root, equal_hosts(world_size, ranks_a_host)))
 
 
 @SIZES
@@ -81,11 +100,13 @@ def test_all_reduce_ends_right_in_worlds_up_to_130(algorithm, sizes):
 
 
 @SIZES
-def test_hierarchical_all_reduce_ends_right_up_to_130_ranks(sizes):
+@pytest.mark.usefixtures("two_segments")
+@pytest.mark.parametrize("algorithm", BY_HOSTS)
+def test_all_reduce_by_hosts_ends_right_up_to_130_ranks(algorithm, sizes):
     for world_size in sizes:
         even = [divisor for divisor in divisors(world_size) if 1 < divisor <= 12]
         hosts = equal_hosts(world_size, even[-1] if even else 8)
-        verify(world("hierarchical", Operation.ALL_REDUCE, world_size, hosts=hosts))
+        verify(world(algorithm, Operation.ALL_REDUCE, world_size, hosts=hosts))
 
 
 @pytest.mark.parametrize(("algorithm", "operation"), [pair for pair in PAIRS if pair[1] != Operation.ALL_REDUCE])
@@ -104,10 +125,10 @@ def topologies(draw, most=48):
 
 
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(topologies(), st.sampled_from(list(ALGORITHMS["hierarchical"])), st.integers(0, 1000))
-def test_any_ranks_on_any_hosts_end_right(hosts, operation, root):
-    world_size = sum(map(len, hosts))
-    verify(world("hierarchical", operation, world_size, root % world_size if operation in ROOTED else -1, hosts))
+@given(topologies(), st.sampled_from(BY_HOSTS_PAIRS), st.integers(0, 1000))
+def test_any_ranks_on_any_hosts_end_right(hosts, pair, root):
+    world_size, (algorithm, operation) = sum(map(len, hosts)), pair
+    verify(world(algorithm, operation, world_size, root % world_size if operation in ROOTED else -1, hosts))
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -115,13 +136,14 @@ def test_any_ranks_on_any_hosts_end_right(hosts, operation, root):
     st.integers(1, 6),
     st.integers(1, 8),
     st.randoms(use_true_random=False),
-    st.sampled_from(list(ALGORITHMS["hierarchical"])),
+    st.sampled_from(BY_HOSTS_PAIRS),
 )
-def test_rails_of_shuffled_ranks_end_right(n_hosts, ranks_a_host, random, operation):
+def test_rails_of_shuffled_ranks_end_right(n_hosts, ranks_a_host, random, pair):
+    algorithm, operation = pair
     ranks = random.sample(range(n_hosts * ranks_a_host), n_hosts * ranks_a_host)
     hosts = [ranks[host::n_hosts] for host in range(n_hosts)]
     root = ranks[0] if operation in ROOTED else -1
-    verify(world("hierarchical", operation, len(ranks), root, hosts))
+    verify(world(algorithm, operation, len(ranks), root, hosts))
 
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -137,7 +159,7 @@ def test_worlds_up_to_600_end_right(world_size, algorithm, root, data):
 
 
 @settings(max_examples=examples(4), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(131, 300), st.sampled_from(["halving_doubling", "hierarchical"]), st.integers(2, 16))
+@given(st.integers(131, 300), st.sampled_from(["halving_doubling", *BY_HOSTS]), st.integers(2, 16))
 def test_all_reduce_in_worlds_up_to_300_ends_right(world_size, algorithm, ranks_a_host):
     verify(world(algorithm, Operation.ALL_REDUCE, world_size, hosts=equal_hosts(world_size, ranks_a_host)))
 
@@ -147,7 +169,7 @@ def test_one_rank_of_ten_thousand_gets_its_schedule():
     hosts = equal_hosts(10_000, 8)
     counts = {name: len(build(name, Operation.ALL_REDUCE, 7_777, 10_000, hosts=hosts).steps) for name in ALGORITHMS}
     assert counts["ring"] == 4 * 9_999
-    assert counts["hierarchical"] < 300
+    assert counts["hierarchical"] < 1200 and counts["circulant"] < 500
     assert max(counts["halving_doubling"], counts["tree"], counts["star"]) < 100
 
 

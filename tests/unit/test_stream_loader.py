@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from streams import (
     Advances,
     KeepsItsDictionary,
@@ -83,7 +84,7 @@ def numbers(turns: object) -> list[int]:
 some_stops = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=4)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 120), some_stops, st.sampled_from(REMAINDERS), st.sampled_from(IN_ORDER))
 def test_a_stream_is_dealt_out_as_an_indexed_dataset(length, stops, remainder, kind):
     stream, dataset_state = kind
@@ -92,7 +93,7 @@ def test_a_stream_is_dealt_out_as_an_indexed_dataset(length, stops, remainder, k
     assert streamed == indexed
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 120), some_stops, st.sampled_from(KINDS))
 def test_each_sample_is_used_once_in_the_order_of_the_stream(length, stops, kind):
     stream, dataset_state = kind
@@ -101,7 +102,7 @@ def test_each_sample_is_used_once_in_the_order_of_the_stream(length, stops, kind
     assert numbers(steps) == list(stream(length))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     st.integers(0, 50),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=2),
@@ -117,12 +118,13 @@ def test_workers_change_neither_batches_nor_their_order(length, stops, remainder
     assert in_turn(lambda: stream(length), stops, **options, **workers) == alone
 
 
-def test_workers_that_are_spawned_give_the_same_batches():
-    [loader] = loaders_of(SplitsItself(7), 1, 2, num_workers=2, multiprocessing_context="spawn")
+def test_workers_that_are_sent_the_stream_give_the_same_batches():
+    # As spawned ones are; but these need not import torch.
+    [loader] = loaders_of(SplitsItself(7), 1, 2, num_workers=2, multiprocessing_context="forkserver")
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_one_rank_gets_the_batches_of_a_data_loader(length, batch_size):
     [loader] = loaders_of(Plain(length), 1, batch_size)

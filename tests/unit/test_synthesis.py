@@ -47,6 +47,14 @@ def test_the_choice_is_by_simulation_and_may_be_forced():
     assert choose_all_reduce(RACKS, schedules, 64 * MB, "ring").algorithm == "ring"
 
 
+def test_of_two_that_are_as_fast_the_lighter_one_is_taken():
+    """A star bears the slow host's time as well as any, but all hosts' tensors meet on its middle's link."""
+    choice = choose_all_reduce(SLOW_HOST, synthesise(SLOW_HOST), 64 * MB)
+    assert choice.candidates[0].algorithm == "star"
+    assert choice.algorithm == "tree" and choice.seconds <= 1.25 * choice.candidates[0].seconds
+    assert "about as fast as any, and sends less over its busiest link" in choice.reason
+
+
 def test_only_uneven_networks_of_a_few_hosts_get_schedules():
     assert can_synthesise(RACKS)
     assert not can_synthesise(Network(HOSTS, NEAR, FAST))

@@ -131,20 +131,20 @@ def test_a_job_without_a_page_is_seen_by_its_recordings(tmp_path):
         (row,) = view.look().ranks
         assert (row.rank, row.pid, row.host) == (1, worker.pid, os.uname().nodename)
         assert row.memory_nbytes > 1 << 20
-        worker.communicate("", timeout=30)
+        worker.communicate("", timeout=60)
         assert view.look().ranks[0].state == "ended"
         kept.release()
         view.look()
     finally:
         worker.kill()
-        worker.wait(30)
+        worker.wait(60)
         view.close()
         kept.release()
 
 
 def test_a_job_that_has_ended_is_told(tmp_path):
     gone = subprocess.Popen(["true"])
-    gone.wait(30)
+    gone.wait(60)
     run = replace(read_run(job_directory(tmp_path, "job", 1.0, page=False)), pid=gone.pid)
     facts = json.loads((tmp_path / "job" / "job.json").read_text())
     (tmp_path / "job" / "job.json").write_text(json.dumps({**facts, "state": "finished"}))

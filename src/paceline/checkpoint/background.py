@@ -11,11 +11,17 @@ from paceline.elastic.joining.priority import be_modest
 
 
 class SaveHandle:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
 
-    def __init__(self, work: Callable[[], None], name: str) -> None:
+    Args:
+        work: writes it.
+        name: of the checkpoint.
+        beside: is called in another thread meanwhile, and waited for; it raises nothing.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> None:
         self.name = name
-        self._work = work
+        self._work, self._beside = work, beside
         self._error: BaseException | None = None
         # It is no daemon, so that a process that ends finishes its last checkpoint.
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
@@ -44,13 +50,18 @@ class SaveHandle:
 
     def _run(self) -> None:
         be_modest()
+        others = [] if self._beside is None else [threading.Thread(target=self._beside, name="paceline-copies")]
         try:
+            for each in others:
+                each.start()
             self._work()
         except BaseException as error:
             self._error = error
             sys.stderr.write(f"paceline: the checkpoint {self.name} was not saved: {error}\n")
         finally:
-            del self._work
+            for each in others:
+                each.join()
+            del self._work, self._beside
 
 
 class Background:
@@ -60,9 +71,9 @@ class Background:
         self.staging = Staging()
         self._handle: SaveHandle | None = None
 
-    def start(self, work: Callable[[], None], name: str) -> SaveHandle:
-        """Has a thread do `work`, which writes the checkpoint of that name."""
-        self._handle = SaveHandle(work, name)
+    def start(self, work: Callable[[], None], name: str, beside: Callable[[], None] | None = None) -> SaveHandle:
+        """Has a thread do `work`, which writes the checkpoint of that name; see `SaveHandle`."""
+        self._handle = SaveHandle(work, name, beside)
         return self._handle
 
     def finish(self) -> None:

@@ -68,11 +68,19 @@ def found_disks(root: Root, talk: GroupTalk | Alone) -> Disks:
     return Disks(tuple(min(each) for each in seen), talk.rank)
 
 
-def begin(root: Root, step: int | None, nbytes: Sequence[int], disks: Disks, talk: GroupTalk | Alone) -> Draft:
+def begin(
+    root: Root,
+    step: int | None,
+    nbytes: Sequence[int],
+    disks: Disks,
+    talk: GroupTalk | Alone,
+    least_sequence: int = 0,
+) -> Draft:
     """Returns the draft that rank 0 begins on its disk and that the first rank of each other disk joins there.
 
     Args:
         nbytes: what each rank will write.
+        least_sequence: of the checkpoint.
 
     Raises:
         CheckpointError: one of them could not; raised on every rank.
@@ -80,7 +88,7 @@ def begin(root: Root, step: int | None, nbytes: Sequence[int], disks: Disks, tal
     here = sum(nbytes[rank] for rank in disks.sharers(disks.rank))
 
     def latest() -> bytes:
-        return str(root.next_sequence() if disks.is_first else 0).encode()
+        return str(max(least_sequence, root.next_sequence() if disks.is_first else 0)).encode()
 
     sequence = max(int(heard(each)) for each in talk.exchange(told(latest, talk.me)))
     answer = b""

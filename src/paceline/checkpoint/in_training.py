@@ -6,20 +6,21 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
 
 import torch
 
 from paceline.checkpoint.background import BACKGROUND
+from paceline.checkpoint.choosing import chosen, newest_sequence, say_skipped
+from paceline.checkpoint.copying import PeerCopies
 from paceline.checkpoint.disks import Disks, found_disks
 from paceline.checkpoint.format.root import Root
 from paceline.checkpoint.loading import load_from, load_spread
-from paceline.checkpoint.objects import State
-from paceline.checkpoint.outcomes import heard, told
-from paceline.checkpoint.preparing import prepare
-from paceline.checkpoint.saving import write, write_later
+from paceline.checkpoint.objects import State, elastic_of
+from paceline.checkpoint.preparing import Prepared, prepare
+from paceline.checkpoint.saving import staged, write, write_later, write_staged
 from paceline.checkpoint.signals import EndingSignals
 from paceline.checkpoint.sources import newest_spread
 from paceline.checkpoint.talking import Alone, GroupTalk, talk_of
@@ -47,6 +48,9 @@ class CheckpointManager:
         group: the ranks; the default group if None.
         shared: whether all ranks share the disk. With False each host has the parts of its own ranks, and ranks whose
             disk lacks parts get them from the others; not in elastic jobs.
+        peer_copies: on how many other hosts launchers keep a copy of each part in memory, beside the one that the own
+            host's launcher keeps; none is kept with 0. `restore` takes the newest whole checkpoint, whether it is in
+            memory or on the disk. All ranks must be started by `paceline run`.
 
     Example::
 
@@ -68,12 +72,16 @@ class CheckpointManager:
         asynchronous: bool = True,
         group: ProcessGroup | None = None,
         shared: bool = True,
+        peer_copies: int = 0,
     ) -> None:
         if (isinstance(every, int) and every < 1) or (isinstance(every, timedelta) and every <= timedelta(0)):
             raise ValueError(f"every is {every}; it must be a positive number of steps or a positive timedelta")
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1")
+        if peer_copies < 0:
+            raise ValueError(f"peer_copies is {peer_copies}; it must be a number of hosts, 0 for no copies in memory")
         self._root = Root(path)
+        self._copies = PeerCopies(self._root.place.describe(), peer_copies) if peer_copies else None
         self._every, self._keep, self._asynchronous, self._group = every, keep, asynchronous, group
         self._shared = shared
         self._disks: Disks | None = None  # of the hosts, once they are known, if they do not share one
@@ -118,7 +126,7 @@ class CheckpointManager:
             CheckpointError: this checkpoint or the one before could not be written; raised on every rank.
             SystemExit: SIGTERM has come to a rank, and the checkpoint is on the disk.
         """
-        elastic = _elastic_of(state)
+        elastic = elastic_of(state)
         if elastic is not None and elastic.rounds is not None:
             return self._save_elastic(elastic, step, state, force)
         talk = talk_of(self._group)
@@ -126,7 +134,7 @@ class CheckpointManager:
         is_saved = (is_due or force or ends) and self._saved != step
         if is_saved:
             BACKGROUND.finish()
-            self._write(step, state, talk, self._asynchronous and not ends)
+            self._write(step, state, talk, self._asynchronous and not ends, ends)
         if ends:
             self.close()
             if talk.rank == 0:
@@ -137,7 +145,7 @@ class CheckpointManager:
     def restore(self, state: State) -> int | None:
         """Loads the newest whole checkpoint into `state`, as `paceline.load` does; every rank calls this.
 
-        Says on stderr which newer ones it skipped, and why.
+        Says on stderr which newer ones it skipped, and why; with `peer_copies` also whether it took one in memory.
 
         Returns:
             The step of the checkpoint, None if there is no checkpoint.
@@ -147,18 +155,22 @@ class CheckpointManager:
         """
         BACKGROUND.finish()
         talk = talk_of(self._group)
-        damaged: dict[str, str] = {}
+        if self._copies is not None:
+            disks = self._own_disks(talk)
+            copied = self._copies.restore(state, talk, lambda: newest_sequence(self._root, disks, talk))
+            if copied is not None:
+                self._saved = copied.step
+                return copied.step
         if not self._shared:
             return self._restore_spread(state, talk)
-        while (name := self._choose(talk, damaged)) is not None:
+        damaged: dict[str, str] = {}
+        while (name := chosen(self._root, talk, damaged)) is not None:
             try:
                 loaded = load_from(state, self._root.place.describe(name), talk)
             except CheckpointDamagedError as error:
                 damaged[name] = str(error)
                 continue
-            self._say_skipped(damaged, talk)
-            self._saved = loaded.step
-            return loaded.step
+            return self._restored(loaded.step, damaged, talk)
         return None
 
     def _restore_spread(self, state: State, talk: GroupTalk | Alone) -> int | None:
@@ -174,9 +186,14 @@ class CheckpointManager:
             except CheckpointDamagedError as error:
                 damaged[spread.token] = str(error)
                 continue
-            self._say_skipped(skipped, talk)
-            self._saved = loaded.step
-            return loaded.step
+            return self._restored(loaded.step, skipped, talk)
+
+    def _restored(self, step: int | None, skipped: Mapping[str, str], talk: GroupTalk | Alone) -> int | None:
+        say_skipped(skipped, talk)
+        if self._copies is not None:
+            self._copies.say_disk(step, talk)
+        self._saved = step
+        return step
 
     def _own_disks(self, talk: GroupTalk | Alone) -> Disks | None:
         if self._disks is None and not self._shared:
@@ -210,13 +227,29 @@ class CheckpointManager:
         is_due, ends = mine.tolist()
         return bool(is_due), bool(ends)
 
-    def _write(self, step: int, state: State, talk: GroupTalk | Alone, asynchronous: bool) -> None:
-        prepared = prepare(state, self._root, step, talk, self._own_disks(talk))
-        if asynchronous:
+    def _write(self, step: int, state: State, talk: GroupTalk | Alone, asynchronous: bool, ends: bool = False) -> None:
+        """Writes a checkpoint; with `ends` no copies are kept in memory, since the launchers end too."""
+        least_sequence = 0 if self._copies is None else self._copies.least_sequence()
+        prepared = prepare(state, self._root, step, talk, self._own_disks(talk), least_sequence)
+        if self._copies is not None and not ends:
+            self._write_and_copy(prepared, talk, asynchronous, self._copies)
+        elif asynchronous:
             write_later(self._root, prepared, self._keep, talk)
         else:
             write(self._root, prepared, self._keep, talk)
         self._saved, self._saved_s = step, time.monotonic()
+
+    def _write_and_copy(
+        self, prepared: Prepared, talk: GroupTalk | Alone, asynchronous: bool, copies: PeerCopies
+    ) -> None:
+        """Writes and copies what is at this moment; the copies are always made beside the training."""
+        still = staged(self._root, prepared, talk)
+        sender = copies.sender(still, talk)
+        if asynchronous:
+            write_staged(self._root, still, self._keep, talk, sender)
+        else:
+            BACKGROUND.start(sender, prepared.draft.name)
+            write(self._root, still, self._keep, talk)
 
     def _save_elastic(self, elastic: ElasticState, step: int, state: State, force: bool) -> bool:
         """Saves in a round of its own, which is done again with those that are left when a worker dies in it."""
@@ -250,54 +283,19 @@ class CheckpointManager:
             BACKGROUND.finish()
         step, state = self._latest
         if not self._is_saved(step):
-            self._write(step, state, Alone(), asynchronous=False)
+            self._write(step, state, Alone(), asynchronous=False, ends=True)
             sys.stderr.write(f"paceline: the job is to end; the checkpoint of step {step} is in {self._where()}\n")
 
     def _write_again(self) -> None:
         """Writes the step that was to be saved last, if that is the state's; each worker has all of it."""
         step, state = self._latest
         if self._saved == step and not self._is_saved(step):
-            self._write(step, state, Alone(), asynchronous=False)
+            self._write(step, state, Alone(), asynchronous=False, ends=True)
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint of a step is there, or another worker is writing one."""
         place, name = self._root.place, f"step_{step:010d}"
         return any(each.startswith(name) or (name in each and place.is_held(each)) for each in place.names())
 
-    def _choose(self, talk: GroupTalk | Alone, damaged: dict[str, str]) -> str | None:
-        """Returns the newest checkpoint that is not known to be damaged, None if there are no checkpoints at all."""
-
-        def choose() -> bytes:
-            for each in self._root.listing():
-                if each.name not in damaged and each.fault is None:
-                    return each.name.encode()
-                damaged.setdefault(each.name, each.fault or "")
-            if not damaged:
-                return b""
-            faults = "; ".join(map(": ".join, damaged.items()))
-            raise CheckpointError(
-                f"{self._where()} has no whole checkpoint: {faults}. Remove what is there to begin anew"
-            )
-
-        name = heard(talk.announce(told(choose, talk.me) if talk.rank == 0 else b""))
-        return name.decode() or None
-
-    def _say_skipped(self, damaged: dict[str, str], talk: GroupTalk | Alone) -> None:
-        if talk.rank == 0:
-            for name, fault in damaged.items():
-                sys.stderr.write(f"paceline: skipped the checkpoint {name}: {fault}\n")
-
     def _where(self) -> str:
         return self._root.place.describe()
-
-
-def _elastic_of(state: State) -> ElasticState | None:
-    return next(_elastic_states(state), None)
-
-
-def _elastic_states(state: State) -> Iterator[ElasticState]:
-    for value in state.values():
-        if isinstance(value, ElasticState):
-            yield value
-        elif isinstance(value, dict):
-            yield from _elastic_states(value)

@@ -93,11 +93,16 @@ def load(
 
 def load_from(state: State, where: str, talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
     """Loads the checkpoint whose path or address is `where`, the same on every rank."""
+    return load_by(state, lambda: open_checkpoint(where), talk, strict=strict)
+
+
+def load_by(state: State, opening: Callable[[], Checkpoint], talk: GroupTalk | Alone, *, strict: bool = True) -> Loaded:
+    """Loads the checkpoint that `opening` opens, the same on every rank."""
     with ExitStack() as closing:
         here: list[Checkpoint] = []
 
         def open_it() -> bytes:
-            here.append(closing.enter_context(open_checkpoint(where)))
+            here.append(closing.enter_context(opening()))
             return b""
 
         _all_well(told(open_it, talk.me), talk)

@@ -148,3 +148,16 @@ def _capture_module(name: str, module: nn.Module, into: Captured) -> None:
             into.offer(whole_of(full, value.detach()), of_first=True)
         else:
             into.add_of_first(full, value)
+
+
+def elastic_of(state: State) -> ElasticState | None:
+    """Returns the `ElasticState` in a state, if there is one."""
+    return next(_elastic_states(state), None)
+
+
+def _elastic_states(state: State) -> Iterator[ElasticState]:
+    for value in state.values():
+        if isinstance(value, ElasticState):
+            yield value
+        elif isinstance(value, dict):
+            yield from _elastic_states(value)

@@ -42,12 +42,18 @@ class Prepared:
 
 
 def prepare(
-    state: State, root: Root, step: int | None, talk: GroupTalk | Alone, disks: Disks | None = None
+    state: State,
+    root: Root,
+    step: int | None,
+    talk: GroupTalk | Alone,
+    disks: Disks | None = None,
+    least_sequence: int = 0,
 ) -> Prepared:
     """Returns what this rank has to write; every rank calls this. Nothing is copied yet.
 
     Args:
         disks: those of the hosts; None if all ranks share one.
+        least_sequence: of the checkpoint; that of the first rank counts.
 
     Raises:
         CheckpointError: a rank's state cannot be saved, the ranks' states differ in their tensors, or there is no
@@ -85,7 +91,10 @@ def prepare(
     tensors = list(captured.everywhere.items())
     dealt = deal([tensor.nbytes for _, tensor in tensors], loads)
     nbytes = [load + _size(its) for load, its in zip(loads, dealt, strict=True)]
-    draft = agreed_draft(root, step, sum(nbytes), talk) if disks is None else begin(root, step, nbytes, disks, talk)
+    if disks is None:
+        draft = agreed_draft(root, step, sum(nbytes), talk, least_sequence)
+    else:
+        draft = begin(root, step, nbytes, disks, talk, least_sequence)
     values = {name: encode(value, name) for name, value in captured.values.items()}
     own = [(captured.offered[item].held, start, stop) for item, start, stop in shares[talk.rank]]
     own += [(whole_of(*tensors[item]), start, stop) for item, start, stop in dealt[talk.rank]]
@@ -103,7 +112,7 @@ def agreed_numberings(state: State, talk: GroupTalk | Alone) -> dict[str, Number
     return agreed([heard(each) for each in everyone])
 
 
-def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Alone) -> Draft:
+def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Alone, least_sequence: int = 0) -> Draft:
     """Returns the draft that rank 0 begins.
 
     Raises:
@@ -111,7 +120,7 @@ def agreed_draft(root: Root, step: int | None, nbytes: int, talk: GroupTalk | Al
     """
     answer = b""
     if talk.rank == 0:
-        answer = told(lambda: root.begin(step, nbytes=nbytes).to_bytes(), talk.me)
+        answer = told(lambda: root.begin(step, nbytes=nbytes, least_sequence=least_sequence).to_bytes(), talk.me)
     return Draft.from_bytes(heard(talk.announce(answer)))
 
 

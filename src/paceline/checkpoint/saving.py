@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.checkpoint.background import BACKGROUND, SaveHandle
@@ -20,9 +20,7 @@ from paceline.checkpoint.objects import State
 from paceline.checkpoint.outcomes import heard, told
 from paceline.checkpoint.preparing import Prepared, prepare
 from paceline.checkpoint.publishing import publish_on_each, publish_on_one
-from paceline.checkpoint.talking import Alone, GroupTalk, StoreTalk, Talk, talk_of
-from paceline.durations import to_seconds
-from paceline.group.default import default_world
+from paceline.checkpoint.talking import Alone, GroupTalk, Talk, talk_beside, talk_of
 from paceline.group.process_group import ProcessGroup
 
 _SHOWN_EVERY_S = 5.0
@@ -82,6 +80,15 @@ def save(
 
 def write_later(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alone) -> SaveHandle:
     """Copies what this rank has to write, and returns while a thread writes it."""
+    return write_staged(root, staged(root, prepared, talk), keep, talk)
+
+
+def staged(root: Root, prepared: Prepared, talk: GroupTalk | Alone) -> Prepared:
+    """Returns what is to be written as it is now, in memory that nobody changes; every rank calls this.
+
+    Raises:
+        CheckpointError: a rank has no memory for it; raised on every rank.
+    """
     copies: list[Held] = []
 
     def copy() -> bytes:
@@ -95,15 +102,22 @@ def write_later(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alo
     except BaseException:
         abandon(root, prepared.draft, prepared.disks, talk.rank)
         raise
-    staged = replace(prepared, held=copies)
+    return replace(prepared, held=copies)
+
+
+def write_staged(
+    root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alone, beside: Callable[[], None] | None = None
+) -> SaveHandle:
+    """Returns while a thread writes what does not change meanwhile; every rank calls this.
+
+    Args:
+        beside: is called in another thread; it raises nothing.
+    """
     talks: list[Talk] = [talk, talk]
     if isinstance(talk, GroupTalk):
-        tokens = (
-            [prepared.draft.token] if prepared.disks is None else [prepared.draft.token, f"{prepared.draft.token}/seen"]
-        )
-        store, timeout_s = default_world().store, to_seconds(talk.group.timeout)
-        talks = [StoreTalk(talk.group, store, token, timeout_s) for token in tokens]
-    return BACKGROUND.start(lambda: _write(root, staged, keep, talks), prepared.draft.name)
+        token = prepared.draft.token
+        talks = [talk_beside(talk, each) for each in ([token] if prepared.disks is None else [token, f"{token}/seen"])]
+    return BACKGROUND.start(lambda: _write(root, prepared, keep, talks), prepared.draft.name, beside)
 
 
 def write(root: Root, prepared: Prepared, keep: int, talk: GroupTalk | Alone) -> None:
@@ -125,12 +139,13 @@ def _write(root: Root, prepared: Prepared, keep: int, talks: Sequence[Talk]) -> 
 
 def _written(root: Root, prepared: Prepared, talk: Talk) -> bytes:
     shown = _Progress(f"{talk.me}: checkpoint {prepared.draft.name}")
-    outgoing = [_outgoing(each) for each in prepared.held]
+    outgoing = [outgoing_of(each) for each in prepared.held]
     part = write_part(root.place, prepared.draft, talk.rank, outgoing, progress=shown)
     return json.dumps([part_to_bytes(part).decode(), prepared.values]).encode()
 
 
-def _outgoing(held: Held) -> Outgoing:
+def outgoing_of(held: Held) -> Outgoing:
+    """Returns what is written of a part that this rank holds."""
     return Outgoing(held.name, held.dtype, held.shape, held.region, lambda: memory_with(held.elements().cpu()))
 
 

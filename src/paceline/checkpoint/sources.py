@@ -23,12 +23,14 @@ class Spread:
 
     Attributes:
         token: it is the same on all disks.
+        sequence: the number that grows with each checkpoint.
         name: what it is called on this rank's disk; None if that has nothing of it.
         holders: for each file the ranks that see it.
         describer: the first rank whose disk has a manifest of it, if other disks have none; otherwise -1.
     """
 
     token: str
+    sequence: int
     name: str | None
     holders: Mapping[str, Sequence[int]]
     describer: int
@@ -68,10 +70,10 @@ def newest_spread(
     skipped = {token or name: fault for _, _, token, name, fault in entries if fault is not None}
     skipped.update(damaged)
     whole_here = {(sequence, token) for _, sequence, token, _, fault in entries if fault is None}
-    for _, token in sorted(whole_here, reverse=True):
+    for sequence, token in sorted(whole_here, reverse=True):
         if token not in damaged:
             names = {rank: name for rank, _, its, name, fault in entries if its == token and fault is None}
-            spread, missing = _spread(root, disks, talk, token, names)
+            spread, missing = _spread(root, disks, talk, (sequence, token), names)
             if missing is None:
                 return spread, skipped
             skipped[token] = f"{missing} is on no disk that these ranks see"
@@ -84,9 +86,9 @@ def newest_spread(
 
 
 def _spread(
-    root: Root, disks: Disks, talk: GroupTalk | Alone, token: str, names: Mapping[int, str]
+    root: Root, disks: Disks, talk: GroupTalk | Alone, which: tuple[int, str], names: Mapping[int, str]
 ) -> tuple[Spread, str | None]:
-    """Returns a checkpoint, and a file of it that no rank sees."""
+    """Returns a checkpoint, given its sequence and token, and a file of it that no rank sees."""
 
     def known() -> bytes:
         if talk.rank not in names:
@@ -101,7 +103,8 @@ def _spread(
             holders.setdefault(file, []).extend(disks.sharers(rank))
     missing = [file for _, files in everyone for file in files if file not in holders]
     describer = -1 if names.keys() == set(disks.of) else min(names)
-    spread = Spread(token, names.get(disks.of[talk.rank]), holders, describer)
+    sequence, token = which
+    spread = Spread(token, sequence, names.get(disks.of[talk.rank]), holders, describer)
     return spread, missing[0] if missing else None
 
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 
 from paceline.checkpoint.captured import Held
 from paceline.checkpoint.element_types import type_of
+from paceline.checkpoint.format.direct import ALIGNMENT
+from paceline.checkpoint.format.parts import in_files
 
-_ALIGNMENT = 256
 _CHUNK_NBYTES = 16 << 20  # that one thread copies at a time
 _MOST_THREADS = 4  # more do not make memory faster
 
@@ -26,18 +26,29 @@ class Staging:
 
     def copied(self, held: Sequence[Held]) -> list[Held]:
         """Returns what `held` is now, in this memory; earlier copies are overwritten."""
-        rooms = [-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in held]
-        total = sum(rooms)
-        if self._memory.numel() < total:
+        starts, total = _laid_out(held)
+        if self._memory.numel() < total + ALIGNMENT:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes first
-            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
-        starts = [0, *accumulate(rooms)]
+            self._memory = torch.empty(total + ALIGNMENT, dtype=torch.uint8, device="cpu")
+        memory = self._memory[-self._memory.data_ptr() % ALIGNMENT :]
         copies = [
-            self._memory[start : start + each.nbytes].view(type_of(each.dtype))
-            for each, start in zip(held, starts, strict=False)
+            memory[start : start + each.nbytes].view(type_of(each.dtype))
+            for each, start in zip(held, starts, strict=True)
         ]
         _copy_all([(copy, each) for copy, each in zip(copies, held, strict=True)])
         return [replace(each, elements=_returning(copy)) for each, copy in zip(held, copies, strict=True)]
+
+
+def _laid_out(held: Sequence[Held]) -> tuple[list[int], int]:
+    """Returns where each copy begins, and the bytes of all: as in the files, so that they can be written directly."""
+    starts: dict[int, int] = {}
+    at = 0
+    for members in in_files(held):
+        at = -(-at // ALIGNMENT) * ALIGNMENT
+        for each in members:
+            starts[id(each)] = at
+            at += each.nbytes
+    return [starts[id(each)] for each in held], at
 
 
 def _returning(tensor: torch.Tensor):  # type: ignore[no-untyped-def]

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from paceline.durations import to_seconds
 from paceline.engine.failures import Code, Member
 from paceline.errors import CheckpointError, StoreError, StoreTimeoutError
-from paceline.group.default import find_world, given_or_default
+from paceline.group.default import default_world, find_world, given_or_default
 from paceline.group.process_group import ProcessGroup
 from paceline.store.base import Store
 
@@ -178,3 +179,8 @@ class StoreTalk:
     def _forget(self, key: str) -> None:
         with contextlib.suppress(StoreError):  # a store of torch's keeps its keys
             self._store.delete_key(key)
+
+
+def talk_beside(talk: GroupTalk, token: str) -> StoreTalk:
+    """Returns how a thread of each rank talks beside the training, once; every rank calls this before it starts."""
+    return StoreTalk(talk.group, default_world().store, token, to_seconds(talk.group.timeout))

@@ -112,7 +112,20 @@ def _measure(options: argparse.Namespace, words: Sequence[str]) -> int:
         calibration = replace(calibration, links=_with_links(calibration.links, options.links))
     output.write_bytes(encode(calibration))
     print(f"{output}: {_summary(calibration)}")
+    if differences := _differences(calibration.links):
+        print(f"The links between the hosts differ. Jobs that are to know it from the beginning need {differences}")
     return 0
+
+
+def _differences(links: Links) -> str:
+    """Returns the variable that tells jobs on the measured hosts how their links differ; "" if they do not."""
+    from paceline.schedule.pairwise import describe_differences
+
+    if len(links.pairs) < 2:
+        return ""
+    hosts = 1 + max(pair.second for pair in links.pairs)
+    described = describe_differences(hosts, {(pair.first, pair.second): pair.link for pair in links.pairs})
+    return f"PACELINE_NETWORK='{described}'" if described else ""
 
 
 def _summary(calibration: Calibration) -> str:

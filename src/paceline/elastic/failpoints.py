@@ -48,6 +48,8 @@ POINTS_OF_CHECKPOINTS = (
     "checkpoint.remove",
     "checkpoint.done",
 )
+# Points of the copies in the memory of launchers.
+POINTS_OF_COPIES = ("copies.begin", "copies.write", "copies.finish", "copies.commit", "copies.done")
 _ALL_POINTS = (
     *POINTS,
     *POINTS_OF_DONORS,
@@ -55,6 +57,7 @@ _ALL_POINTS = (
     *POINTS_OF_LEARNERS,
     *POINTS_OF_MEANS,
     *POINTS_OF_CHECKPOINTS,
+    *POINTS_OF_COPIES,
 )
 _DELAY_S = 0.3
 

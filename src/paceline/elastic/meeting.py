@@ -32,7 +32,7 @@ class Meeting:
 
     def __init__(self, connection: LauncherConnection) -> None:
         self._connection = connection
-        self._costs: KnownCosts = {}
+        self._costs = KnownCosts()
         self._lock = threading.Lock()  # may be taken while the connection's is held, and not the other way round
         self._current: Forming | None = None
         self._next: Forming | None = None  # of a planned view

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -32,11 +32,21 @@ import torch
 from paceline.engine.channel import Channel, Messages
 from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
-from paceline.schedule.cost import CostModel
+from paceline.schedule.cost import CostModel, LinkCost
 from paceline.store.base import Store
 
-# What messages cost, by the hosts between and within which it was measured; see `native/costs.py`.
-KnownCosts = dict[tuple[str, ...], CostModel]
+
+@dataclass
+class KnownCosts:
+    """What messages cost, as engines before have measured it; see `native/costs.py`.
+
+    Attributes:
+        models: by the hosts between and within which they were measured.
+        pairs: what a message between two hosts costs, by their names in alphabetical order.
+    """
+
+    models: dict[tuple[str, ...], CostModel] = field(default_factory=dict)
+    pairs: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

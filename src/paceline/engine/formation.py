@@ -22,7 +22,8 @@ from paceline.store.base import Store
 
 _INIT = "engine"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.1, 0.8
-_PARTING_S = 2.0
+_PARTING_S = 2.0  # for the others to hear why, if one of them is dead and never will
+_LONGEST_PARTING_S = 15.0  # if all are alive, as far as is known; they may be waiting for a processor
 _NEWS_COMES_S = 0.5  # within this time, news of a rank that is gone or does not answer arrives
 _SERVES_THE_STORE = 0  # the rank that serves the store, unless the launcher does
 
@@ -154,14 +155,30 @@ class Formation:
             f"the group formed; look at its output. ({error})"
         )
 
-    def _tell(self, error: BaseException) -> None:
-        if not self._heard:
-            reason = str(error).removeprefix(f"{self._me}: ")
+    def announce(self, error: BaseException) -> None:
+        """Tells the ranks that look that this one gives up because of `error`, unless it was told a reason itself."""
+        if self._heard or is_shortage(error):
+            return
+        reason = str(error).removeprefix(f"{self._me}: ")
+        with contextlib.suppress(StoreError):
             self.store.set(f"{self._topic}/gave_up", f"{self._me} gave up: {type(error).__name__}: {reason}")
+
+    def _tell(self, error: BaseException) -> None:
+        self.announce(error)
         self.store.set(f"{self._topic}/heard/{self.rank}", b"")
         if self._topic == _INIT and self.rank == _SERVES_THE_STORE:
-            keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
-            self.store.wait(keys, timedelta(seconds=_PARTING_S))
+            self._part()
+
+    def _part(self) -> None:
+        """Waits, on the rank with which the store ends, until the other ranks that live have heard the reason."""
+        keys = [f"{self._topic}/heard/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + _LONGEST_PARTING_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(StoreTimeoutError):
+                self.store.wait(keys, timedelta(seconds=_PARTING_S))
+                return
+            if self._gone() or verdict.reason_against(self.store):
+                return
 
 
 def _nobody() -> None:

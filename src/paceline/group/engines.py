@@ -19,6 +19,7 @@ from paceline.engine.native.engine import NativeEngine
 from paceline.engine.registry import Backend
 from paceline.engine.two_level import open_two_levels
 from paceline.group.devices import Opener
+from paceline.one_port.choice import chosen_port
 from paceline.security.levels import chosen_level
 
 _AGREED = 1 << 62  # marks an identity that the members agreed on, unlike those that count groups
@@ -113,6 +114,8 @@ class Engines:
         if name not in self._started:
             if name != _ENCRYPTS and chosen_level() == "encrypt":
                 require_one_host(name, self._context.rank, self.members)
+            if name != _ENCRYPTS and chosen_port() is not None:
+                require_ports(name, self._context.rank, self.members)
             self._started[name] = registry.start(name, self._context)
         return self._started[name]
 
@@ -129,6 +132,21 @@ def require_one_host(engine: str, rank: int, members: Sequence[Member]) -> None:
             f"rank {rank}: the security level is encrypt, and the engine {engine!r} sends tensors between the hosts "
             f"{', '.join(hosts)} without encryption; expected the engine 'paceline', which encrypts them. Use it for "
             "tensors between hosts, or choose --security auth and a network that you trust"
+        )
+
+
+def require_ports(engine: str, rank: int, members: Sequence[Member]) -> None:
+    """Requires that an engine with ports of its own connects the ranks of one host only, in a job with one port.
+
+    Raises:
+        ValueError: there are several hosts.
+    """
+    hosts = sorted({member.host for member in members})
+    if len(hosts) > 1:
+        raise ValueError(
+            f"rank {rank}: the connections of this job use port {chosen_port()} only, and the engine {engine!r} would "
+            f"connect the hosts {', '.join(hosts)} at ports of its own; expected the engine 'paceline'. Use it for "
+            "tensors between hosts, or leave out --port (PACELINE_PORT) and open the other ports"
         )
 
 

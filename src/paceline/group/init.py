@@ -31,6 +31,7 @@ from paceline.group.init_arguments import (
 )
 from paceline.group.process_group import ProcessGroup
 from paceline.group.wire import WireKind
+from paceline.one_port.choice import choose_port
 from paceline.record import recorder
 from paceline.security.levels import choose_level
 from paceline.store.base import Store
@@ -55,6 +56,7 @@ def init_process_group(
     between_hosts: str | None = None,
     elastic: bool = False,
     security: str | None = None,
+    port: int | None = None,
     wire: WireKind | None = None,
 ) -> None:
     """Makes the default process group. Every rank calls this once, and it returns when all ranks have called it.
@@ -87,6 +89,8 @@ def init_process_group(
             The job is started with `paceline run --elastic`, or is this one process.
         security: "encrypt" encrypts all connections to other hosts, "auth" only authenticates them, and "none" does
             neither. The default is PACELINE_SECURITY, or else they are encrypted where an address is public.
+        port: the one TCP port of each machine at which the others reach its ranks and its store, the same on every
+            rank; see docs/hosts.md. The default is PACELINE_PORT, or else each listener has a port of its own.
         wire: what sums of floats in this group are rounded to between hosts ("bf16", "int8", "int4") where a call does
             not say so itself, for tensors of at least 1,024 elements; see docs/slow-networks.md. Other groups are
             exact unless they have a `wire` of their own.
@@ -101,6 +105,8 @@ def init_process_group(
         raise ValueError("the default process group exists already; call destroy_process_group() before a second one")
     if security is not None:
         choose_level(security)
+    if port is not None:
+        choose_port(port)
     if elastic:
         require_elastic(backend, init_method, store, world_size, rank)
         backend, world_size, rank, store = "paceline", 1, 0, HashStore()

@@ -5,25 +5,26 @@ from __future__ import annotations
 import hmac
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.checkpoint.copies.service import VARIABLE as COPIES
 from paceline.launch.cleanup import Cleanup
-from paceline.launch.environment import free_port
 from paceline.launch.failures import Failure, shortened
 from paceline.launch.generation import CONSEQUENCES_S, Generation
 from paceline.launch.job import Job
 from paceline.launch.loop import Crew, Loop
 from paceline.launch.nodes.meeting import NodeConnection, open_meeting
 from paceline.launch.nodes.messages import End, Failed, Finished, Leave, Order, Sighting, Start, Stop, Stopped, Wait
+from paceline.launch.one_port import open_gate, require_port
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret, secret_of
 from paceline.launch.start_workers import Surroundings, start_workers
 from paceline.launch.watching import ending_of, last_picture
 from paceline.launch.worker import Worker
 from paceline.observe.watching import Watched
+from paceline.security.doorkeeper import Listener
 from paceline.security.inherited import VARIABLE as SECRET_FD
 from paceline.security.inherited import SecretFile
 from paceline.store.server import StoreServer
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from paceline.observe.evidence import Ending
 
 
-def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = None) -> int:
+def run(job: Job, listener: Listener | None = None, secret: bytes | None = None) -> int:
     """Runs this machine's part of the job to its end; returns the exit code for the shell.
 
     Args:
         job: what to run.
-        listener: the socket to serve the meeting on, if the caller has opened it already.
+        listener: what to serve the meeting on, if the caller has opened it already.
         secret: the job's secret. By default it is new on a single machine; several machines take it from the
             environment, or under Slurm from launcher 0.
 
@@ -45,19 +46,28 @@ def run(job: Job, listener: socket.socket | None = None, secret: bytes | None = 
         PacelineError, ValueError: the machines did not meet.
     """
     cleanup = Cleanup()
+    try:
+        with open_gate(job):
+            return _run(job, listener, secret, cleanup)
+    finally:
+        cleanup.close()
+
+
+def _run(job: Job, listener: Listener | None, secret: bytes | None, cleanup: Cleanup) -> int:
     connection = None
     shared = SharedSecret(os.environ)
     try:
         if secret is None:
             secret = secret_of(job, shared, Console().say)
         connection = open_meeting(job, secret, Console().say, listener)
+        if job.one_port is not None:
+            require_port(connection.address, secret)
         with _agent_of(job, connection, secret, shared, cleanup) as agent:
             return agent.run()
     finally:
         shared.close()
         if connection is not None:
             connection.close()
-        cleanup.close()
 
 
 def _agent_of(
@@ -186,6 +196,8 @@ class _Agent(Loop):
             path = Path(self._cleanup.directory, f"store-{start.generation}")
             self._store = StoreServer.on_unix_path(str(path), secret)
             environment["PACELINE_STORE"] = f"unix:{path}"
+        door = Path(self._cleanup.directory, f"copies-{start.generation}")
+        environment[COPIES] = self._copies.open(str(door), secret)
         return environment
 
     def _on_exception(self, failure: Failure) -> None:
@@ -227,7 +239,7 @@ class _Agent(Loop):
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))
         elif failures or self._was_told_to_stop:
-            self._connection.client.send(Stopped(number, free_port(self._connection.address), shortened(failures)))
+            self._connection.client.send(Stopped(number, self._port(), shortened(failures)))
         else:
             self._connection.client.send(Finished(number))
 
@@ -236,6 +248,7 @@ class _Agent(Loop):
             self._generation.close()
             self._cleanup.end_generation(str(self._generation.number))
             self._generation = None
+        self._copies.shut()
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from paceline.launch.flags import add_flags
+
+if TYPE_CHECKING:
+    from paceline.launch.job import Job
+    from paceline.security.doorkeeper import Listener
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, environment: Mapping[str, str] = os.environ) -> None:
@@ -66,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.print_token:
         return run_job(job)
-    listener, secret, token = _token(job.rendezvous.address)
+    job, listener, secret, token = _token(job)
     print(f"paceline join {token} {' '.join(_words(options))}", flush=True)
     return run_job(job, listener, secret)
 
@@ -87,20 +91,27 @@ def choose_security(options: argparse.Namespace) -> None:
         identity_of(b"")
 
 
-def _token(address: tuple[str, int] | None) -> tuple[socket.socket, bytes, str]:
-    """Returns a listening socket, the job's secret, and the token that leads others to both."""
+def _token(job: Job) -> tuple[Job, Listener | None, bytes, str]:
+    """Returns the job, what the meeting is served on, the job's secret, and the token that leads others to both.
+
+    In a job with one port the launcher listens for the meeting itself, once it has opened that port.
+    """
     import secrets
+    from dataclasses import replace
 
     from paceline.launch.nodes.join_token import Token
     from paceline.launch.nodes.meeting import own_address
     from paceline.security.secret import job_secret
     from paceline.store.tcp import listen
 
-    host, port = address if address is not None else ("", 0)
+    host, port = job.rendezvous.address or ("", 0)
     host = host or own_address()
     secret = job_secret() or secrets.token_bytes(32)
+    if job.one_port is not None:
+        job = replace(job, rendezvous=replace(job.rendezvous, address=(host, port)))
+        return job, None, secret, Token(host, port, secret).encode()
     listener = listen(host, port, secret)
-    return listener, secret, Token(host, listener.getsockname()[1], secret).encode()
+    return job, listener, secret, Token(host, listener.getsockname()[1], secret).encode()
 
 
 def _words(options: argparse.Namespace) -> list[str]:
@@ -112,6 +123,8 @@ def _words(options: argparse.Namespace) -> list[str]:
         flags += ["--compat", ",".join(options.compat)]
     if options.security is not None:
         flags += ["--security", options.security, *(["--insecure"] if options.insecure else [])]
+    if options.port is not None:
+        flags += ["--port", str(options.port)]
     return [*flags, *map(shlex.quote, [options.script, *options.args])]
 
 

@@ -35,6 +35,8 @@ def describe_plan(job: Job, machine: Machine) -> str:
         is_made = job.scheduler is not None and job.scheduler.is_slurm
         otherwise = "made by launcher 0, in a file" if is_made else "none yet; set PACELINE_SECRET on all"
         lines.append(f"connections between machines: {chosen_level() or 'encrypt where an address is public'}")
+        if job.one_port is not None:
+            lines.append(f"each machine is reached at port {job.one_port} only")
         lines.append(f"secret: {'from the environment' if has_secret else otherwise}")
     replaced = f"{job.max_restarts} restarts" if job.elastic is None else _replacement(job.elastic)
     lines.append(

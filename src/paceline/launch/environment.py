@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline import _core
+from paceline.one_port.choice import GATE_VARIABLE as GATE
+from paceline.one_port.choice import VARIABLE as PORT
 from paceline.record.memory import HANDED_VARIABLE as RECORD_FD
 from paceline.security.inherited import VARIABLE as SECRET_FD
 
@@ -16,9 +18,12 @@ _NOT_PASSED_ON = (
     "PACELINE_SECRET_FILE",
     SECRET_FD,
     "PACELINE_STORE",
+    "PACELINE_COPIES",
     "PACELINE_TERMINAL",
     "PACELINE_ELASTIC_FD",
     "PACELINE_WORKER",
+    PORT,
+    GATE,
     RECORD_FD,
     "TORCHELASTIC_USE_AGENT_STORE",
 )

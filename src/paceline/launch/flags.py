@@ -105,6 +105,8 @@ FLAGS = (
          choices=LEVELS, variable=False, ours=True),
     Flag("insecure", "allow --security none between machines, on a network that is this job's alone", variable=False,
          ours=True),
+    Flag("port", "the one TCP port of each machine at which the others reach all that it offers (default: "
+         "PACELINE_PORT, or else each listener has a port of its own)", values.port, metavar="PORT", ours=True),
     # machines by ssh
     Flag("hosts", "start the launchers on these machines by ssh: a list, or a host file of MPI", str,
          metavar="HOST:N,...|FILE", short="-H", ours=True),

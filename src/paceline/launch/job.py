@@ -16,8 +16,9 @@ from paceline.launch.elastic.options import ElasticOptions, elastic_of
 from paceline.launch.environment import allowed_cores
 from paceline.launch.lifeline import MARK
 from paceline.launch.page_options import PageOptions, page_of
-from paceline.launch.schedulers import Scheduler, detect
 from paceline.launch.values import OptionError, Streams, StreamsOfRanks
+from paceline.one_port.choice import chosen_port
+from paceline.rendezvous.schedulers import Scheduler, detect
 
 _SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
 _TORCHRUNS_PORT = 29500
@@ -109,6 +110,7 @@ class Job:
     elastic: ElasticOptions | None = None
     page: PageOptions | None = None
     compat: tuple[str, ...] = ()  # libraries whose calls Paceline takes over
+    one_port: int | None = None  # of each machine, for all connections from others; None: each listener has its own
 
 
 def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Job:
@@ -122,6 +124,8 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
     )  # a worker started this launcher, so the scheduler's variables describe the job around it
     scheduler = None if options.standalone or is_in_a_job else detect(environment)
     command = Command((options.script, *options.args), _kind(options), getattr(options, "passes_local_rank", False))
+    given = None if is_in_a_job or options.standalone else chosen_port(environment)
+    options.port = options.port if options.port is not None else given
     rendezvous = _rendezvous(options, scheduler)
     workers = 1 if scheduler is not None and scheduler.is_one_a_rank else options.nproc_per_node
     if workers == 0:
@@ -130,6 +134,11 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         )
     if rendezvous.address is None and options.stdin is not None and options.stdin >= workers:
         raise OptionError(f"--stdin {options.stdin} is too large: the ranks are 0 to {workers - 1}")
+    if rendezvous.address is not None and options.port is not None and scheduler is not None and scheduler.slot[1] > 1:
+        raise OptionError(
+            f"--port {options.port}: {scheduler.slot[1]} launchers on each machine cannot share it; let the scheduler "
+            "start one launcher per machine, with --nproc-per-node workers"
+        )
     return Job(
         command=command,
         workers=workers,
@@ -153,6 +162,7 @@ def job_of(options: argparse.Namespace, environment: Mapping[str, str] = os.envi
         elastic=elastic_of(options, workers, rendezvous.address is not None),
         page=page_of(options),
         compat=options.compat,
+        one_port=options.port if rendezvous.address is not None else None,
     )
 
 
@@ -242,12 +252,13 @@ def _rendezvous(options: argparse.Namespace, scheduler: Scheduler | None) -> Ren
 
 def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[tuple[str, int], bool | None]:
     """Returns where the machines meet, and whether this one serves there; None if that is not known yet."""
+    otherwise = options.port or _TORCHRUNS_PORT
     if options.rdzv_endpoint:
-        return endpoint_of(options.rdzv_endpoint), None
+        return endpoint_of(options.rdzv_endpoint, otherwise), None
     host = options.master_addr or (scheduler.address if scheduler else None)
-    port = options.master_port or (scheduler.port if scheduler else None) or _TORCHRUNS_PORT
+    port = options.master_port or (scheduler.port if scheduler else None) or otherwise
     if options.print_token:
-        return (host or "", options.master_port or 0), True
+        return (host or "", options.master_port or options.port or 0), True
     if host is None:
         raise OptionError(
             "several machines need a place to meet: --master-addr ADDRESS of machine 0 (with --node-rank), or "
@@ -256,8 +267,8 @@ def _address(options: argparse.Namespace, scheduler: Scheduler | None) -> tuple[
     return (host.strip("[]"), port), None
 
 
-def endpoint_of(text: str) -> tuple[str, int]:
-    """Parses `host:port`, `[v6]:port` or `host`; the port defaults to torchrun's.
+def endpoint_of(text: str, otherwise: int = _TORCHRUNS_PORT) -> tuple[str, int]:
+    """Parses `host:port`, `[v6]:port` or `host`; `otherwise` is the port of the latter, by default torchrun's.
 
     Raises:
         OptionError: it is none of these.
@@ -276,7 +287,7 @@ def endpoint_of(text: str) -> tuple[str, int]:
         raise OptionError(
             f"--rdzv-endpoint {text!r} is not HOST:PORT; an IPv6 address stands in brackets: [fd00::1]:29400"
         )
-    return host, int(port) if port else _TORCHRUNS_PORT
+    return host, int(port) if port else otherwise
 
 
 def _output(options: argparse.Namespace) -> Output:

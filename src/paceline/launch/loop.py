@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 from paceline import __version__
+from paceline.checkpoint.copies.service import CopyService
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.compat import compat_variables
 from paceline.launch.environment import free_port, inherited
@@ -26,6 +27,7 @@ from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
 from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Seen, Sighting, Told, Watching
+from paceline.launch.one_port import gate_variables, port_beside
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
 from paceline.launch.signals import Signals
@@ -78,6 +80,7 @@ class Loop(ABC):
         self._say = self._console.say
         self._directory = JobDirectory(job)
         self._keeper = Keeper(self._directory.path)
+        self._copies = CopyService(None if job.rendezvous.address is None else connection.address)
         page = self._page = self._open_page()
         local = self._local = page.local if page is not None else self._notes_for_others()
         sink, listener = (local.sink, local.happened) if local is not None else (None, None)
@@ -100,6 +103,7 @@ class Loop(ABC):
     def __exit__(self, *_: object) -> None:
         self._watcher.close()
         self._close_workers()
+        self._copies.close()
         self._keeper.close()
         self._selector.close()
         self._signals.close()
@@ -197,12 +201,17 @@ class Loop(ABC):
 
     def _port(self) -> int:
         """Returns the port of the workers' own store, where this machine is the one that has it."""
-        return free_port(self._connection.address)
+        return port_beside(self._job.one_port) or free_port(self._connection.address)
 
     def _environment(self, mark: str) -> dict[str, str]:
         """Returns the variables that the workers share; `mark` tells those that start together from the others."""
         shared = inherited(self._machine.environment(os.environ))
-        return {**shared, **compat_variables(self._job.compat, shared), **self._cleanup.variables(mark)}
+        return {
+            **shared,
+            **gate_variables(),
+            **compat_variables(self._job.compat, shared),
+            **self._cleanup.variables(mark),
+        }
 
     def _wait_s(self) -> float | None:
         page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)

@@ -36,7 +36,11 @@ class Request:
 
 
 def slurm(request: Request) -> str:
-    """Returns a script for sbatch. The job makes the secret and srun passes it on; no file holds it."""
+    """Returns a script for sbatch. The job makes the secret and srun passes it on; no file holds it.
+
+    When a machine is lost, Slurm puts the job back into the queue. The launchers on the others end long before that,
+    but srun waits until Slurm knows what happened to each machine.
+    """
     gpus = f"#SBATCH --gpus-per-node={request.gpus}\n" if request.gpus else ""
     return f"""#!/bin/bash
 # sbatch {request.name}.sbatch
@@ -45,6 +49,8 @@ def slurm(request: Request) -> str:
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={request.cpus}
 {gpus}#SBATCH --signal=TERM@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 PACELINE_SECRET=$(python3 -c 'import secrets; print(secrets.token_hex(32))')
 export PACELINE_SECRET
@@ -53,10 +59,14 @@ srun --kill-on-bad-exit=1 {shlex.join(request.run)}
 """
 
 
-def _pod(request: Request, indent: int) -> str:
-    resources = {"cpu": str(request.cpus), "memory": request.memory}
+def _resources(request: Request) -> str:
+    limits = {"cpu": str(request.cpus), "memory": request.memory}
     if request.gpus:
-        resources["nvidia.com/gpu"] = str(request.gpus)
+        limits["nvidia.com/gpu"] = str(request.gpus)
+    return f"{{limits: {json.dumps(limits)}}}"
+
+
+def _pod(request: Request, indent: int) -> str:
     text = f"""spec:
   subdomain: {request.name}
   restartPolicy: Never
@@ -71,10 +81,10 @@ def _pod(request: Request, indent: int) -> str:
         - name: PACELINE_SECRET
           valueFrom: {{secretKeyRef: {{name: {request.name}-paceline, key: secret}}}}
       ports: [{{containerPort: {_PORT}}}]
-      resources: {{limits: {json.dumps(resources)}}}
+      resources: {_resources(request)}
       volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
   volumes:
-    - name: shm  # a container's own has 64 MiB, too little for ranks of one machine
+    - name: shm  # a container's own has 64 MiB, too little for the workers of a DataLoader
       emptyDir: {{medium: Memory}}
 """
     return text.replace("\n", "\n" + " " * indent).rstrip() + "\n"
@@ -107,7 +117,7 @@ spec:
   completionMode: Indexed
   completions: {request.nodes}
   parallelism: {request.nodes}
-  backoffLimit: 0
+  backoffLimit: {request.nodes * request.max_restarts}  # all pods end and start anew together
   template:
     {_pod(request, 4)}"""
 
@@ -131,6 +141,25 @@ spec:
           backoffLimit: 0
           template:
             {_pod(request, 12).replace(f"subdomain: {request.name}", "# the JobSet gives the subdomain")}"""
+
+
+def kubeflow(request: Request) -> str:
+    """Returns a TrainJob for Kubeflow Trainer, whose runtime for torch tells each launcher where the machines meet."""
+    return f"""# kubectl apply -f {request.name}.yaml
+{_secret(request)}apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {{name: {request.name}}}
+spec:
+  runtimeRef: {{name: torch-distributed}}
+  trainer:
+    image: {request.image}
+    command: {json.dumps(request.run)}
+    numNodes: {request.nodes}
+    resourcesPerNode: {_resources(request)}
+    env:
+      - name: PACELINE_SECRET
+        valueFrom: {{secretKeyRef: {{name: {request.name}-paceline, key: secret}}}}
+"""
 
 
 def ray(request: Request) -> str:
@@ -174,4 +203,10 @@ sys.exit(max(ray.get([each.run.remote(number, address, secret) for number, each 
 '''
 
 
-KINDS: dict[str, Callable[[Request], str]] = {"slurm": slurm, "k8s": kubernetes, "jobset": jobset, "ray": ray}
+KINDS: dict[str, Callable[[Request], str]] = {
+    "slurm": slurm,
+    "k8s": kubernetes,
+    "jobset": jobset,
+    "kubeflow": kubeflow,
+    "ray": ray,
+}

@@ -127,6 +127,6 @@ def _step(step: RankStep, offset_s: float, is_last: bool) -> RankStep:
 
     phases = tuple((name, at(begin), at(end)) for name, begin, end in step.phases) if is_last else ()
     buckets = tuple(Bucket(at(b.ready_s), at(b.sent_s), at(b.done_s), b.nbytes, b.name) for b in step.buckets)
-    times = {name: round(value, 6) for name, value in vars(step).items() if name.endswith("_s")}
+    times = {name: round(value, 6) for name, value in vars(step).items() if name.endswith("_s") and value is not None}
     times |= {"begin_s": at(step.begin_s), "end_s": at(step.end_s)}
     return replace(step, **times, phases=phases, buckets=buckets if is_last else ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import secrets
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import TextIO, cast
 
 from paceline.errors import WorkerError
 from paceline.launch.bootstrap import offer_stack
@@ -142,7 +143,7 @@ def spawn(
         fn: a function of a module, since the processes import it; with start_method="fork" any function.
         join: wait for the processes; without, return a `Spawned` to wait on.
         daemon: whether they end with this process even when it ends well (they always do when it is killed).
-        start_method: "spawn", "forkserver" or "fork".
+        start_method: "spawn", "forkserver" or "fork"; forks compute with one thread each.
         stall_after: while somebody waits for the processes: if a call lasts longer than so many seconds, one sentence
             on stderr says which rank is not there and why; 0: never.
 
@@ -207,6 +208,7 @@ def notebook_launch(
         nprocs: how many processes.
         args: further arguments.
         start_method: "fork", "spawn" or "forkserver"; by default "fork" for a function of the notebook, else "spawn".
+            Forks compute with one thread each.
 
     Raises:
         RuntimeError: the processes would be forks of one that has used CUDA, where they could not.
@@ -222,6 +224,8 @@ def notebook_launch(
             "call, or put the function into a module"
         )
     sys.stdout.flush()
+    if start_method == "fork":
+        fn = functools.partial(_print_whole_lines, fn)
     spawned = spawn(fn, args, nprocs, join=False, start_method=start_method)
     assert spawned is not None
     try:
@@ -229,6 +233,16 @@ def notebook_launch(
     except KeyboardInterrupt:  # the notebook's stop button
         spawned.end()
         raise
+
+
+def _print_whole_lines(fn: Callable[..., object], rank: int, *args: object) -> None:
+    from paceline.launch.whole_lines import WholeLines
+
+    with contextlib.redirect_stdout(cast(TextIO, WholeLines(sys.stdout))):
+        try:
+            fn(rank, *args)
+        finally:
+            sys.stdout.flush()
 
 
 def _work(
@@ -247,8 +261,11 @@ def _work(
     for name in (SECRET_FD, RECORD_FD):  # of the job in which this one may run
         os.environ.pop(name, None)
     offer_stack()
-    if threads is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None and start_method == "fork":
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork, which would wait for them forever
+    elif torch is not None and threads is not None:
+        torch.set_num_threads(threads)
     try:
         fn(rank, *args)
     except KeyboardInterrupt:

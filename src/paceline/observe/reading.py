@@ -230,7 +230,7 @@ class _Parser:
         (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = (
             fields[:12]
         )
-        (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, _) = fields[12:]
+        (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, predicted_ns) = fields[12:]
         time_of = self._clock.monotonic_ns
         return Call(
             index=layout.index_of(stamp),
@@ -256,6 +256,7 @@ class _Parser:
             step=step,
             thread=thread,
             tag=tag if operation in (SEND, RECEIVE) else None,
+            predicted_s=predicted_ns / 1e9 if predicted_ns else None,
         )
 
     def _event(self, fields: tuple[int, ...]) -> Event:

@@ -126,6 +126,7 @@ class Call:
         step: the latest training step that the process had begun.
         thread: the kernel's number of the thread that called.
         tag: a message's tag; None for collectives.
+        predicted_s: how long the engine expected the call to take; None if nothing predicted it.
     """
 
     index: int
@@ -151,6 +152,7 @@ class Call:
     step: int
     thread: int
     tag: int | None
+    predicted_s: float | None = None
 
     @property
     def is_over(self) -> bool:

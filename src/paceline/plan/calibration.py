@@ -78,6 +78,18 @@ class HostCall:
 
 
 @dataclass(frozen=True)
+class PairLink:
+    """The link between two hosts, by their numbers in the order of the ranks.
+
+    Its rate is what one connection attained, losses included; `loss` says how many segments were sent again.
+    """
+
+    first: int
+    second: int
+    link: Link
+
+
+@dataclass(frozen=True)
 class Links:
     """The links that were measured or given.
 
@@ -87,6 +99,7 @@ class Links:
         region: between a group of hosts, such as a rack or a region, and the others; None without groups.
         reduction_s_per_byte: how long it takes to add a byte to a sum.
         host_calls: all-reduces on one host, which do not follow a schedule.
+        pairs: the links between the measured hosts; none unless there were several.
     """
 
     within_host: Link
@@ -94,6 +107,7 @@ class Links:
     region: Link | None
     reduction_s_per_byte: float
     host_calls: tuple[HostCall, ...] = ()
+    pairs: tuple[PairLink, ...] = ()
 
 
 @dataclass(frozen=True)

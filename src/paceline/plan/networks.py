@@ -60,4 +60,5 @@ def with_rate(links: Links, times: float) -> Links:
         faster.get("region"),
         links.reduction_s_per_byte,
         links.host_calls,
+        links.pairs,
     )

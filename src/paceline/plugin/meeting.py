@@ -22,6 +22,7 @@ from paceline.errors import AuthenticationError, RendezvousTimeoutError
 from paceline.group.default import World
 from paceline.group.engines import Engines
 from paceline.group.process_group import ProcessGroup
+from paceline.one_port.choice import chosen_port
 from paceline.plugin.store import BorrowedStore
 from paceline.security.levels import chosen_level
 from paceline.security.secret import job_secret
@@ -103,6 +104,12 @@ def _secret_of_group(store: BorrowedStore, rank: int, formation: Formation, pati
             f"rank {rank} of the group: the security level is encrypt and the job has no secret, and one that came "
             "through torch's store, which is not encrypted, would protect nothing; start the job with `paceline run`, "
             f"or give all processes the same {_SECRET_VARIABLE}"
+        )
+    if mine is None and chosen_port() is not None:
+        raise AuthenticationError(
+            f"rank {rank} of the group: the processes of a machine share its one port ({chosen_port()}) by the job's "
+            "secret, and the job has none; start the job with `paceline run`, or give all processes the same "
+            f"{_SECRET_VARIABLE}"
         )
     if rank == 0:
         store.set(_SECRET_KEY, secrets.token_hex(32) if mine is None else _OWN)

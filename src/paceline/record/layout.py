@@ -35,10 +35,10 @@ NAME_NBYTES = 64
 GROUP = struct.Struct("<QIIiIQIIQQQ")
 """stamp, serial, size, own rank, name, identity, members listed, engine's name, ticks of opening and closing, spare"""
 GROUP_NBYTES = 512
-CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQQ")
+CALL = struct.Struct("<QIBBBBQQiBBBBQQQQQiIIIqQQq")
 """stamp; group, operation, dtype, reduction, algorithm; sequence; count; root, state, outcome, is asynchronous, spare;
 ticks of arrival, start and end; bytes through shared memory, over TCP; last to arrive, spare; step, thread; tag; tick
-at which all had come; missing ranks as bits; spare"""
+at which all had come; missing ranks as bits; predicted nanoseconds (0: nobody has predicted it)"""
 EVENT = struct.Struct("<QIIQQqqQII")
 """stamp; kind, name; ticks of start and end; first, second; tick of sending; step, thread"""
 LINK = struct.Struct("<QIiQQQQQQQIIIIII")

@@ -1,4 +1,7 @@
-"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it."""
+"""Reads `env://`: rank, world size and store from the environment, as `paceline run`, torchrun and others set it.
+
+Where nobody has set it, the variables of mpirun or srun say the same if one of them has started the ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ from paceline.store.remote import connect_unix
 
 
 def place(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE.
+    """Returns rank and world size; where an argument is -1, takes it from RANK or WORLD_SIZE, or from the scheduler.
 
     Raises:
         ValueError: a variable is missing or no whole number.
     """
+    if _is_without_launcher():
+        from paceline.rendezvous.started import started_by
+
+        if (started := started_by()) is not None and started.nodes is not None:
+            return rank if rank >= 0 else started.node_rank, world_size if world_size >= 0 else started.nodes
     return (
         rank if rank >= 0 else _number("RANK", "rank"),
         world_size if world_size >= 0 else _number("WORLD_SIZE", "world_size"),
@@ -23,7 +31,7 @@ def place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Opens the launcher's store, or the one that rank 0 serves at MASTER_ADDR:MASTER_PORT.
+    """Opens the launcher's store, that of rank 0 at MASTER_ADDR:MASTER_PORT, or one for ranks of a scheduler.
 
     Raises:
         ValueError: a variable is missing or malformed.
@@ -32,6 +40,12 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     served = os.environ.get("PACELINE_STORE")
     if served is not None:
         return open_store_at(served, timeout)
+    if _is_without_launcher() and "MASTER_ADDR" not in os.environ:
+        from paceline.rendezvous import started
+
+        scheduler = started.started_by()
+        if scheduler is not None and (rank, world_size) == (scheduler.node_rank, scheduler.nodes):
+            return started.open_store(scheduler, world_size, timeout)
     host = _variable("MASTER_ADDR")
     port = _number("MASTER_PORT", "init_method='tcp://host:port'")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -59,6 +73,11 @@ def open_store_at(served: str, timeout: timedelta) -> Store:
 
         return TCPStore(host.strip("[]"), int(port), timeout=timeout, wait_for_workers=False)
     raise ValueError(f"PACELINE_STORE is {served!r}; it must be unix:PATH or tcp:HOST:PORT, as `paceline run` sets it")
+
+
+def _is_without_launcher() -> bool:
+    """Returns whether nobody has set this rank's place; then a scheduler's variables may tell it."""
+    return {"RANK", "WORLD_SIZE"}.isdisjoint(os.environ)
 
 
 def _number(variable: str, argument: str) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import stat
-import tempfile
 from datetime import timedelta
 from urllib.parse import quote
 
-from paceline.errors import RendezvousError
+from paceline.rendezvous.own_files import own_directory
 from paceline.store.base import Store
 from paceline.store.file import FileStore
 
@@ -28,17 +26,4 @@ def open_file(port: int, world_size: int, timeout: timedelta) -> Store:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = quote(f"{run}-{port}-{attempt}", safe="")
-    return FileStore(os.path.join(_own_directory(), name), world_size, timeout)
-
-
-def _own_directory() -> str:
-    """Makes or finds a directory that no other user can put files into."""
-    path = os.path.join(tempfile.gettempdir(), f"paceline-{os.getuid()}")
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    state = os.lstat(path)
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
-        raise RendezvousError(
-            f"{path}, where ranks under torchrun meet, is not a directory of user {os.getuid()} alone, so others could "
-            "join the job; remove it, set TMPDIR to another place, or start with `paceline run`"
-        )
-    return path
+    return FileStore(os.path.join(own_directory(), name), world_size, timeout)

@@ -2,9 +2,9 @@
 
 A member first holds contributions to the blocks of all n members. In a round it keeps those of itself and the members
 that follow up to a distance, and sends the rest, each part straight to a member at whose place it begins. So with parts
-of half, what is left halves in each round, as in Träff 2024, "Optimal, non-pipelined reduce-scatter and allreduce
-algorithms"; here a round has up to `RADIX` parts, which saves rounds where messages take long. No byte is sent more
-often than in a ring. Every member does the same relative to its own place.
+of half (`radix` 2), what is left halves in each round, as in Träff 2024, "Optimal, non-pipelined reduce-scatter and
+allreduce algorithms"; more parts save rounds where messages take long. No byte is sent more often than in a ring. Every
+member does the same relative to its own place.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from paceline.schedule.cost_model import LinkCost
 from paceline.schedule.steps import Buffer, Slice, Step, combine, receive, runs, send
-
-RADIX = 8
-"""Into how many parts a round divides what it has; all but the first are sent at the same time."""
 
 
 class Round(NamedTuple):
@@ -30,29 +28,41 @@ class Round(NamedTuple):
         return [(at, min(self.width, self.reach - at)) for at in range(self.width, self.reach, self.width)]
 
 
-def rounds(n: int) -> list[Round]:
-    """Returns the rounds of a reduce-scatter among n members; an all-gather has them in reverse."""
+def rounds(n: int, radix: int) -> list[Round]:
+    """Returns the rounds of a reduce-scatter among n members; an all-gather has them in reverse.
+
+    They are as few as parts of a `radix`-th allow, and have no more parts than so few rounds need.
+    """
+    found = _divided(n, radix)
+    while radix > 2 and len(smaller := _divided(n, radix - 1)) == len(found):
+        found, radix = smaller, radix - 1
+    return found
+
+
+def _divided(n: int, radix: int) -> list[Round]:
     found = []
     while n > 1:
-        width = -(-n // RADIX)
+        width = -(-n // radix)
         found.append(Round(width, n))
         n = width
     return found
 
 
-def in_order_of_need(n: int, me: int) -> list[int]:
+def in_order_of_need(n: int, me: int, radix: int) -> list[int]:
     """Returns the blocks in the order in which member `me` sends them in a reduce-scatter, its own last."""
-    first = rounds(n)[0].width if n > 1 else 0
+    first = rounds(n, radix)[0].width if n > 1 else 0
     return [(me + first + at) % n for at in range(n)]
 
 
-def reduce_phase(members: Sequence[int], me: int, blocks: Sequence[int], *, final: bool = True) -> list[Step]:
+def reduce_phase(
+    members: Sequence[int], me: int, blocks: Sequence[int], radix: int, *, final: bool = True
+) -> list[Step]:
     """Returns a reduce-scatter of OUTPUT in place, after which member i has the sums of blocks[i].
 
     `members[me]` is this rank; there are as many blocks as members.
     """
     n, steps = len(members), list[Step]()
-    for each in rounds(n):
+    for each in rounds(n, radix):
         for at, count in each.parts:
             steps += [send(members[(me + at) % n], src) for src in _around(blocks, me + at, count)]
         for at, count in each.parts:
@@ -62,10 +72,10 @@ def reduce_phase(members: Sequence[int], me: int, blocks: Sequence[int], *, fina
     return steps
 
 
-def gather_phase(members: Sequence[int], me: int, blocks: Sequence[int]) -> list[Step]:
+def gather_phase(members: Sequence[int], me: int, blocks: Sequence[int], radix: int) -> list[Step]:
     """Returns an all-gather of OUTPUT: blocks[i], which member i holds, ends up with all members."""
     n, steps = len(members), list[Step]()
-    for each in reversed(rounds(n)):
+    for each in reversed(rounds(n, radix)):
         for at, count in each.parts:
             steps += [send(members[(me - at) % n], src) for src in _around(blocks, me, count)]
         for at, count in each.parts:
@@ -81,9 +91,10 @@ def _turning(blocks: Sequence[int], first: int, count: int) -> Iterator[int]:
     return (blocks[(first + at) % len(blocks)] for at in range(count))
 
 
-def waits(n: int, calls: int = 1) -> float:
-    """Returns how many messages' alphas as many phases of n members take as `calls` says, one after another.
+def waiting_s(n: int, radix: int, link: LinkCost, calls: int = 1) -> float:
+    """Returns the seconds that messages wait in as many phases of n members as `calls` says, one after another.
 
-    The messages of a round are under way together, while half of each one's alpha keeps its rank from the next.
+    The messages of a round are under way together, while each keeps its rank busy for a part of its alpha.
     """
-    return sum((1 + calls * len(each.parts)) / 2 for each in rounds(n))
+    under_way_s = link.alpha_s - link.busy_s
+    return sum(under_way_s + calls * len(each.parts) * link.busy_s for each in rounds(n, radix))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.schedule.cost_model import Case, CostModel, LinkCost
 from paceline.schedule.registry import ALGORITHMS, COSTS, offers
@@ -34,6 +35,11 @@ class Choice:
     algorithm: str
     candidates: tuple[Prediction, ...]
     reason: str
+
+    @cached_property
+    def seconds(self) -> float:
+        """What the chosen algorithm is predicted to take."""
+        return next(each.seconds for each in self.candidates if each.algorithm == self.algorithm)
 
 
 def predict(
@@ -93,22 +99,33 @@ def forced_or_best(
     n_hosts: int,
     candidates: tuple[Prediction, ...],
     forced: str | None,
+    lighter: Prediction | None = None,
 ) -> Choice:
-    """Returns the choice of the first candidate, which is the fastest, or of `forced`.
+    """Returns the choice of the first candidate, which is the fastest, or of another one.
+
+    Args:
+        operation, nbytes, world_size, n_hosts: the call.
+        candidates: the algorithms from the fastest to the slowest.
+        forced: the algorithm to take; None leaves the choice.
+        lighter: one that is nearly as fast and loads its busiest link less, which is taken instead of the fastest.
 
     Raises:
         ValueError: `forced` is no algorithm, or does not have the operation.
     """
-    chosen = candidates[0] if forced is None else _forced(forced, operation, candidates)
+    chosen = (lighter or candidates[0]) if forced is None else _forced(forced, operation, candidates)
     reason = _reason(chosen, candidates, forced)
     return Choice(operation, nbytes, world_size, n_hosts, chosen.algorithm, candidates, reason)
+
+
+_LIGHTER = "about as fast as any, and sends less over its busiest link"
 
 
 def _reason(chosen: Prediction, candidates: Sequence[Prediction], forced: str | None) -> str:
     others = [candidate for candidate in candidates if candidate != chosen]
     if not others:
         return f"{chosen.algorithm} is the only algorithm that has the operation"
-    why = "is forced" if forced else "is predicted to be the fastest"
+    is_fastest = chosen == candidates[0]
+    why = "is forced" if forced else "is predicted to be the fastest" if is_fastest else f"is {_LIGHTER}"
     mine, theirs = spell_seconds(chosen.seconds), spell_seconds(others[0].seconds)
     return f"{chosen.algorithm} {why}: it takes {mine}, and of the others the best, {others[0].algorithm}, {theirs}"
 

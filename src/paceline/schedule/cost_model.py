@@ -19,10 +19,20 @@ PIPE_NBYTES = 128 << 10
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A message takes `alpha_s` seconds, and `beta_s_per_byte` more for each byte."""
+    """A message takes `alpha_s` seconds, and `beta_s_per_byte` more for each byte.
+
+    Attributes:
+        overhead_s: the part of alpha for which the message keeps its ranks from others; half of it if that is not known.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
+    overhead_s: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """How long a message keeps its ranks from others, whatever its length."""
+        return self.alpha_s / 2 if self.overhead_s is None else self.overhead_s
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.schedule import tree
-from paceline.schedule.cost_model import Case, Cost, message_s, rounds
+from paceline.schedule.cost_model import PIPE_NBYTES, Case, Cost, message_s, rounds
 from paceline.schedule.steps import (
     NOTHING,
     OWN_INPUT,
@@ -193,8 +193,16 @@ OFFERS: dict[Operation, Builder] = {
 }
 
 
+_OVERLAP = 4 / 3
+"""How much longer the rounds of long halves take because they overlap.
+
+The lower half arrives first. Partners who need that one begin their next round while others are still in this one, and
+take a part of their links, which nobody uses afterwards. Simulations of 4 to 32 ranks give 1.32 to 1.4.
+"""
+
+
 def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
-    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes.
+    """Returns the seconds of rounds that move 1/2, 1/4, 1/8... of the bytes; with `gamma` they are reduced.
 
     Between hosts the ranks of a host share its link, unless only one of them is active (`alone`).
     """
@@ -203,7 +211,8 @@ def _halves(case: Case, gamma: float = 0, *, alone: bool = False) -> float:
     while distance:
         link = case.link(distance if case.n == width else 2 * distance)
         sharing = case.local if link is case.model.between_hosts and not alone else 1
-        total += link.alpha_s + nbytes * (sharing * link.beta_s_per_byte + gamma)
+        overlap = _OVERLAP if gamma and width > 2 and nbytes > PIPE_NBYTES else 1
+        total += link.alpha_s + nbytes * (overlap * sharing * link.beta_s_per_byte + gamma)
         nbytes, distance = nbytes / 2, distance // 2
     return total
 

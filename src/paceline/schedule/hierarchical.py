@@ -6,18 +6,16 @@ pass the slices around, so that all ranks drive the network at once (as in Horov
 Jia et al. 2018, "Highly Scalable Deep Learning Training System with Mixed-Precision"). Otherwise, and for operations
 with a root, each host's first rank is its leader and speaks for it; on the root's host the root is the leader.
 
-An all-reduce on rails cuts the tensor into segments: while one is under way between hosts, the next one is reduced
-within them. Its rails are those of `circulant.py`, whose rounds are few, and each host's rings move the blocks in the
-order in which its rails need them.
+`rails.py` has the all-reduce on rails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from paceline.schedule import circulant, halving_doubling, ring, tree
+from paceline.schedule import halving_doubling, rails, ring, tree
 from paceline.schedule.cost_model import Case, Cost, message_s, rounds
+from paceline.schedule.home import Home, find_home
 from paceline.schedule.steps import (
     OWN_INPUT,
     OWN_OUTPUT,
@@ -30,49 +28,10 @@ from paceline.schedule.steps import (
     Step,
     copy,
     receive,
-    rotated,
     runs,
     send,
     singles,
 )
-
-Hosts = Sequence[Sequence[int]]
-
-SEGMENTS = 2
-"""Into how many parts an all-reduce on several hosts of several ranks cuts the tensor."""
-
-
-class Home(NamedTuple):
-    """The hosts, and where this rank is: it is local[me], where `local` are the ranks of hosts[host]."""
-
-    hosts: Hosts
-    host: int
-    local: Sequence[int]
-    me: int
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all hosts have equally many ranks."""
-        return len({len(host) for host in self.hosts}) == 1
-
-    @property
-    def rail(self) -> list[int]:
-        """The ranks at this rank's place on all hosts. For a leader these are the leaders."""
-        return [host[self.me] for host in self.hosts]
-
-
-def find_home(at: Place) -> Home:
-    """Finds this rank's host. If there is a root, its host comes first, and the root comes first on that host."""
-    if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
-        raise ValueError(
-            f"hierarchical needs hosts that list each of the {at.world_size} ranks once, and none empty; got {at.hosts}"
-        )
-    hosts = at.hosts
-    if at.root >= 0:
-        first = next(number for number, host in enumerate(hosts) if at.root in host)
-        hosts = [rotated(hosts[first], at.root), *hosts[first + 1 :], *hosts[:first]]
-    number = next(number for number, host in enumerate(hosts) if at.rank in host)
-    return Home(hosts, number, hosts[number], hosts[number].index(at.rank))
 
 
 def all_reduce(at: Place) -> Plan:
@@ -80,40 +39,12 @@ def all_reduce(at: Place) -> Plan:
     hosts, host, local, me = home = find_home(at)
     n_hosts = len(hosts)
     if home.is_even:
-        return _all_reduce_on_rails(home)
+        return rails.all_reduce(home, rails.LONG)
     tensor, chunks = Slice(Buffer.OUTPUT, 0, n_hosts), singles(Buffer.OUTPUT, range(n_hosts))
     steps = tree.reduce_phase(local, me, tensor, tensor, final=False)
     if me == 0:
         steps += ring.reduce_phase(home.rail, host, chunks, chunks) + ring.gather_phase(home.rail, host, chunks)
     return n_hosts, steps + tree.broadcast_phase(local, me, tensor)
-
-
-def _segments(n_hosts: int, n_local: int) -> int:
-    return SEGMENTS if n_hosts > 1 and n_local > 1 else 1
-
-
-def _all_reduce_on_rails(home: Home) -> Plan:
-    hosts, host, local, me = home
-    n_hosts, n_local = len(hosts), len(local)
-    segments = range(_segments(n_hosts, n_local))
-
-    def slices(segment: int, order: Sequence[int]) -> list[list[Slice]]:
-        firsts = range(segment * n_local * n_hosts, (segment + 1) * n_local * n_hosts, n_hosts)
-        return [runs(Buffer.OUTPUT, (first + block for block in order)) for first in firsts]
-
-    mine = [range(first, first + n_hosts) for first in ((each * n_local + me) * n_hosts for each in segments)]
-    needed, complete = circulant.in_order_of_need(n_hosts, host), rotated(range(n_hosts), host)
-    steps: list[Step] = []
-    for segment in segments:
-        chunks = slices(segment, needed)
-        steps += ring.reduce_phase(local, me, chunks, chunks, final=n_hosts == 1)
-    for blocks in mine:
-        steps += circulant.reduce_phase(home.rail, host, blocks)
-    for blocks in mine:
-        steps += circulant.gather_phase(home.rail, host, blocks)
-    for segment in segments:
-        steps += ring.gather_phase(local, me, slices(segment, complete))
-    return len(segments) * n_local * n_hosts, steps
 
 
 def reduce_scatter(at: Place) -> Plan:
@@ -262,20 +193,9 @@ def _even(case: Case) -> bool:
     return len(set(case.host_sizes)) == 1
 
 
-def _all_reduce_rails(case: Case, gamma: float) -> float:
-    """Returns the seconds of a ring in the host over slices, and of the rounds between hosts over their parts."""
-    far, share = case.model.between_hosts, case.nbytes / case.local * (case.n_hosts - 1) / case.n_hosts
-    segments = _segments(case.n_hosts, case.local)
-    return (
-        _within(case, (case.local - 1) * segments, case.nbytes / case.local / segments, gamma)
-        + circulant.waits(case.n_hosts, segments) * far.alpha_s
-        + share * (case.local * far.beta_s_per_byte + gamma)
-    )
-
-
 def _hierarchical_all_reduce(case: Case) -> float:
     if _even(case):
-        return _all_reduce_rails(case, case.gamma) + _all_reduce_rails(case, 0)
+        return rails.cost(case, rails.LONG)
     trees = _within(case, rounds(case.local), case.nbytes, case.gamma) + _within(case, rounds(case.local), case.nbytes)
     return trees + _leaders_ring(case, case.gamma) + _leaders_ring(case, 0)
 

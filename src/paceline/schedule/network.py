@@ -49,7 +49,7 @@ class Link:
     def cost(self) -> LinkCost:
         """What a message costs on it, in the terms of the closed forms."""
         rate = min(self.bytes_per_s * (1 - self.loss), most_with_loss(self.latency_s, self.loss))
-        return LinkCost(self.latency_s + self.overhead_s, 1 / rate)
+        return LinkCost(self.latency_s + self.overhead_s, 1 / rate, self.overhead_s)
 
 
 def most_with_loss(latency_s: float, loss: float) -> float:
@@ -114,13 +114,14 @@ class Network:
 
     @classmethod
     def of_costs(cls, model: CostModel, hosts: tuple[tuple[int, ...], ...]) -> Network:
-        """Returns a network of these costs: for half of its alpha a message keeps its ranks busy, then it is under way.
+        """Returns a network of these costs: a message first keeps its ranks busy, then it is under way.
 
-        Which part of a measured alpha is which is not known: it is that of a system call and of a thread's waking.
+        Of a measured alpha half is taken to be each, since which part is that of system calls, and which that of the
+        way and of a thread's waking, is not known.
         """
 
         def link(cost: LinkCost) -> Link:
-            return Link(cost.alpha_s / 2, 1 / cost.beta_s_per_byte, overhead_s=cost.alpha_s / 2)
+            return Link(cost.alpha_s - cost.busy_s, 1 / cost.beta_s_per_byte, overhead_s=cost.busy_s)
 
         return cls(hosts, link(model.within_host), link(model.between_hosts), gamma_s_per_byte=model.gamma_s_per_byte)
 
@@ -183,7 +184,8 @@ class Network:
             ]
         )
         slowest = max(cost.beta_s_per_byte for cost in [*used, *pairs, *uplinks])
-        return CostModel(self.within_host.cost, LinkCost(farthest, slowest), self.gamma_s_per_byte)
+        busiest = max(cost.busy_s for cost in [*used, *pairs])
+        return CostModel(self.within_host.cost, LinkCost(farthest, slowest, busiest), self.gamma_s_per_byte)
 
 
 def _short(hosts: object) -> str:

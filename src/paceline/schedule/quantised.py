@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from paceline.schedule import hierarchical, ring, tree
-from paceline.schedule.hierarchical import Home, find_home
+from paceline.schedule.home import Home, find_home
 from paceline.schedule.steps import (
     OWN_INPUT,
     OWN_OUTPUT,

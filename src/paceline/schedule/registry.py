@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from paceline.schedule import halving_doubling, hierarchical, quantised, ring, star, tree
+from paceline.schedule import halving_doubling, hierarchical, quantised, rails, ring, star, tree
 from paceline.schedule.cost_model import Cost
 from paceline.schedule.steps import ROOTED, Builder, Operation, Place, Schedule
 
@@ -19,6 +19,7 @@ _ENTRIES: dict[str, _Entry] = {
     "halving_doubling": (halving_doubling.OFFERS, halving_doubling.COSTS),
     "tree": (tree.OFFERS, tree.COSTS),
     "star": (star.OFFERS, star.COSTS),
+    "circulant": (rails.OFFERS, rails.COSTS),
     "hierarchical": (hierarchical.OFFERS, hierarchical.COSTS),
 }
 
@@ -38,7 +39,11 @@ COSTS = {name: costs for name, (_, costs) in _ENTRIES.items()}
 """For each algorithm the same operations, with the closed form of the seconds that they take."""
 
 
-ALIKE: dict[str, frozenset[Operation]] = {"ring": ring.ALIKE, "hierarchical": hierarchical.ALIKE}
+ALIKE: dict[str, frozenset[Operation]] = {
+    "ring": ring.ALIKE,
+    "hierarchical": hierarchical.ALIKE,
+    "circulant": rails.ALIKE,
+}
 """For algorithms that have such, the operations in which, on equal hosts, all hosts do the same in their places."""
 
 _NAMES = {
@@ -85,7 +90,7 @@ def build(
         rank: the rank whose schedule is built.
         world_size: the number of ranks.
         root: a rank for broadcast, reduce, gather and scatter, otherwise -1.
-        hosts: the ranks of each host; `hierarchical` and what quantises need it, the other algorithms ignore it.
+        hosts: the ranks of each host; `hierarchical`, `circulant` and what quantises need it, the others ignore it.
 
     Raises:
         ValueError: a name is unknown, or a number does not fit the others.

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from paceline.descriptors import is_shortage
 from paceline.errors import AuthenticationError
@@ -19,8 +20,30 @@ MAX_HANDSHAKES = 128
 _PAUSE_S = 0.05  # when the system cannot give a connection, for example because descriptors ran out
 
 
+class Listener(Protocol):
+    """What accepts connections: a listening socket, or what is used as one."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Waits for a connection; returns it and the address of its other end."""
+
+    def getsockname(self) -> Any:
+        """Returns its address; if it is reached by TCP, the host and the port come first."""
+
+    def setblocking(self, flag: bool, /) -> None:
+        """Says whether `accept` waits."""
+
+    def shutdown(self, how: int, /) -> None:
+        """Ends what waits in `accept`."""
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+
+
 class Doorkeeper:
-    """Accepts on `listener`, a listening socket, which it takes over.
+    """Accepts on `listener`, which it takes over.
 
     At most `MAX_HANDSHAKES` connections may be proving the secret at a time: one more ends the oldest, so that silent
     connections cannot keep others out. What is refused is logged, but not a connection that its other end closes before
@@ -37,7 +60,7 @@ class Doorkeeper:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Listener,
         key: bytes,
         channel: str,
         admit: Callable[[Connection, Hello], None],

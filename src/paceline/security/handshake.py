@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 
 _HELLO = struct.Struct("<8s8sIIQ16s")
+HELLO_BYTES = _HELLO.size
 _MAGIC = b"paceln/1"
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _ENCRYPTED_ONLY = b"this job takes encrypted connections only".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
+WITHOUT_HEADER = b"one port for many: say which number you want".ljust(_NONCE_BYTES + _PROOF_BYTES, b".")
 _REFUSAL = bytes(_PROOF_BYTES)  # no proof is that: the chance is 1 in 2**256
 
 
@@ -71,6 +73,12 @@ def prove(connection: Connection, key: bytes, hello: Hello, timeout_s: float = T
             f"the process at {name_of(connection)} takes encrypted connections only, and this one is not encrypted: "
             "start every launcher with --security encrypt, or every rank with PACELINE_SECURITY=encrypt"
         )
+    if answer == WITHOUT_HEADER:
+        raise AuthenticationError(
+            f"at {name_of(connection)} one port leads to all listeners of that machine, and this connection did not "
+            "say which one it wants: start every launcher with the same --port, or every rank with the same "
+            "PACELINE_PORT"
+        )
     if not hmac.compare_digest(proof, _digest(key, b"S", first, nonce)):
         _refuse(connection, deadline)
         raise AuthenticationError(
@@ -109,6 +117,11 @@ def verify(
             f"{name_of(connection)} (rank {rank}) is of generation {peer_generation}; this is generation {generation}"
         )
     return Hello(channel, rank, generation, lane)
+
+
+def is_hello(beginning: bytes) -> bool:
+    """Returns whether what has come is, or can become, the first message of a handshake."""
+    return beginning[: len(_MAGIC)] == _MAGIC[: len(beginning)]
 
 
 def refuse_plain(connection: socket.socket, timeout_s: float = TIMEOUT_S) -> NoReturn:

@@ -6,7 +6,7 @@ import os
 import socket
 
 from paceline import _core
-from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.doorkeeper import Doorkeeper, Listener
 from paceline.security.encryption import Connection, for_core
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
@@ -19,7 +19,7 @@ class StoreServer:
     Python code runs for a connection's handshake only; a thread of the core serves the requests.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
+    def __init__(self, listener: Listener, secret: bytes | None) -> None:
         self._core = _core.StoreServer()
         self._owner = os.getpid()
         self._doorkeeper = Doorkeeper(listener, derive_key(secret, CHANNEL), CHANNEL, self._admit, secret=secret)

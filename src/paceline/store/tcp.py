@@ -6,9 +6,14 @@ import errno
 import os
 import socket
 import weakref
+from typing import Any
 
 from paceline.durations import Timeout, to_seconds
 from paceline.errors import RendezvousTimeoutError, StoreConnectionError, StoreTimeoutError
+from paceline.one_port.choice import chosen_port
+from paceline.one_port.dialing import dial as dial_machine
+from paceline.security.doorkeeper import Listener
+from paceline.security.levels import is_loopback
 from paceline.security.secret import job_secret, require_secret
 from paceline.store.base import DEFAULT_TIMEOUT
 from paceline.store.port_owner import port_owner
@@ -66,7 +71,7 @@ class TCPStore(RemoteStore):
         if is_master:
             self._server = _shared_servers.get(port) if multi_tenant else None
             if self._server is None:
-                listener = (
+                listener: Listener = (
                     socket.socket(fileno=master_listen_fd)
                     if master_listen_fd is not None
                     else listen(host_name, port, secret)
@@ -122,7 +127,7 @@ class TCPStore(RemoteStore):
 
 
 def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> socket.socket:
-    connection = socket.create_connection((host_name, port), timeout=timeout_s)
+    connection = dial_machine((host_name, port), timeout_s)
     try:
         require_secret(connection.getpeername()[0], secret)
         if connection.getpeername() == connection.getsockname():
@@ -135,15 +140,43 @@ def _dial(host_name: str, port: int, timeout_s: float, secret: bytes | None) -> 
     return connection
 
 
-def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
-    """Returns a socket that listens on the first address of `host_name`, never on a wildcard address.
+def listen(host_name: str, port: int, secret: bytes | None) -> Listener:
+    """Returns what listens on the first address of `host_name`, never on a wildcard address.
+
+    In a job with one port for all connections between machines, `port` is the number behind that port, and so is the
+    port of the listener's address.
 
     Raises:
         PortInUseError: another process listens on the port.
         StoreConnectionError: the address is not this machine's.
         ValueError: the address is not loopback and there is no secret.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+    shared = chosen_port()
+    if shared is None or is_loopback(address := str(_first_address(host_name, port)[4][0])):
+        return listen_at_port(host_name, port, secret)
+    from paceline.one_port.listener import claim
+
+    require_secret(address, secret)
+    try:
+        return claim(address, port, shared)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"this machine's listeners share port {shared} of {host_name}, where one cannot have the number "
+                f"{port}: {error.strerror}{_held(shared)}. Each job on a machine needs a port of its own: end the "
+                "other, or choose another one"
+            ) from error
+        _require_own(host_name, address, error)
+        raise
+
+
+def listen_at_port(host_name: str, port: int, secret: bytes | None) -> socket.socket:
+    """Returns a socket that listens as `listen` does, at a port of its own whatever the job has.
+
+    Raises:
+        PortInUseError, StoreConnectionError, ValueError: see `listen`.
+    """
+    family, kind, protocol, _, address = _first_address(host_name, port)
     require_secret(str(address[0]), secret)
     listener = socket.socket(family, kind, protocol)
     try:
@@ -153,16 +186,28 @@ def listen(host_name: str, port: int, secret: bytes | None) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            holder = port_owner(port)
-            held = f" by {holder}" if holder is not None else ""
             raise PortInUseError(
-                f"port {port} of {host_name} is in use{held}; end that process or choose another port "
+                f"port {port} of {host_name} is in use{_held(port)}; end that process or choose another port "
                 "(`paceline run` chooses a free one by itself)"
             ) from error
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise StoreConnectionError(
-                f"{host_name} ({address[0]}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
-                "cannot serve the store there; give the address of the machine on which rank 0 runs"
-            ) from error
+        _require_own(host_name, str(address[0]), error)
         raise
     return listener
+
+
+def _first_address(host_name: str, port: int) -> tuple[int, int, int, str, Any]:
+    return socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
+
+
+def _held(port: int) -> str:
+    holder = port_owner(port)
+    return f" by {holder}" if holder is not None else ""
+
+
+def _require_own(host_name: str, address: str, error: OSError) -> None:
+    """Raises a StoreConnectionError if `error` says that the address is another machine's."""
+    if error.errno == errno.EADDRNOTAVAIL:
+        raise StoreConnectionError(
+            f"{host_name} ({address}) is not an address of this machine ({socket.gethostname()}), so rank 0 "
+            "cannot serve the store there; give the address of the machine on which rank 0 runs"
+        ) from error

@@ -11,7 +11,7 @@ from paceline.checkpoint.format.copies import copies
 from paceline.checkpoint.format.digests import digest_of
 from paceline.checkpoint.format.dtypes import ITEMSIZE
 from paceline.checkpoint.format.manifest import FILE, Manifest, Piece, TensorEntry
-from paceline.checkpoint.format.places import Hold, InputFile, Place, place_at
+from paceline.checkpoint.format.places import Hold, InputFile, Source, place_at
 from paceline.checkpoint.format.reading import listing_of, read_manifest
 from paceline.checkpoint.format.refusals import could_not
 from paceline.checkpoint.format.regions import Region, count, whole
@@ -29,7 +29,7 @@ class Checkpoint:
     Attributes: `manifest`, `name` of its directory, and `nbytes_read` so far.
     """
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Source, name: str) -> None:
         """Opens a checkpoint of a place; "" is the place itself.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,15 @@ class Disk:
         """Appends at least one byte of the views to a file; returns how many bytes."""
         reach("checkpoint.write")
         return os.writev(descriptor, views[:_MOST_VIEWS])
+
+    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
+        """Has writes to a file go past the system's cache, or through it; returns whether they go past it."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
+        except OSError:  # the file system cannot
+            return False
+        return is_direct
 
     def sync(self, descriptor: int) -> None:
         """Waits until a file's bytes survive the loss of power."""

@@ -15,6 +15,8 @@ from paceline.checkpoint.format.dtypes import ITEMSIZE, as_stored, nbytes_of
 
 _LENGTH_NBYTES = 8
 _ALIGNMENT = 8
+_PAGE_NBYTES = 4096  # the data of large files begin at a multiple, so that they can be written directly
+_LARGE_NBYTES = 1 << 20
 _LONGEST = 100 << 20  # as in the safetensors package
 _METADATA = "__metadata__"
 
@@ -55,7 +57,8 @@ def header_of(
         begin, end = end, end + nbytes_of(dtype, shape)
         members[key] = {"dtype": stored, "shape": stored_shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(members)
-    text += b" " * (-len(text) % _ALIGNMENT)
+    alignment = _PAGE_NBYTES if end >= _LARGE_NBYTES else _ALIGNMENT
+    text += b" " * (-(_LENGTH_NBYTES + len(text)) % alignment)
     header = len(text).to_bytes(_LENGTH_NBYTES, "little") + text
     slots, at = [], len(header)
     for key, dtype, shape in tensors:

@@ -8,11 +8,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.checkpoint.format.direct import DirectWriter
 from paceline.checkpoint.format.disk import Disk
 from paceline.checkpoint.format.manifest import FILE as MANIFEST
 from paceline.checkpoint.format.places import InputFile, OutputFile
 
 _MOST_TRIES = 100
+_LARGE = ".safetensors"  # files that may be large
 # The manifests that this process holds, by device and inode: to open and close one would let it go.
 _held_here: set[tuple[int, int]] = set()
 
@@ -59,7 +61,7 @@ class LocalPlace:
 
     def create(self, name: str) -> OutputFile:
         """Makes a file that is not there yet; while it is open, the directory counts as held if it is the manifest."""
-        file = _Output(self._disk, self._disk.create(self.path / name))
+        file = _Output(self._disk, self._disk.create(self.path / name), is_large=name.endswith(_LARGE))
         if Path(name).name == MANIFEST:
             file.hold()
         return file
@@ -131,9 +133,10 @@ class LocalPlace:
 
 
 class _Output:
-    def __init__(self, disk: Disk, descriptor: int) -> None:
+    def __init__(self, disk: Disk, descriptor: int, *, is_large: bool) -> None:
         self._disk = disk
         self._descriptor = descriptor
+        self._writer = DirectWriter(disk, descriptor, is_wanted=is_large)
         self._held: tuple[int, int] | None = None
 
     def hold(self) -> None:
@@ -143,15 +146,10 @@ class _Output:
         _held_here.add(self._held)
 
     def write(self, views: Sequence[memoryview]) -> None:
-        left = [view.cast("B") for view in views if view.nbytes]
-        while left:
-            written = self._disk.write(self._descriptor, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
+        self._writer.write([view.cast("B") for view in views if view.nbytes])
 
     def commit(self) -> None:
+        self._writer.finish()
         self._disk.sync(self._descriptor)
 
     def close(self) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.checkpoint.format.digests import blocks_of, digest_of
 from paceline.checkpoint.format.drafts import Draft
 from paceline.checkpoint.format.dtypes import ITEMSIZE, nbytes_of
 from paceline.checkpoint.format.headers import Slot, header_of
 from paceline.checkpoint.format.manifest import BLOCK_NBYTES, FileEntry, Part, Piece, TensorEntry
-from paceline.checkpoint.format.places import OutputFile, Place
+from paceline.checkpoint.format.places import OutputFile, Target
 from paceline.checkpoint.format.refusals import check_room, could_not, who
 from paceline.checkpoint.format.regions import Box, Flat, Region, count, fault_of, whole
 from paceline.errors import CheckpointError
@@ -63,13 +63,35 @@ class Outgoing:
         return self.shape if self.region == whole(self.shape) else (count(self.region),)
 
 
-def ordered(pieces: Sequence[Outgoing]) -> list[Outgoing]:
-    """Returns pieces in the order in which they are written: large elements first, so that all are aligned."""
-    return sorted(pieces, key=lambda each: -ITEMSIZE[each.dtype])
+class _Sized(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Sized)
+
+
+def in_files(pieces: Sequence[P], split_nbytes: int = SPLIT_NBYTES) -> Iterator[list[P]]:
+    """Yields the pieces of each file in the order in which they are written.
+
+    Large elements come first, so that all are aligned.
+    """
+    share: list[P] = []
+    nbytes = 0
+    for piece in sorted(pieces, key=lambda each: -ITEMSIZE[each.dtype]):
+        if share and nbytes + piece.nbytes > split_nbytes:
+            yield share
+            share, nbytes = [], 0
+        share.append(piece)
+        nbytes += piece.nbytes
+    if share:
+        yield share
 
 
 def write_part(
-    place: Place,
+    place: Target,
     draft: Draft,
     rank: int,
     pieces: Sequence[Outgoing],
@@ -98,7 +120,7 @@ def write_part(
     files: dict[str, FileEntry] = {}
     found: dict[str, TensorEntry] = {}
     done = 0
-    for number, members in enumerate(_shares(ordered(pieces), split_nbytes)):
+    for number, members in enumerate(in_files(pieces, split_nbytes)):
         name = f"rank_{rank:05d}_{number:03d}.safetensors"
         stream = _Stream(place, f"{draft.directory}/{name}", rank, done, total, progress)
         files[name] = _write_file(stream, name, members, found)
@@ -108,19 +130,6 @@ def write_part(
     except OSError as error:
         raise could_not("make durable", place, draft.directory, error, rank=rank) from error
     return Part(rank, files, found)
-
-
-def _shares(pieces: list[Outgoing], split_nbytes: int) -> Iterator[list[Outgoing]]:
-    share: list[Outgoing] = []
-    nbytes = 0
-    for piece in pieces:
-        if share and nbytes + piece.nbytes > split_nbytes:
-            yield share
-            share, nbytes = [], 0
-        share.append(piece)
-        nbytes += piece.nbytes
-    if share:
-        yield share
 
 
 def _write_file(stream: _Stream, name: str, pieces: list[Outgoing], found: dict[str, TensorEntry]) -> FileEntry:
@@ -155,7 +164,7 @@ def _write_piece(stream: _Stream, piece: Outgoing, slot: Slot) -> tuple[str, ...
 class _Stream:
     """A file that is being written: gathers small blocks, counts bytes, and turns refusals into errors."""
 
-    def __init__(self, place: Place, name: str, rank: int, done: int, total: int, progress: Progress | None) -> None:
+    def __init__(self, place: Target, name: str, rank: int, done: int, total: int, progress: Progress | None) -> None:
         self.who = who(rank)
         self.done = done
         self._place, self._name, self._rank = place, name, rank

@@ -43,46 +43,58 @@ class Hold(Protocol):
         """Lets go; may be called again."""
 
 
-class Place(Protocol):
-    """Where a root is kept. Each method may raise OSError.
+class Described(Protocol):
+    """Where something is, for messages. Each method may raise OSError."""
+
+    def describe(self, name: str = "") -> str:
+        """Returns the full path or address of a name, for messages."""
+
+    def free_nbytes(self) -> int | None:
+        """Returns how many bytes may still be written; None if that cannot be known."""
+
+
+class Source(Described, Protocol):
+    """What is needed to read a checkpoint."""
+
+    def size(self, name: str) -> int | None:
+        """Returns a file's size in bytes; None if there is no such file."""
+
+    def open(self, name: str) -> InputFile:
+        """Opens a file for reading."""
+
+    def share(self, directory: str) -> Hold:
+        """Keeps a checkpoint from being removed while it is read."""
+
+
+class Target(Described, Protocol):
+    """What a rank needs to write its part."""
+
+    def create(self, name: str) -> OutputFile:
+        """Makes a file that is not there yet; a place that does not rename replaces one, at `commit`."""
+
+    def sync_directory(self, name: str) -> None:
+        """Returns when the names in a directory survive the loss of power."""
+
+
+class Place(Source, Target, Protocol):
+    """Where a root is kept.
 
     Attributes: `renames`, whether a directory appears by one rename; if not, the manifest is written last instead.
     """
 
     renames: bool
 
-    def describe(self, name: str = "") -> str:
-        """Returns the full path or address of a name, for messages."""
-
     def names(self, directory: str = "") -> list[str]:
         """Returns the names in a directory; none if it is not there."""
 
-    def size(self, name: str) -> int | None:
-        """Returns a file's size in bytes; None if there is no such file."""
-
     def make_directory(self, name: str) -> None:
         """Makes a directory and those above it; it survives the loss of power. It may be there already."""
-
-    def create(self, name: str) -> OutputFile:
-        """Makes a file that is not there yet; a place that does not rename replaces one, at `commit`."""
-
-    def open(self, name: str) -> InputFile:
-        """Opens a file for reading."""
-
-    def sync_directory(self, name: str) -> None:
-        """Returns when the names in a directory survive the loss of power."""
 
     def rename(self, old: str, new: str) -> None:
         """Gives a file or directory another name at once; a file that had that name is replaced."""
 
     def remove(self, name: str) -> None:
         """Removes a file, or a directory with all that is in it; nothing if it is not there."""
-
-    def free_nbytes(self) -> int | None:
-        """Returns how many bytes may still be written; None if that cannot be known."""
-
-    def share(self, directory: str) -> Hold:
-        """Keeps a checkpoint from being removed while it is read."""
 
     def is_held(self, directory: str) -> bool:
         """Returns whether a live process writes or reads this directory."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.checkpoint.format import manifest_json
 from paceline.checkpoint.format.drafts import LATEST, WRITING, is_name
 from paceline.checkpoint.format.manifest import FILE, Manifest, Summary
-from paceline.checkpoint.format.places import Place
+from paceline.checkpoint.format.places import Place, Source
 from paceline.checkpoint.format.refusals import could_not
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
@@ -25,7 +25,7 @@ class Listing:
     fault: str | None = None
 
 
-def read_manifest(place: Place, directory: str) -> Manifest:
+def read_manifest(place: Source, directory: str) -> Manifest:
     """Returns the manifest of a checkpoint.
 
     Raises:
@@ -35,7 +35,7 @@ def read_manifest(place: Place, directory: str) -> Manifest:
     return manifest_json.from_bytes(*_manifest_text(place, directory))
 
 
-def _manifest_text(place: Place, directory: str) -> tuple[bytes, str]:
+def _manifest_text(place: Source, directory: str) -> tuple[bytes, str]:
     """Returns what the manifest's file holds, and the file's name for errors."""
     name = f"{directory}/{FILE}" if directory else FILE
     try:
@@ -46,7 +46,7 @@ def _manifest_text(place: Place, directory: str) -> tuple[bytes, str]:
         raise could_not("read", place, name, error) from error
 
 
-def read_file(place: Place, name: str) -> bytes:
+def read_file(place: Source, name: str) -> bytes:
     """Returns all that a small file holds."""
     file = place.open(name)
     with contextlib.closing(file):

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-from paceline.checkpoint.format.places import Place
+from paceline.checkpoint.format.places import Described
 from paceline.errors import CheckpointError
 
 _ADVICE = {
@@ -40,7 +40,7 @@ def size(nbytes: int) -> str:
 
 
 def could_not(
-    what: str, place: Place, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
+    what: str, place: Described, name: str, error: OSError, *, rank: int | None = None, progress: str = ""
 ) -> CheckpointError:
     """Returns the error for an operation that the system refused.
 
@@ -67,14 +67,14 @@ def could_not(
     )
 
 
-def _free(place: Place) -> int | None:
+def _free(place: Described) -> int | None:
     try:
         return place.free_nbytes()
     except OSError:
         return None
 
 
-def check_room(place: Place, nbytes: int, rank: int | None = None) -> None:
+def check_room(place: Described, nbytes: int, rank: int | None = None) -> None:
     """Refuses to begin what does not fit.
 
     Raises:

@@ -38,7 +38,13 @@ class Root:
         self._held: dict[str, OutputFile | None] = {}
 
     def begin(
-        self, step: int | None = None, *, nbytes: int | None = None, unique: bool = False, sequence: int | None = None
+        self,
+        step: int | None = None,
+        *,
+        nbytes: int | None = None,
+        unique: bool = False,
+        sequence: int | None = None,
+        least_sequence: int = 0,
     ) -> Draft:
         """Makes room for a checkpoint and removes what dead saves left; returns what the other ranks need to know.
 
@@ -48,6 +54,7 @@ class Root:
             unique: makes a name that is free on every host, for disks that hosts do not share; the first rank of every
                 other host then calls `join`.
             sequence: of the checkpoint, at least the greatest `next_sequence` of all hosts (default: that of this one).
+            least_sequence: what the default is at least.
 
         Raises:
             CheckpointError: the directory cannot be made or has too little room.
@@ -58,7 +65,7 @@ class Root:
                 check_room(self.place, nbytes)
             draft = draft_of(
                 step,
-                self.next_sequence() if sequence is None else sequence,
+                max(least_sequence, self.next_sequence()) if sequence is None else sequence,
                 secrets.token_hex(_TOKEN_NBYTES),
                 self.place.names(),
                 renames=self.place.renames,

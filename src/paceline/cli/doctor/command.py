@@ -75,12 +75,12 @@ def _listen(place: str) -> list[Finding]:
     from paceline.cli.doctor.pair import serve
     from paceline.launch.nodes.join_token import Token
     from paceline.launch.nodes.meeting import own_address
-    from paceline.store.tcp import listen
+    from paceline.store.tcp import listen_at_port
 
     host, _, port = place.rpartition(":") if ":" in place else (place, "", "")
     host = host.strip("[]") or own_address()
     secret = secrets.token_bytes(32)
-    with listen(host, int(port or 0), secret) as listener:
+    with listen_at_port(host, int(port or 0), secret) as listener:
         token = Token(host, listener.getsockname()[1], secret).encode()
         print(f"paceline doctor --peer {token}", flush=True)
         return serve(listener, secret)

@@ -32,6 +32,7 @@ from paceline.errors import AuthenticationError
 from paceline.group.exchange import as_memory, room_for
 from paceline.group.objects.codec import MalformedPayload
 from paceline.group.objects.serialization import decode
+from paceline.one_port.dialing import dial
 from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import Hello, prove
 from paceline.security.secret import derive_key, job_secret
@@ -124,7 +125,7 @@ class Learner:
 
     def _connect(self, offer: Learn) -> Connection:
         host, _, port = offer.address.rpartition(":")
-        plain = socket.create_connection((host, int(port)), _PATIENCE_S)
+        plain = dial((host, int(port)), _PATIENCE_S)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         key = derive_key(job_secret(), KEY)
         connection = begin(plain, key, _PATIENCE_S)

@@ -38,7 +38,7 @@ from paceline.elastic.joining.wire import (
     send_head,
 )
 from paceline.parent import die_with_parent
-from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.doorkeeper import Doorkeeper, Listener
 from paceline.security.encryption import Connection
 
 FIRST_S = 30.0  # how long the learner has to come
@@ -65,7 +65,7 @@ class Served:
     key: bytes
     contents: Contents
     memories: Sequence[memoryview]
-    listener: socket.socket
+    listener: Listener
     log: int
     line: socket.socket
     progress: Progress

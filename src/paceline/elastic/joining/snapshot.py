@@ -17,6 +17,7 @@ from paceline.elastic.joining.wire import Contents, Item
 from paceline.elastic.registry import Registry
 from paceline.group.exchange import as_memory
 from paceline.group.objects.serialization import encode
+from paceline.security.doorkeeper import Listener
 
 _LEAST_LOG_BYTES = 64 << 20
 _STUCK_S = 10.0  # after which a learner that takes nothing is given up
@@ -49,7 +50,7 @@ class Snapshot:
         round_number: int,
         committed: int,
         dealt: Dealt,
-        listener: socket.socket,
+        listener: Listener,
         key: bytes,
     ) -> None:
         self._size = 0

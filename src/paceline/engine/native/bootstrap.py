@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +19,13 @@ from paceline.errors import RendezvousError, RendezvousTimeoutError
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection, plain
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
+from paceline.security.peers import is_same_user
 from paceline.security.secret import derive_key, job_secret
 
 MAX_RANKS_OF_HOST = 64
 _CHANNEL = "mesh"
 _LOOK_S = 0.5
 _PAUSE_S = 0.005
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def _connect(
     arrivals = Arrivals()
 
     def admit(connection: Connection, hello: Hello) -> None:
-        if _same_user(plain(connection)):
+        if is_same_user(plain(connection)):
             arrivals.admit(connection, hello)
         else:
             connection.close()
@@ -175,9 +173,3 @@ def _require_alike(members: tuple[Member, ...], setting: str, mine: object, valu
             raise RendezvousError(
                 f"{me}: {setting} is {mine!r} here and {value!r} on {member}; it must be the same on all ranks"
             )
-
-
-def _same_user(connection: socket.socket) -> bool:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(raw)
-    return bool(uid == os.getuid())

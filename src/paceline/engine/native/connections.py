@@ -1,7 +1,8 @@
 """TCP connections between a group's ranks on different hosts.
 
 A rank listens on one address, only while a group forms, and connects from that same address. Of two ranks, the higher
-one connects to the lower one: once for control and messages, and once for each stream of data.
+one connects to the lower one: once for control and messages, and once for each stream of data. In a job with one port
+it may be that a machine accepts no connections there; then the lower rank is asked to connect to the higher one.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from paceline import _core
+from paceline.engine.failures import Member
 from paceline.engine.formation import Formation
 from paceline.engine.native.bootstrap import Topology
+from paceline.engine.native.calls import Calls
 from paceline.engine.native.congestion import set_congestion_control
 from paceline.engine.native.dialing import Arrivals, dial
 from paceline.errors import RendezvousError, RendezvousTimeoutError
+from paceline.one_port.choice import chosen_port
+from paceline.one_port.dialing import dial as dial_machine
 from paceline.security.doorkeeper import Doorkeeper
 from paceline.security.encryption import Connection, for_core
 from paceline.security.handshake import HandshakeUnfinishedError, Hello
@@ -25,6 +31,7 @@ from paceline.store.tcp import listen
 
 _CHANNEL = "links"
 _LOOK_S = 0.5
+_REACH_S = 4.0  # how long a machine with one port has to accept a connection: three attempts of the kernel
 
 Connections = list[list[int | _core.TlsConnection]]
 
@@ -37,14 +44,19 @@ def connect(
     address: str,
     streams: int,
     timeout_s: float,
+    closed: set[str],
 ) -> Connections:
     """Returns this rank's connections to each of the group's `ranks`, by group rank; none to those of its own host.
 
     Args:
+        formation: that of the group.
+        topology: all ranks of the job.
+        ranks: those of the group.
         number: the group's number, which is the same on all its members and new for each group.
         address: the address to listen on and to connect from.
         streams: the number of connections for data, in addition to the one for control.
         timeout_s: how long to wait for the other ranks, in seconds.
+        closed: the addresses of machines that were found to accept no connection; others are added.
 
     Raises:
         ValueError: the job has no secret, although `address` can be reached from other machines.
@@ -71,54 +83,150 @@ def connect(
                 f"{timeout_s:.0f} s; look at their output. All ranks, members or not, call new_group with the same "
                 "arguments and in the same order"
             )
-        found: dict[tuple[int, int], Connection] = {}
+        places = {peer: _place(store.get(_key(number, peer))) for peer in remote}
+        mine = _Me(topology.rank, number, address, key, secret, deadline)
+        links = _Links(formation, topology.members, mine, places, range(1 + streams), closed, cleanup)
         for peer in remote:
-            if peer > topology.rank:
-                continue
-            host, port = store.get(_key(number, peer)).decode().split()
-            for lane in range(1 + streams):
-                try:
-                    hello = Hello(_CHANNEL, topology.rank, number, lane)
-                    connection = _dial(host, int(port), address, key, hello, deadline, secret)
-                except (OSError, HandshakeUnfinishedError) as error:
-                    formation.await_news()
-                    raise RendezvousError(
-                        f"{me}: {topology.members[peer]} at {host}:{port} cannot be reached from {address} ({error}); "
-                        "check the route and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
-                    ) from error
-                cleanup.enter_context(connection)
-                found[peer, lane] = connection
-        expected = {(peer, lane) for peer in remote for lane in range(1 + streams)}
-        while missing := expected - found.keys():
-            left_s = max(0.05, deadline - time.monotonic())
+            if peer < topology.rank:
+                links.dial(peer)
+        links.gather(arrivals, doorkeeper, timeout_s)
+        for connection in links.found.values():
+            set_congestion_control(connection)
+        lanes = range(1 + streams)
+        return [[for_core(links.found[peer, lane]) for lane in lanes] if peer in remote else [] for peer in ranks]
+
+
+@dataclass(frozen=True)
+class _Me:
+    """What this rank connects with."""
+
+    rank: int
+    number: int  # of the group
+    address: str
+    key: bytes
+    secret: bytes | None
+    deadline: float
+
+
+@dataclass
+class _Links:
+    """The connections of a rank while its group forms; `cleanup` closes them, should it fail."""
+
+    formation: Formation
+    members: Sequence[Member]
+    me: _Me
+    places: dict[int, tuple[str, int]]  # where the ranks of other hosts listen
+    lanes: range
+    closed: set[str]
+    cleanup: contextlib.ExitStack
+    found: dict[tuple[int, int], Connection] = field(default_factory=dict)
+    called: set[int] = field(default_factory=set)  # ranks that were asked to connect to this one
+
+    def __post_init__(self) -> None:
+        self._port = chosen_port()
+        self._calls = Calls(self.formation.store, self.me.number, self.me.rank)
+
+    def dial(self, peer: int, calls_because: str | None = None) -> None:
+        """Connects to a peer; in a job with one port, asks it to connect if that does not go, unless it has asked.
+
+        Raises:
+            RendezvousError: it cannot be reached.
+        """
+        host, port = self.places[peer]
+        me = self.me
+        if calls_because is None and host in self.closed:
+            self._call(peer, f"{host} accepted no connection before")
+            return
+        try:
+            for lane in self.lanes:
+                hello = Hello(_CHANNEL, me.rank, me.number, lane)
+                connection = _dial(host, port, me.address, me.key, hello, me.deadline, me.secret)
+                self.cleanup.enter_context(connection)
+                self.found[peer, lane] = connection
+        except (OSError, HandshakeUnfinishedError) as error:
+            self.formation.await_news()
+            if self._port is not None and calls_because is None:
+                self.closed.add(host)
+                self._call(peer, str(error))
+                return
+            raise RendezvousError(self._unreachable(peer, error, calls_because)) from error
+
+    def gather(self, arrivals: Arrivals, doorkeeper: Doorkeeper, timeout_s: float) -> None:
+        """Waits for the connections of the peers that connect to this rank.
+
+        Raises:
+            RendezvousError: a rank gave up or died, or a peer and this rank cannot reach each other.
+            RendezvousTimeoutError: a peer did not connect.
+        """
+        rank = self.me.rank
+        expected = {(peer, lane) for peer in self.places for lane in self.lanes}
+        while missing := expected - self.found.keys():
+            left_s = max(0.05, self.me.deadline - time.monotonic())
             arrived = arrivals.take(min(left_s, _LOOK_S))
             if arrived is None:
-                formation.look()
+                self.formation.look()
                 doorkeeper.require_descriptors()
+                self._answer_calls({peer for peer, _ in missing if peer > rank})
                 if left_s > _LOOK_S:
                     continue
                 absent = sorted({peer for peer, _ in missing})
                 raise RendezvousTimeoutError(
-                    f"{me}: {', '.join(str(topology.members[peer]) for peer in absent)} did not connect to {address} "
-                    f"within {timeout_s:.0f} s; look at their output"
+                    f"{self.members[rank]}: {', '.join(str(self.members[peer]) for peer in absent)} did not connect to "
+                    f"{self.me.address} within {timeout_s:.0f} s; look at their output"
                 )
             who, connection = arrived
-            cleanup.enter_context(connection)
-            if who.rank > topology.rank and (who.rank, who.lane) in expected:
-                found[who.rank, who.lane] = connection  # the latest one counts: the peer has given up the others
-        for connection in found.values():
-            set_congestion_control(connection)
-        lanes = range(1 + streams)
-        return [[for_core(found[peer, lane]) for lane in lanes] if peer in remote else [] for peer in ranks]
+            self.cleanup.enter_context(connection)
+            if (who.rank > rank or who.rank in self.called) and (who.rank, who.lane) in expected:
+                self.found[who.rank, who.lane] = connection  # the latest one counts: the peer has given up the others
+
+    def _call(self, peer: int, why: str) -> None:
+        self._drop(peer)
+        self.called.add(peer)
+        self._calls.call(peer, why)
+
+    def _answer_calls(self, peers: Iterable[int]) -> None:
+        """Connects to those of the peers that cannot connect to this rank."""
+        if self._port is not None:
+            for peer, why in self._calls.callers(peers).items():
+                self._drop(peer)
+                self.dial(peer, why)
+
+    def _drop(self, peer: int) -> None:
+        """Forgets the connections to a peer, which are too few; they are closed at the latest when this rank ends."""
+        for lane in self.lanes:
+            if (connection := self.found.pop((peer, lane), None)) is not None:
+                connection.close()
+
+    def _unreachable(self, peer: int, error: Exception, calls_because: str | None) -> str:
+        host, port = self.places[peer]
+        me, other = self.members[self.me.rank], self.members[peer]
+        if calls_because is None:
+            return (
+                f"{me}: {other} at {host}:{port} cannot be reached from {self.me.address} ({error}); check the route "
+                "and the firewall between the hosts, or choose an interface with PACELINE_IFACE"
+            )
+        return (
+            f"{me}: {other} and this rank cannot connect to each other: {other} has tried {self.me.address}, port "
+            f"{self._port} ({calls_because}), and this rank has tried {host}, port {self._port} ({error}). One of the "
+            f"two machines must accept TCP connections at port {self._port} from the other: open it in the firewall "
+            "there, or choose an interface with PACELINE_IFACE"
+        )
 
 
 def _dial(
     host: str, port: int, source: str, key: bytes, hello: Hello, deadline: float, secret: bytes | None
 ) -> Connection:
+    reach_s = None if chosen_port() is None else _REACH_S
+
     def connected(left_s: float) -> socket.socket:
-        return socket.create_connection((host, port), timeout=left_s, source_address=(source, 0))
+        return dial_machine((host, port), left_s, source, reach_s)
 
     return dial(connected, key, hello, deadline, secret)
+
+
+def _place(told: bytes) -> tuple[str, int]:
+    host, port = told.decode().split()
+    return host, int(port)
 
 
 def _key(number: int, rank: int) -> str:

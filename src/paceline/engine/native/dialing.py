@@ -38,19 +38,22 @@ def dial(
     """
     while True:
         left_s = for_socket(deadline - time.monotonic())
-        plain = open_connection(left_s)
+        plain: socket.socket | None = None
         try:
+            plain = open_connection(left_s)
             connection = begin(plain, secret, left_s)
             prove(connection, key, hello, left_s)
             _await_welcome(connection, left_s)
             connection.settimeout(None)
             return connection
         except HandshakeUnfinishedError:
-            plain.close()
+            if plain is not None:
+                plain.close()
             if time.monotonic() >= deadline:
                 raise
         except BaseException:
-            plain.close()
+            if plain is not None:
+                plain.close()
             raise
 
 

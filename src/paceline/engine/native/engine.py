@@ -105,9 +105,10 @@ class NativeEngine:
         self._peer = peer
         self._interface = interface
         self._groups: list[NativeGroup] = []
+        self._closed: set[str] = set()  # addresses of machines that accept no connections
         self._costs: CostModel | None = None
         self._network: Network | None = None
-        self._known_costs: KnownCosts = {} if known_costs is None else known_costs
+        self._known_costs = KnownCosts() if known_costs is None else known_costs
         settings = {"algorithm": self._algorithm, STREAMS_VARIABLE: self._streams}
         self._topology, self._mesh = join(formation, settings, timeout_s)
         formation.watch(self._gone)
@@ -156,7 +157,7 @@ class NativeEngine:
         connections: Connections = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)
-            connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s)
+            connections = connect(formation, topology, ranks, identity, address, self._streams, timeout_s, self._closed)
         remaining_s = max(0.1, deadline - time.monotonic())
         # Ranks of one host that chose different algorithms must not find each other, so that opening the group fails.
         # Between hosts the calls themselves reveal the difference.
@@ -168,6 +169,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
+            undo.push(lambda _, error, __: formation.announce(error) if error else None)  # before others see it close
             channel: Channel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:

@@ -1,50 +1,38 @@
-"""Compares how long calls take with what was predicted for them, and says so once if it was far off."""
+"""Says that calls take other times than were predicted; the core compares them (native/call/foresight.hpp)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from paceline.schedule.cost import Choice, spell_seconds
-
-_CALLS = 20
-"""After so many calls of a kind the least time of them is compared: in some of them a rank was late."""
-
-_FAR = 1.2
+from paceline.record.names import DTYPES, OPERATIONS
+from paceline.schedule.cost import spell_seconds
+from paceline.schedule.registry import name_of
 
 
-@dataclass
-class _Seen:
-    calls: int = 0
-    least_s: float = float("inf")
+class Surprise(NamedTuple):
+    """Calls of one kind that were far from their prediction, in the order of `_core.ScheduleGroup.surprise`.
+
+    Attributes:
+        operation, algorithm, dtype: the kind, by the numbers of the core.
+        count: the elements of each call.
+        calls: how many of them were made.
+        least_ns: how long the shortest of them took; `predicted_ns` how long each should have taken.
+    """
+
+    operation: int
+    algorithm: int
+    dtype: int
+    count: int
+    calls: int
+    least_ns: int
+    predicted_ns: int
 
 
-class Foresight:
-    """Has seen the calls of one group."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Hashable, _Seen] = {}
-        self._has_spoken = False
-
-    def compare(self, choice: Choice, took_s: float) -> str | None:
-        """Notes a call; returns what is to be said about it, if anything.
-
-        Args:
-            choice: the algorithm of the call, and what it was predicted to take.
-            took_s: how long the call took on this rank.
-        """
-        if self._has_spoken:
-            return None
-        seen = self._seen.setdefault((choice.operation, choice.nbytes), _Seen())
-        seen.calls += 1
-        seen.least_s = min(seen.least_s, took_s)
-        predicted_s = next(each.seconds for each in choice.candidates if each.algorithm == choice.algorithm)
-        if seen.calls != _CALLS or predicted_s / _FAR <= seen.least_s <= predicted_s * _FAR:
-            return None
-        self._has_spoken = True
-        least, predicted = spell_seconds(seen.least_s), spell_seconds(predicted_s)
-        return (
-            f"{choice.operation} of {choice.nbytes:,} bytes by {choice.algorithm} took {least} at least in "
-            f"{seen.calls} calls, but was predicted to take {predicted}: another algorithm may be faster. "
-            "PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
-        )
+def words_of(found: Surprise) -> str:
+    """Returns what is said of a surprise."""
+    least, predicted = spell_seconds(found.least_ns / 1e9), spell_seconds(found.predicted_ns / 1e9)
+    return (
+        f"{OPERATIONS[found.operation]} of {found.count:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
+        f"{least} at least in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
+        "faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
+    )

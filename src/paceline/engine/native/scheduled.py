@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Sequence
 
 from paceline import _core
 from paceline.engine.algorithms import ALL_TO_ALL_NBYTES
 from paceline.engine.channel import Call, Channel
 from paceline.engine.codes import ITEM_SIZES, WIRE_CODES, WIRES
-from paceline.engine.native.foresight import Foresight
+from paceline.engine.native.foresight import Surprise, words_of
 from paceline.schedule.cost import Choice, CostModel, choose
 from paceline.schedule.flat import flatten
 from paceline.schedule.network import Network
@@ -53,7 +52,6 @@ class ScheduledChannel(Channel):
         # The caches are bounded, which suffices because programs use a few sizes again and again.
         self._uneven = network if network is not None and can_synthesise(network) else None
         self._synthesised = synthesise(self._uneven) if self._uneven is not None else []
-        self._foresight = Foresight()
         self._choice = functools.lru_cache(1024)(self.choose)
         self._schedule = functools.lru_cache(256)(self._build)
 
@@ -71,21 +69,18 @@ class ScheduledChannel(Channel):
 
     def run(self, call: Call) -> _core.Outcome | None:
         """Runs a call to its end; returns None if it succeeded."""
-        began_s = time.perf_counter()
-        outcome = self._links.run(self._schedule_for(call), call)
-        if outcome is None and self._rank == 0 and not call.wire and call.operation != Operation.BARRIER:
-            said = self._foresight.compare(self._choice_for(call), time.perf_counter() - began_s)
-            if said is not None:
-                logging.getLogger(__name__).info(said)
-        return outcome
+        self._say_surprise()
+        return self._links.run(*self._planned(call))
 
     def submit(self, call: Call) -> _core.Work:
         """Queues a call behind those made before, and returns at once."""
-        return self._links.submit(self._schedule_for(call), call)
+        self._say_surprise()
+        return self._links.submit(*self._planned(call))
 
     def prepare(self, call: Call) -> _core.PreparedCall:
         """Returns the call with its schedule."""
-        return self._links.prepare(self._schedule_for(call), call)
+        self._say_surprise()
+        return self._links.prepare(*self._planned(call))
 
     def record_as(self, group: int) -> None:
         """Records the calls of the links."""
@@ -100,15 +95,21 @@ class ScheduledChannel(Channel):
         return self._links.failure()
 
     def close(self) -> None:
-        """Does nothing: the group that owns the links closes them."""
+        """Says what was far from its prediction, if nothing has yet; the group that owns the links closes them."""
+        self._say_surprise()
 
-    def _schedule_for(self, call: Call) -> _core.Schedule:
+    def _say_surprise(self) -> None:
+        """Says once, on rank 0, which calls took much more or less time than was predicted."""
+        if self._rank == 0 and (found := self._links.surprise()) is not None:
+            logging.getLogger(__name__).info(words_of(Surprise(*found)))
+
+    def _planned(self, call: Call) -> tuple[_core.Schedule, Call, int]:
+        """Returns the call with its schedule and the nanoseconds that it should take, 0 if nothing predicts them."""
         if call.wire:
-            return self._schedule(WIRES[call.wire - 1], call.operation, call.root)
-        return self._schedule(self._choice_for(call).algorithm, call.operation, call.root)
-
-    def _choice_for(self, call: Call) -> Choice:
-        return self._choice(call.operation, self._nbytes(call))
+            return self._schedule(WIRES[call.wire - 1], call.operation, call.root), call, 0
+        choice = self._choice(call.operation, self._nbytes(call))
+        predicted_ns = 0 if call.operation == Operation.BARRIER else round(1e9 * choice.seconds)
+        return self._schedule(choice.algorithm, call.operation, call.root), call, predicted_ns
 
     def _nbytes(self, call: Call) -> int:
         """Returns the size in bytes of a rank's longest buffer, by which the algorithm is chosen."""

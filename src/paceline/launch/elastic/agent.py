@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.checkpoint.copies.service import VARIABLE as COPIES
 from paceline.elastic import messages
 from paceline.elastic.messages import Dismissed, FromWorker, Installed, Ready
 from paceline.launch.cleanup import Cleanup
@@ -137,6 +139,8 @@ class ElasticAgent(Loop):
             self._say(of_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
         environment = self._environment("0")
+        path = os.path.join(self._cleanup.directory, "copies")
+        environment[COPIES] = self._copies.open(path, self._premises.secret)
         around = self._premises.open(begin, environment, self._machine, self._logs, self._keyboard, self._keeper)
         self._members = Crew(
             self._job,
@@ -290,6 +294,7 @@ class ElasticAgent(Loop):
             self._members.close()
             self._cleanup.end_generation("0")
         self._endings.close()
+        self._copies.shut()
         self._premises.close()
 
     def _conclude(self, end: End) -> int:

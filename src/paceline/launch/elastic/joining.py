@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import cast
 
@@ -18,6 +17,7 @@ from paceline.launch.nodes.server import MeetingServer
 from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
 from paceline.launch.nodes.viewing import Viewing
+from paceline.security.doorkeeper import Listener
 from paceline.store.tcp import PortInUseError, listen
 
 
@@ -27,7 +27,7 @@ def join_elastic(
     secret: bytes | None,
     say: Callable[[str], None],
     address: tuple[str, int],
-    listener: socket.socket | None,
+    listener: Listener | None,
     policy: Policy,
     steering: Steering | None,
 ) -> NodeConnection:
@@ -53,13 +53,13 @@ def join_elastic(
     return NodeConnection(follower, own, server, deputy, serves=listener is not None)
 
 
-def _serve(listener: socket.socket, secret: bytes | None, deputy: Deputy, silence_s: float) -> MeetingServer:
+def _serve(listener: Listener, secret: bytes | None, deputy: Deputy, silence_s: float) -> MeetingServer:
     server = MeetingServer(listener, secret, Viewing(Sightings(deputy, "slot")), silence_s)
     deputy.wake = server.wake
     return server
 
 
-def _listen(host: str, port: int, secret: bytes | None) -> socket.socket:
+def _listen(host: str, port: int, secret: bytes | None) -> Listener:
     try:
         return listen(host, port, secret)
     except PortInUseError:

@@ -30,18 +30,20 @@ class Premises:
     """The workers' store, if it is served here, and what leads to it; all workers of the job hold one secret.
 
     With several machines the launcher that serves the meeting serves the store too: no worker may, since any may die.
+
+    Attributes: `secret`, which all workers of the job hold, and `port` of the store, if it is served to other machines.
     """
 
     def __init__(self, job: Job, connection: NodeConnection, secret: bytes | None, cleanup: Cleanup) -> None:
         self._job = job
         self._cleanup = cleanup
-        self._secret = None if secret is None else hmac.digest(secret, b"workers of an elastic job", "sha256")
+        self.secret = None if secret is None else hmac.digest(secret, b"workers of an elastic job", "sha256")
         self._file: SecretFile | None = None
         self._store: StoreServer | None = None
         self._forker: Forker | None = None
-        self.port = 0  # of the store, if it is served here to other machines
+        self.port = 0
         if connection.server is not None:
-            self._store = StoreServer(listen(connection.address, 0, self._secret), self._secret)
+            self._store = StoreServer(listen(connection.address, 0, self.secret), self.secret)
             self.port = self._store.port
 
     def open(
@@ -61,13 +63,13 @@ class Premises:
         served = begin.store
         if not served:
             path = Path(self._cleanup.directory, "store-1")
-            self._store = StoreServer.on_unix_path(str(path), self._secret)
+            self._store = StoreServer.on_unix_path(str(path), self.secret)
             served = f"unix:{path}"
         environment["PACELINE_STORE"] = served
         # Torch then asks for huge pages: a worker that forks to give others its state does so five times as fast.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        if self._secret is not None:
-            self._file = SecretFile.create(self._secret)
+        if self.secret is not None:
+            self._file = SecretFile.create(self.secret)
             environment[SECRET_FD] = str(self._file)
         return Surroundings(
             environment,

@@ -19,6 +19,7 @@ from paceline.launch.nodes.sightings import Sightings
 from paceline.launch.nodes.steering import Steering
 from paceline.launch.nodes.viewing import Viewing
 from paceline.routes import ELSEWHERE, source_address
+from paceline.security.doorkeeper import Listener
 from paceline.security.levels import is_loopback
 from paceline.store.tcp import PortInUseError, listen
 
@@ -60,7 +61,7 @@ class NodeConnection:
 
 
 def open_meeting(
-    job: Job, secret: bytes | None, say: Callable[[str], None], listener: socket.socket | None = None
+    job: Job, secret: bytes | None, say: Callable[[str], None], listener: Listener | None = None
 ) -> NodeConnection:
     """Connects this machine to the meeting.
 
@@ -68,7 +69,7 @@ def open_meeting(
         job: says where the machines meet.
         secret: the job's secret.
         say: tells the user what the launcher waits for.
-        listener: a listening socket to serve on, if the caller has opened one.
+        listener: what to serve on, if the caller has opened it.
 
     Raises:
         StoreConnectionError: this machine should serve the meeting, and cannot.
@@ -123,11 +124,12 @@ def _policy(job: Job) -> Policy:
         join_timeout_s=options.join_timeout_s,
         port=job.port,
         return_timeout_s=options.return_timeout_s,
+        meeting_first=job.one_port is not None,
     )
 
 
-def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> socket.socket | None:
-    """Returns a listening socket if the address is this machine's and no other launcher serves there."""
+def _listener(options: RendezvousOptions, address: tuple[str, int], secret: bytes | None) -> Listener | None:
+    """Returns a listener if the address is this machine's and no other launcher serves there."""
     host = host_to_serve_on(address[0], bool(options.serves))
     try:
         return None if host is None else listen(host, address[1], secret)

@@ -52,6 +52,7 @@ class Policy:
     join_timeout_s: float = 600.0
     port: int | None = None  # of the workers' store, where the user chose it
     return_timeout_s: float = 120.0  # how long an elastic job waits for machines without which it cannot go on
+    meeting_first: bool = False  # the node that serves has the first ranks, since all others can reach it
 
 
 def pause_s(restarts: int) -> float:
@@ -202,6 +203,8 @@ class Membership:
     def _start(self, now_s: float) -> Orders:
         if self.policy.is_static:
             self.nodes = dict(sorted(self.nodes.items(), key=lambda item: item[1].node_rank or 0))
+        elif self.policy.meeting_first:
+            self.nodes = dict(sorted(self.nodes.items(), key=lambda item: not item[1].serves))
         self.generation += 1
         self.phase = Phase.RUNNING
         self.started_s, self.deadline_s = now_s, None

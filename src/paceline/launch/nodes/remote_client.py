@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,13 @@ from paceline.security.handshake import HandshakeUnfinishedError
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _ATTEMPT_S = 5.0
 _SOON_S = 1.0
+_ADVICE: dict[type[Exception], str] = {
+    socket.gaierror: (
+        "Check the name. In Kubernetes the pods have names if there is a headless Service with "
+        "publishNotReadyAddresses: true, which `paceline launch-script k8s` prints"
+    ),
+    Exception: ("Check that the launcher of machine 0 runs, that the address is its, and that no firewall is between"),
+}
 
 
 class OrderQueue:
@@ -111,6 +119,8 @@ def connect_in_time(
 ) -> Connection:
     """Connects as soon as the meeting is served; if that takes long, `say` tells the user what the launcher waits for.
 
+    A name that nobody knows is looked up until then too: that of a pod becomes known only when it has been started.
+
     Raises:
         RendezvousTimeoutError: nobody served it in time.
         AuthenticationError: the server does not hold the job's secret.
@@ -118,21 +128,30 @@ def connect_in_time(
     """
     started_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
-    is_said = False
+    said: set[type[Exception]] = set()
     while True:
         left_s = started_s + timeout_s - time.monotonic()
         try:
-            attempt_s = min(_ATTEMPT_S if is_said else _SOON_S, left_s)
-            return connect(address, secret, max(0.1, attempt_s))
+            attempt_s = min(_ATTEMPT_S if said else _SOON_S, left_s)
+            return connect(address, secret, max(0.1, attempt_s))  # looks the name up anew each time
         except (OSError, HandshakeUnfinishedError) as error:
+            kind = socket.gaierror if isinstance(error, socket.gaierror) else Exception
             if left_s <= 0:
                 raise RendezvousTimeoutError(
                     f"no launcher served the meeting at {address[0]}:{address[1]} for {timeout_s:.0f} s (the last "
-                    f"attempt: {error}). Check that the launcher of machine 0 runs, that the address is its, and that "
-                    "no firewall is between"
+                    f"attempt: {_in_words(error, address[0])}). {_ADVICE[kind]}"
                 ) from error
-            if not is_said and time.monotonic() - started_s >= _SOON_S:
-                is_said = True
-                say(f"waiting up to {timeout_s:.0f} s for a launcher at {address[0]}:{address[1]} ({error})")
+            if kind not in said and time.monotonic() - started_s >= _SOON_S:
+                said.add(kind)
+                say(
+                    f"waiting up to {timeout_s:.0f} s for a launcher at {address[0]}:{address[1]} "
+                    f"({_in_words(error, address[0])})"
+                )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _in_words(error: Exception, name: str) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"no machine is known by the name {name} yet: {error.strerror}"
+    return str(error)

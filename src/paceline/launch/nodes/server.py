@@ -15,7 +15,7 @@ from paceline.launch.nodes.framing import Inbox, MessageError, encode
 from paceline.launch.nodes.messages import Alive, AskTime, Dropped, Order, Report, TellTime
 from paceline.launch.nodes.starvation import is_starved
 from paceline.launch.nodes.steering import Orders, Steering
-from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.doorkeeper import Doorkeeper, Listener
 from paceline.security.encryption import Connection, receive_now
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
@@ -61,13 +61,13 @@ class _Node:
 
 
 class MeetingServer:
-    """Serves on `listener`, a listening socket, which it takes over, in threads of its own until `close`.
+    """Serves on `listener`, which it takes over, in threads of its own until `close`.
 
     One thread serves. Another one gives the nodes signs of life, since to explain a failure takes the first one
     seconds on a busy machine, in which the nodes would otherwise believe that the meeting is lost.
 
     Args:
-        listener: the socket.
+        listener: accepts connections.
         secret: the job's.
         steering: decides what the nodes do.
         silence_s: a node that is silent for longer is lost.
@@ -76,7 +76,7 @@ class MeetingServer:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: Listener,
         secret: bytes | None,
         steering: Steering,
         silence_s: float,

@@ -15,6 +15,7 @@ from paceline.launch.nodes.messages import Alive, AskTime, Begin, Know, Order, R
 from paceline.launch.nodes.server import CHANNEL, HEARTBEAT_S
 from paceline.launch.nodes.starvation import is_starved
 from paceline.observe.clocks import Offset, OffsetEstimate
+from paceline.one_port.dialing import dial
 from paceline.security.encryption import Connection, begin
 from paceline.security.handshake import TIMEOUT_S, Hello, prove
 from paceline.security.secret import derive_key, require_secret
@@ -151,7 +152,7 @@ def connect(address: tuple[str, int], secret: bytes | None, timeout_s: float) ->
         AuthenticationError: the server does not hold the job's secret.
         ValueError: the address is not loopback and there is no secret.
     """
-    plain = socket.create_connection(address, timeout_s)
+    plain = dial(address, timeout_s)
     try:
         require_secret(plain.getpeername()[0], secret)
         if plain.getpeername() == plain.getsockname():

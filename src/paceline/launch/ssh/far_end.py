@@ -21,7 +21,9 @@ from paceline import __version__
 from paceline.launch.signals import Signals
 from paceline.launch.ssh.messages import Bye, Hello, Meeting, Part, Said, Signal, decode_told, encode_said
 from paceline.launch.values import OptionError
+from paceline.one_port.choice import chosen_port
 from paceline.parent import die_with_parent
+from paceline.security.doorkeeper import Listener
 
 _MARGIN_S = 15.0
 _LOOK_S = 0.5
@@ -152,7 +154,8 @@ def _take_part(options: argparse.Namespace, part: Part) -> int:
     options.rdzv_id = part.run_id
     choose_security(options)
     secret = None if part.secret is None else bytes.fromhex(part.secret)
-    listener: socket.socket | None = None
+    options.port = options.port if options.port is not None else chosen_port()
+    listener: Listener | None = None
     options.nnodes = (part.nodes, part.nodes)
     if part.nodes > 1:
         meeting = part.meeting
@@ -180,11 +183,16 @@ def _enter(directory: str) -> None:
 
 def _open_meeting(
     options: argparse.Namespace, part: Part, secret: bytes | None
-) -> tuple[socket.socket, tuple[str, int]]:
-    """Returns a socket on which the machines meet, and its address: one that leads to the other machines."""
+) -> tuple[Listener | None, tuple[str, int]]:
+    """Returns what the machines' meeting is served on, and its address: one that leads to the other machines.
+
+    In a job with one port the launcher listens itself, once it has opened that port.
+    """
     from paceline.store.tcp import listen
 
     host = options.local_addr or options.master_addr or address_towards(part.towards, os.environ)
+    if options.port is not None:
+        return None, (host, options.master_port or options.port)
     listener = listen(host, options.master_port or 0, secret)
     return listener, (host, listener.getsockname()[1])
 

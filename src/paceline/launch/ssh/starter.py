@@ -29,7 +29,18 @@ from paceline.security.secret import job_secret
 START_S = 120.0
 _LOOK_S = 1.0  # processes are looked at this often, should the news of an end get lost
 _TAKEN_ALONG = ("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-_OURS_TAKEN_ALONG = ("SECURITY", "INSECURE", "IFACE", "ALGORITHM", "COSTS", "CONGESTION", "CHECKS", "RECORD", "STREAMS")
+_OURS_TAKEN_ALONG = (
+    "SECURITY",
+    "INSECURE",
+    "IFACE",
+    "ALGORITHM",
+    "COSTS",
+    "CONGESTION",
+    "CHECKS",
+    "RECORD",
+    "STREAMS",
+    "PORT",
+)
 
 
 def run_on_hosts(options: argparse.Namespace) -> int:

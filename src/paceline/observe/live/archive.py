@@ -139,6 +139,7 @@ def _sample(rank: int, recorded: _Recorded, was_stopped: bool) -> RankSample:
         step=news.step,
         steps=tuple(news.steps),
         values=tuple(value for value in news.values if value[1] != TOTAL_STEPS),
+        calls=tuple(news.calls),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean, median
 
+from paceline.observe.live.calls import CallTable
 from paceline.observe.live.curves import Curves
 from paceline.observe.live.header import header_of
 from paceline.observe.live.links import rows_of
@@ -41,6 +42,7 @@ class Board:
         self._seen: dict[int, int] = {}  # of each open step, the number of the first sample that had it
         self._stacks: dict[int, Stack] = {}
         self._curves = Curves()
+        self._calls = CallTable()
 
     def take(self, sample: Sample) -> None:
         """Takes the next sample."""
@@ -50,7 +52,7 @@ class Board:
         self._log.extend(sample.lines)
         self._stacks.update((each.rank, each) for each in sample.stacks)
         for each in sample.ranks:
-            self._ranks[each.rank] = replace(each, steps=(), values=())
+            self._ranks[each.rank] = replace(each, steps=(), values=(), calls=())
             recent = self._recent.setdefault(each.rank, deque(maxlen=_RECENT))
             recent.extend(each.steps)
             for step in each.steps:
@@ -60,6 +62,7 @@ class Board:
         for rank in set(self._ranks) - {each.rank for each in sample.ranks}:
             del self._ranks[rank]
         self._curves.take(sample.ranks)
+        self._calls.take(sample.ranks)
         self._close_steps()
 
     def picture(self) -> Picture:
@@ -88,6 +91,7 @@ class Board:
             curves=self._curves.growing(),
             links=links,
             network=network,
+            calls=self._calls.rows(),
             story=self._story.growing(),
             log=self._log.growing(),
             verdict=sample.verdict,
@@ -167,12 +171,14 @@ def _column(step: int, finished: dict[int, RankStep]) -> StepColumn:
     for rank, each in finished.items():
         compute[rank], wait[rank] = in_ms(each.compute_s), in_ms(each.exposed_s)
     parts = [_parts_of(each) for each in finished.values()]
+    predicted = [each.predicted_s for each in finished.values() if each.predicted_s is not None]
     return StepColumn(
         step=step,
         duration=in_ms(fmean(each.duration_s for each in finished.values())),
         parts=tuple(in_ms(fmean(column)) for column in zip(*parts, strict=True)),
         compute=tuple(compute),
         wait=tuple(wait),
+        predicted=in_ms(fmean(predicted)) if len(predicted) == len(finished) else None,
     )
 
 
@@ -189,6 +195,7 @@ def _figures(
         return None
     duration = median(column.duration for column in recent)
     parts = tuple(round(median(part), 2) for part in zip(*(column.parts for column in recent), strict=True))
+    predicted = [column.predicted for column in recent if column.predicted is not None]
     latest = [each for kept in steps.values() for each in kept]
     communication = sum(each.communication_s for each in latest)
     exposed = sum(each.exposed_s for each in latest)
@@ -199,6 +206,7 @@ def _figures(
         exposed_share=round(exposed / took, 4) if took else 0.0,
         overlap=round(max(0.0, 1 - exposed / communication), 4) if communication else None,
         parts=parts,
+        predicted=round(median(predicted), 2) if 2 * len(predicted) >= len(recent) else None,
     )
 
 

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 
 from paceline.observe.link_entries import link_of
 from paceline.observe.live.rank_steps import SAMPLES, PastCall, Pieces
-from paceline.observe.live.sample import Bucket, RankStep
+from paceline.observe.live.sample import Bucket, CallTally, RankStep
 from paceline.observe.live.table import Entries, ReadAt, Table
 from paceline.observe.recording import Link
 from paceline.record import layout
 from paceline.record.names import DTYPES, OPERATIONS, EventKind
+from paceline.schedule.registry import name_of
 
 _KNOWN_CALLS, _KNOWN_EVENTS = 512, 2048  # how far back a follower looks that comes late or was too slow
 _STEPS_OPEN = 32
-_SEQUENCE, _COUNT_OF, _IS_ASYNC, _ARRIVED, _STARTED, _ENDED, _COMPLETE = 6, 7, 11, 13, 14, 15, 23
-_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD = 8, 9, 11  # of an entry, counted in words of 8 bytes
+_SEQUENCE, _COUNT_OF, _OUTCOME, _IS_ASYNC, _ARRIVED, _STARTED, _ENDED, _COMPLETE = 6, 7, 10, 11, 13, 14, 15, 23
+_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD, _PREDICTED_WORD = 8, 9, 11, 15  # of an entry, counted in words of 8 bytes
 _KIND_WORD, _EVENTS_STEP_WORD = 1, 7
 _LOW = (1 << 32) - 1
 _DOUBLE = struct.Struct("<d")
@@ -71,6 +72,7 @@ class News:
         open_kinds: the kinds of the events that last.
         shm_nbytes: what calls that have ended sent through shared memory; `tcp_nbytes`: over the network.
         links: the connections to ranks on other hosts, as they were measured last.
+        calls: those that have ended well and were predicted, one entry for each kind.
     """
 
     step: int | None = None
@@ -84,6 +86,7 @@ class News:
     shm_nbytes: int = 0
     tcp_nbytes: int = 0
     links: list[Link] = field(default_factory=list)
+    calls: list[CallTally] = field(default_factory=list)
 
 
 class Follower:
@@ -166,25 +169,37 @@ class Follower:
 
     def _take_calls(self, begun: int, stride: int, news: News) -> None:
         new, lasting = self._calls.take(self._read, begun)
+        took: dict[tuple[int, ...], tuple[int, float, float]] = {}
+        words = (_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD, _PREDICTED_WORD)
         for entries in new:
-            shm, tcp, steps = (entries.column(word) for word in (_SHM_WORD, _TCP_WORD, _CALLS_STEP_WORD))
+            shm, tcp, steps, predicted = (entries.column(word) for word in words)
             for place in entries.complete:
                 news.shm_nbytes += shm[place]
                 news.tcp_nbytes += tcp[place]
-                step = steps[place] & _LOW
-                if not step or step % stride:
+                step, predicted_s = steps[place] & _LOW, predicted[place] / 1e9
+                is_of_step = bool(step and not step % stride)
+                if not is_of_step and not predicted_s:
                     continue
                 entry = entries[place]
-                is_async = bool(entry[_IS_ASYNC])
-                start = entry[_STARTED] or entry[_ARRIVED] if is_async else entry[_ARRIVED]
-                complete_s = self._time(entry[_COMPLETE]) if entry[_COMPLETE] else 0.0
-                call = PastCall(self._time(start), complete_s, self._time(entry[_ENDED]), is_async)
-                self._pieces.setdefault(step, Pieces()).calls.append(call)
+                call = self._past_call(entry, predicted_s)
+                if is_of_step:
+                    self._pieces.setdefault(step, Pieces()).calls.append(call)
+                if predicted_s and not entry[_OUTCOME]:
+                    kind = (entry[2], entry[3], entry[_COUNT_OF], entry[5])
+                    calls, seconds, _ = took.get(kind, (0, 0.0, 0.0))
+                    took[kind] = calls + 1, seconds + call.end_s - call.begin_s, predicted_s
+        news.calls = [_tally(kind, *each) for kind, each in took.items()]
         for entry in lasting:
             operation, dtype = OPERATIONS.get(entry[2], "a call"), DTYPES[entry[3]] if entry[3] < len(DTYPES) else ""
             arrived_s = self._time(entry[_ARRIVED])
             numbers = (entry[_COUNT_OF], entry[_SEQUENCE])
             news.open_calls.append(OpenCall(operation, dtype, *numbers, arrived_s, bool(entry[_IS_ASYNC])))
+
+    def _past_call(self, entry: tuple[int, ...], predicted_s: float) -> PastCall:
+        is_async = bool(entry[_IS_ASYNC])
+        start = entry[_STARTED] or entry[_ARRIVED] if is_async else entry[_ARRIVED]
+        complete_s = self._time(entry[_COMPLETE]) if entry[_COMPLETE] else 0.0
+        return PastCall(self._time(start), complete_s, self._time(entry[_ENDED]), is_async, predicted_s)
 
     def _take_events(self, begun: int, stride: int, news: News) -> None:
         ended: list[tuple[int, float, float]] = []
@@ -248,3 +263,11 @@ class Follower:
 
     def _text(self, offset: int, nbytes: int) -> str:
         return self._read(offset, nbytes).split(b"\0", 1)[0].decode(errors="replace")
+
+
+def _tally(kind: tuple[int, ...], calls: int, took_s: float, predicted_s: float) -> CallTally:
+    operation, dtype, count, algorithm = kind
+    name = DTYPES[dtype] if dtype < len(DTYPES) else ""
+    return CallTally(
+        OPERATIONS.get(operation, "a call"), name, count, name_of(algorithm) or "", calls, took_s, predicted_s
+    )

@@ -81,7 +81,7 @@ class Lookout:
         ranks = {each.rank: each for each in [*self._elsewhere.values(), *here]}
         links = self._links(now_s, passed_s) if passed_s is not None else ()
         self._choose_stride(here, passed_s)
-        self._elsewhere = {rank: replace(each, steps=(), values=()) for rank, each in self._elsewhere.items()}
+        self._elsewhere = {rank: replace(each, steps=(), values=(), calls=()) for rank, each in self._elsewhere.items()}
         ordered = tuple(ranks[rank] for rank in sorted(ranks))
         return Sample(
             now_s, self._current_facts(), ordered, links, tuple(events), tuple(lines), self._verdict, tuple(stacks)
@@ -140,6 +140,7 @@ class Lookout:
             step=worker.step,
             steps=tuple(replace(step, step=step.step + ahead) for step in news.steps) if ahead else tuple(news.steps),
             values=tuple((step + ahead, name, value) for step, name, value in news.values if name != TOTAL_STEPS),
+            calls=tuple(news.calls),
         )
 
     def _count(self, worker: _Worker, news: News) -> None:
@@ -189,7 +190,8 @@ def _after(before: RankSample | None, news: RankSample) -> RankSample:
     """Returns what another machine has said, with what it said before and nobody has looked at yet."""
     if before is None:
         return news
-    return replace(news, steps=before.steps + news.steps, values=before.values + news.values)
+    steps, values, calls = (before.steps + news.steps, before.values + news.values, before.calls + news.calls)
+    return replace(news, steps=steps, values=values, calls=calls)
 
 
 def _state_of(worker: _Worker, now_s: float) -> tuple[State, str]:

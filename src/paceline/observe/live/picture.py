@@ -64,6 +64,7 @@ class Figures:
     """Medians over the recent steps: what a step takes, how much of it is waiting, how much communication is hidden.
 
     `overlap` is the part of the communication that ran behind other work, from 0 to 1; None without communication.
+    `predicted` is the step with calls that take what the engine predicts; None where it does not.
     """
 
     step: float
@@ -71,6 +72,7 @@ class Figures:
     exposed_share: float
     overlap: float | None
     parts: tuple[float, ...]
+    predicted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,17 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class StepColumn:
-    """One step: the mean of each part over the ranks, and the own time and the wait of each rank (None if absent)."""
+    """One step: the mean of each part over the ranks, and the own time and the wait of each rank (None if absent).
+
+    `predicted` is the mean of what the step would have lasted if its calls had taken what the engine predicted.
+    """
 
     step: int
     duration: float
     parts: tuple[float, ...]
     compute: tuple[float | None, ...]
     wait: tuple[float | None, ...]
+    predicted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,20 @@ class LinkRow:
 
 
 @dataclass(frozen=True)
+class CallRow:
+    """Calls of one kind: how many there were lately, and what one takes, in milliseconds.
+
+    `predicted` is what the engine chose the algorithm by, and `is_far` says that the actual time differs by a fifth.
+    """
+
+    name: str
+    calls: int
+    predicted: float
+    actual: float
+    is_far: bool
+
+
+@dataclass(frozen=True)
 class Point:
     """A value that the program logged: the mean over the ranks that logged it, and the smallest and largest."""
 
@@ -176,6 +196,7 @@ class Picture:
     curves: Growing[Point] = field(default_factory=Growing)
     links: tuple[LinkRow, ...] = ()
     network: str | None = None  # what to say of the slowest way between hosts
+    calls: tuple[CallRow, ...] = ()
     story: Growing[Event] = field(default_factory=Growing)
     log: Growing[Line] = field(default_factory=Growing)
     verdict: Verdict | None = None

@@ -23,12 +23,16 @@ _PHASES = {
 
 
 class PastCall(NamedTuple):
-    """A call that is over: when it began, when all ranks had come (0 if that is not known), and when it ended."""
+    """A call that is over: when it began, when all ranks had come (0 if that is not known), and when it ended.
+
+    `predicted_s` is how long the engine expected it to take, 0 if it did not say.
+    """
 
     begin_s: float
     complete_s: float
     end_s: float
     is_async: bool
+    predicted_s: float = 0.0
 
 
 @dataclass
@@ -71,7 +75,28 @@ class Pieces:
             samples=self.samples,
             phases=tuple(sorted(phases, key=lambda phase: phase[1])),
             buckets=tuple(buckets),
+            predicted_s=self._predicted(end_s - begin_s - length(exposed)),
         )
+
+    def _predicted(self, own_s: float) -> float | None:
+        """Returns what the step would have lasted if its calls had taken what was predicted; `own_s` is the rank's part.
+
+        Buckets are averaged one after another, each when it is ready, as in `plan/stepping.py`. A call that nothing
+        predicted counts as it was, unless a bucket waits for it.
+        """
+        if not any(each.predicted_s for each in self.calls):
+            return None
+        buckets, left = sorted(self.buckets, key=lambda each: each.ready_s), sorted(self.calls)
+        end_s = min((each.sent_s for each in buckets), default=0.0)
+        for bucket in buckets:
+            call = next((each for each in left if bucket.ready_s <= each.begin_s and each.end_s <= bucket.done_s), None)
+            if call is None or not call.predicted_s:
+                return None
+            left.remove(call)
+            end_s = max(end_s, bucket.ready_s) + call.predicted_s
+        exposed_s = max(0.0, end_s - buckets[-1].ready_s) if buckets else 0.0
+        waited = (each.predicted_s or each.end_s - each.begin_s for each in left if not each.is_async)
+        return own_s + exposed_s + sum(waited)
 
     def _met(self, bucket: Bucket) -> Bucket:
         """Returns the bucket with the time at which all ranks had come to its call, where it is known."""

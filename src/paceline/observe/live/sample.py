@@ -46,6 +46,8 @@ class RankStep:
         samples: how many samples the rank trained on, 0 if it did not say.
         phases: the phases as (name, begin, end), for the timeline.
         buckets: the buckets in the order in which they became ready.
+        predicted_s: what the step would have lasted if its calls had taken what the engine predicted; None if it did
+            not predict them.
     """
 
     step: int
@@ -60,6 +62,7 @@ class RankStep:
     samples: float = 0.0
     phases: tuple[tuple[str, float, float], ...] = ()
     buckets: tuple[Bucket, ...] = ()
+    predicted_s: float | None = None
 
     @property
     def duration_s(self) -> float:
@@ -70,6 +73,25 @@ class RankStep:
     def compute_s(self) -> float:
         """The rank's own part of the step: all but the wait for others."""
         return max(0.0, self.duration_s - self.exposed_s)
+
+
+@dataclass(frozen=True)
+class CallTally:
+    """Calls of one kind that a rank has completed, and whose time the engine had predicted.
+
+    Attributes:
+        operation, dtype, count, algorithm: the kind; `count` are the elements of a call.
+        calls: how many there were.
+        took_s: how long they took together; `predicted_s` how long each should have taken.
+    """
+
+    operation: str
+    dtype: str
+    count: int
+    algorithm: str
+    calls: int
+    took_s: float
+    predicted_s: float
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,7 @@ class RankSample:
         step: the number of the step that it is in, None before the first.
         steps: the steps that it has finished since the last sample, in order.
         values: what the program logged since the last sample: (step, name, value).
+        calls: what it has completed since the last sample of what the engine predicts.
     """
 
     rank: int
@@ -96,6 +119,7 @@ class RankSample:
     step: int | None = None
     steps: tuple[RankStep, ...] = ()
     values: tuple[tuple[int, str, float], ...] = ()
+    calls: tuple[CallTally, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,28 @@
-"""Measures the links of a job: between two ranks of a host, between two hosts, and all-reduces on one host."""
+"""Measures the links of a job: between two ranks of a host, between every two hosts, and all-reduces on one host."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
 
 import paceline
-from paceline.plan.calibration import HostCall, Links
+from paceline.observe.reading import NoRecordingError, read_live
+from paceline.plan.calibration import HostCall, Links, PairLink
 from paceline.plan.measuring.summing import reduction_s_per_byte
+from paceline.record.memory import handed_memory
 from paceline.schedule.network import Link
+from paceline.schedule.pairwise import Pair, tournament
 
-_BUDGET_S = 2.0  # for each of the two kinds of links
+MOST_HOSTS = 32
+"""Of more hosts, only the link between the first two is measured."""
+
+_BUDGET_S = 2.0  # for the short messages of a link, and for the long ones
+_ALL_ROUNDS_S = 30.0  # for those of all rounds between hosts
 _SHORT_MESSAGES = 100
 _LONGEST_NBYTES = 64 << 20
 _LONG_S = 0.2  # a message of a rate's measurement takes at least so long, unless it is one of the longest
@@ -41,25 +50,68 @@ def measure_links(hosts: Sequence[Sequence[int]]) -> Links:
     here = hosts[0]
     calls = _host_calls(here) if len(here) > 1 else ()
     within = measure_link(0, here[1]) if len(here) > 1 else None
-    between = measure_link(0, hosts[1][0]) if len(hosts) > 1 else None
-    return Links(within or UNMEASURED_WITHIN, between, None, reduction_s_per_byte(), calls)
+    pairs = measure_pairs(hosts if len(hosts) <= MOST_HOSTS else hosts[:2])
+    return Links(within or UNMEASURED_WITHIN, usual_link(pairs), None, reduction_s_per_byte(), calls, pairs)
 
 
-def measure_link(first: int, second: int) -> Link | None:
+def measure_pairs(hosts: Sequence[Sequence[int]]) -> tuple[PairLink, ...]:
+    """Returns the links between every two hosts, as their first ranks see them; every rank of the job calls this.
+
+    The pairs take turns in rounds, in which as many as possible measure at once, so that what they share shows.
+    """
+    rounds = tournament(len(hosts))
+    budget_s = min(_BUDGET_S, _ALL_ROUNDS_S / max(1, len(rounds)))
+    mine: dict[Pair, Link] = {}
+    for pairs in rounds:
+        for one, other in pairs:
+            link = measure_link(hosts[one][0], hosts[other][0], budget_s)
+            if link is not None:
+                mine[one, other] = link
+    losses = _losses()
+    found = tuple(
+        PairLink(*pair, replace(link, loss=losses.get(hosts[pair[1]][0], 0.0))) for pair, link in mine.items()
+    )
+    everyones: list[object] = [None] * paceline.get_world_size()
+    paceline.all_gather_object(everyones, found)
+    gathered = [pair for each in everyones for pair in each]  # type: ignore[attr-defined]
+    return tuple(sorted(gathered, key=lambda pair: (pair.first, pair.second)))
+
+
+def usual_link(pairs: Sequence[PairLink]) -> Link | None:
+    """Returns a link as good as half of the measured ones; None without any."""
+    if not pairs:
+        return None
+    links = [pair.link for pair in pairs]
+    return Link(median(link.latency_s for link in links), median(link.bytes_per_s for link in links))
+
+
+def _losses() -> Mapping[int, float]:
+    """Returns the share of segments that were sent again to each rank of another host, as far as it was recorded."""
+    with contextlib.suppress(OSError, NoRecordingError), handed_memory() as fd:
+        if fd is not None:
+            return {link.peer: link.retransmits / link.segments for link in read_live(fd).links if link.segments}
+    return {}
+
+
+def measure_link(first: int, second: int, budget_s: float = _BUDGET_S) -> Link | None:
     """Returns the link between two ranks on `first`, and None elsewhere; others return at once.
 
     The latency is half the median round trip of a byte, and the rate that of long messages, of which the answer is a
     byte.
+
+    Args:
+        first, second: the ranks.
+        budget_s: how long the short messages are repeated, and the long ones, in seconds; each a few times at least.
     """
     rank = paceline.get_rank()
     if rank == first:
-        return _ask(second)
+        return _ask(second, budget_s)
     if rank == second:
         _answer(first)
     return None
 
 
-def _ask(peer: int) -> Link:
+def _ask(peer: int, budget_s: float) -> Link:
     def round_trip(nbytes: int) -> float:
         message, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         paceline.send(torch.tensor([nbytes]), peer)
@@ -68,13 +120,13 @@ def _ask(peer: int) -> Link:
         paceline.recv(answer, peer)
         return time.perf_counter() - began
 
-    deadline = time.monotonic() + _BUDGET_S
+    deadline = time.monotonic() + budget_s
     short = _repeated(lambda: round_trip(1), _SHORT_MESSAGES, deadline)
     nbytes, took_s = 64 << 10, round_trip(64 << 10)
     while took_s < _LONG_S and nbytes < _LONGEST_NBYTES:
         nbytes *= 4
         took_s = round_trip(nbytes)
-    long = _repeated(lambda: round_trip(nbytes), 5, time.monotonic() + _BUDGET_S)
+    long = _repeated(lambda: round_trip(nbytes), 5, time.monotonic() + budget_s)
     paceline.send(torch.tensor([0]), peer)
     latency_s = median(short) / 2
     # A long message is offered before it is sent, so two round trips are not spent on its bytes.

@@ -11,13 +11,15 @@ from paceline.schedule.steps import Operation, Place, Schedule
 from paceline.schedule.synthesis.emitting import all_reduce
 from paceline.schedule.synthesis.ordering import by_begin, by_level
 from paceline.schedule.synthesis.trees import DETOURS, MOST_HOSTS, pack
-from paceline.schedule.timing import simulate_schedules
+from paceline.schedule.timing import CallTiming, simulate_schedules
 from paceline.schedule.verify.symbolic import verify
 
 MOST_RANKS = 64
 """The proof of so many ranks takes less than a second."""
 
 _LONG_NBYTES = 16 << 20
+_NEARLY = 1.25  # times as long as the fastest
+_LIGHTER = 0.75  # of the bytes that the fastest sends over its busiest link
 
 
 def can_synthesise(network: Network) -> bool:
@@ -49,11 +51,28 @@ def synthesise(network: Network) -> list[Schedule]:
 def choose_all_reduce(
     network: Network, schedules: Sequence[Schedule], nbytes: int, forced: str | None = None
 ) -> Choice:
-    """Returns the fastest algorithm for an all-reduce of so many bytes by simulation, or `forced`."""
+    """Returns the best algorithm for an all-reduce of so many bytes by simulation, or `forced`.
+
+    That is the fastest, unless another is nearly as fast and loads its busiest link much less: what a simulation leaves
+    out, such as a core that serves many connections, or a queue that overflows, costs most where much is sent.
+    """
     n = network.world_size
-    times = {SYNTHESISED: simulate_schedules(schedules, network, nbytes).seconds}
+    timings = {SYNTHESISED: simulate_schedules(schedules, network, nbytes)}
     for name in offers(Operation.ALL_REDUCE):
         fixed = [build(name, Operation.ALL_REDUCE, rank, n, -1, network.hosts) for rank in range(n)]
-        times[name] = simulate_schedules(fixed, network, nbytes).seconds
-    candidates = tuple(sorted((Prediction(*each) for each in times.items()), key=lambda each: each.seconds))
-    return forced_or_best(Operation.ALL_REDUCE, nbytes, n, len(network.hosts), candidates, forced)
+        timings[name] = simulate_schedules(fixed, network, nbytes)
+    times = (Prediction(name, timing.seconds) for name, timing in timings.items())
+    candidates = tuple(sorted(times, key=lambda each: each.seconds))
+    most = {name: _most_nbytes(timing) for name, timing in timings.items()}
+    limit_s = _NEARLY * candidates[0].seconds
+    limit_nbytes = _LIGHTER * most[candidates[0].algorithm]
+    lighter = next(
+        (each for each in candidates if each.seconds <= limit_s and most[each.algorithm] <= limit_nbytes), None
+    )
+    hosts = len(network.hosts)
+    return forced_or_best(Operation.ALL_REDUCE, nbytes, n, hosts, candidates, forced, lighter)
+
+
+def _most_nbytes(timing: CallTiming) -> float:
+    """Returns the bytes on the link of a host that carries most."""
+    return max((nbytes for name, nbytes in timing.bytes_per_link.items() if name.startswith("host ")), default=0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.schedule import ring, tree
-from paceline.schedule.hierarchical import find_home
+from paceline.schedule.home import find_home
 from paceline.schedule.registry import SYNTHESISED
 from paceline.schedule.steps import Buffer, Operation, Place, Schedule, Slice, Step, combine, receive, send
 from paceline.schedule.synthesis.ordering import Transfer

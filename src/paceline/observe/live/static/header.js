@@ -42,6 +42,10 @@ export function drawFigures({ figures }) {
   if (!figures) return;
   const [value, unit] = ms(figures.step).split(" ");
   const cards = [[value, unit, "a step takes, median"]];
+  if (typeof figures.predicted === "number") {
+    const [expected, its] = ms(figures.predicted).split(" ");
+    cards.push([expected, its, "was predicted for a step"]);
+  }
   if (figures.samples_per_s) cards.push([count(figures.samples_per_s), "/s", "samples, all ranks"]);
   cards.push([percent(figures.exposed_share).replace(" %", ""), "%", "of it waits for communication"]);
   if (figures.overlap !== null) cards.push([percent(figures.overlap).replace(" %", ""), "%", "of the communication is hidden"]);

@@ -35,6 +35,16 @@ export function drawLinks({ links, network, ranks }) {
   fill(byId("links"), table(["ranks", "sends", "delivers", "round trip", "sent again"], ["left"], rows));
 }
 
+export function drawCalls({ calls }) {
+  byId("calls-card").hidden = !calls?.length;
+  const rows = (calls ?? []).map((call) => element("tr", { class: call.is_far ? "slow" : "" },
+    element("td", { class: "left" }, call.name),
+    element("td", {}, count(call.calls)),
+    element("td", {}, ms(call.predicted)),
+    element("td", {}, ms(call.actual))));
+  fill(byId("calls"), table(["call", "times", "predicted", "actual"], ["left"], rows));
+}
+
 export function drawStacks({ stacks }) {
   byId("stacks-card").hidden = !stacks?.length;
   fill(byId("stacks"), ...(stacks ?? []).map((stack) => element("div", {}, element("h3", {}, `rank ${stack.rank}`), element("pre", {}, stack.text))));

@@ -4,7 +4,7 @@ import { byId, onNewColours, setText } from "./dom.js";
 import { drawCurves, redrawCurves } from "./curves.js";
 import { drawFigures, drawHeader, drawVerdict, drawWhatIf } from "./header.js";
 import { drawHeat } from "./heat.js";
-import { drawLinks, drawLog, drawStacks, drawStory, filterLog } from "./lists.js";
+import { drawCalls, drawLinks, drawLog, drawStacks, drawStory, filterLog } from "./lists.js";
 import { drawRanks } from "./ranks.js";
 import { drawStep } from "./step.js";
 import { drawTimeline } from "./timeline.js";
@@ -20,6 +20,7 @@ const DRAWN_FROM = [
   [["timeline"], drawTimeline],
   [["curves"], drawCurves],
   [["story"], drawStory],
+  [["calls"], drawCalls],
   [["links", "network"], drawLinks],
   [["stacks"], drawStacks],
   [["log", "ranks"], drawLog],

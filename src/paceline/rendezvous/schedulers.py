@@ -1,7 +1,8 @@
 """Detects which scheduler started this process, and what its environment says about the job's machines.
 
 A scheduler starts one launcher a machine, or, as `mpirun -np 8` does, one a rank: then each launcher has one worker,
-and its `slot` says which of the machine's it is. The variables are those of the schedulers' manuals:
+and its `slot` says which of the machine's it is. Where the script itself is started, without a launcher, each process
+is a rank (`started.py`). The variables are those of the schedulers' manuals:
 
     Slurm                 SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID, SLURM_NNODES, SLURM_LOCALID, SLURM_STEP_NODELIST
     Open MPI              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -18,20 +19,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
-_SLURM = "Slurm"
+_SLURM, _OPEN_MPI, _PMI = "Slurm", "Open MPI", "MPI (PMI)"
 _PORTS = range(20000, 30000)  # below the ports that Linux gives to connecting sockets
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What a scheduler's variables say; a field is None if they do not say it."""
+    """What a scheduler's variables say; a field is None if they do not say it.
+
+    Attributes:
+        name: the scheduler.
+        node_rank: the number of this launcher.
+        nodes: how many launchers there are.
+        address: of the machine of launcher 0.
+        port: at which they meet.
+        slot: this launcher's number and their count on this machine.
+        job: what tells this start of processes from all others; empty if no variable does.
+    """
 
     name: str
-    node_rank: int  # of this launcher
-    nodes: int | None  # launchers
-    address: str | None  # of launcher 0
+    node_rank: int
+    nodes: int | None
+    address: str | None
     port: int | None
     slot: tuple[int, int] = (0, 1)
+    job: str = ""
 
     @property
     def is_one_a_rank(self) -> bool:
@@ -43,13 +55,23 @@ class Scheduler:
         """Whether the scheduler is Slurm."""
         return self.name == _SLURM
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether a process that it started itself, without a launcher, is a rank."""
+        return self.name in (_SLURM, _OPEN_MPI, _PMI)
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all launchers are on this machine."""
+        return self.slot[1] == self.nodes
+
     def __str__(self) -> str:
         return f"{self.name}: launcher {self.node_rank} of {self.nodes or '?'}, which meet at {self.address or '?'}"
 
 
 def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket.getfqdn) -> Scheduler | None:
     """Returns the scheduler whose variables are complete; None without one, or if it started only one process."""
-    for look in (_slurm, _open_mpi, _pmi, _kubernetes, _ray):
+    for look in (_open_mpi, _slurm, _pmi, _kubernetes, _ray):
         found = look(environment, host_name)
         if found is not None and found.nodes != 1:
             return found
@@ -57,9 +79,13 @@ def detect(environment: Mapping[str, str], host_name: Callable[[], str] = socket
 
 
 def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
-    """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once."""
+    """Detects Slurm under srun only: SLURM_STEP_NODELIST is not set in the batch script itself, which runs once.
+
+    An mpirun in the batch script starts its helpers by srun, whose variables then reach the ranks, and say something
+    else than those of mpirun. Of MPICH's mpirun MPI_LOCALNRANKS is a sign.
+    """
     hosts = env.get("SLURM_STEP_NODELIST")
-    if hosts is None or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
+    if hosts is None or "MPI_LOCALNRANKS" in env or not {"SLURM_PROCID", "SLURM_NTASKS"} <= env.keys():
         return None
     rank, tasks = int(env["SLURM_PROCID"]), int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
     if rank >= tasks:
@@ -71,10 +97,11 @@ def _slurm(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", tasks)))
     port = port_of(env.get("SLURM_JOB_ID", "") + env.get("SLURM_STEP_ID", ""))
     address = expand_hostlist(hosts)[0]
+    job = "-".join(env.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+    slot = (0, 1)
     if tasks > nodes:
         slot = (int(env.get("SLURM_LOCALID", 0)), tasks_of_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), env))
-        return Scheduler(_SLURM, rank, tasks, address, port, slot)
-    return Scheduler(_SLURM, rank, tasks, address, port)
+    return Scheduler(_SLURM, rank, tasks, address, port, slot, job)
 
 
 def tasks_of_node(text: str, env: Mapping[str, str]) -> int:
@@ -119,7 +146,7 @@ def _open_mpi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     slot = (int(env.get("OMPI_COMM_WORLD_LOCAL_RANK", 0)), int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)))
     job = env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
     address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR") or _head_of_mpirun(env)
-    return Scheduler("Open MPI", rank, size, address, _given_port(env) or port_of(job), slot)
+    return Scheduler(_OPEN_MPI, rank, size, address, _given_port(env) or port_of(job), slot, job)
 
 
 def _head_of_mpirun(env: Mapping[str, str]) -> str | None:
@@ -138,7 +165,7 @@ def _pmi(env: Mapping[str, str], _: Callable[[], str]) -> Scheduler | None:
     slot = (int(env.get("MPI_LOCALRANKID", 0)), int(env.get("MPI_LOCALNRANKS", 1)))
     address = "127.0.0.1" if slot[1] == size else env.get("MASTER_ADDR")
     port = _given_port(env) or port_of("pmi")
-    return Scheduler("MPI (PMI)", rank, size, address, port, slot)
+    return Scheduler(_PMI, rank, size, address, port, slot)
 
 
 def _kubernetes(env: Mapping[str, str], host_name: Callable[[], str]) -> Scheduler | None:

@@ -1,0 +1,143 @@
+"""The worker's side of a connection to a vault."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from paceline.checkpoint.copies.messages import (
+    CHANNEL,
+    Address,
+    Answer,
+    Begin,
+    Bytes,
+    Commit,
+    Done,
+    Finish,
+    GiveManifest,
+    Inventory,
+    Listen,
+    Look,
+    Read,
+    Refused,
+    Request,
+    Write,
+    receive_answer,
+    receive_into,
+    send,
+)
+from paceline.elastic.failpoints import reach
+from paceline.errors import CheckpointError
+from paceline.security.encryption import Connection, begin
+from paceline.security.handshake import TIMEOUT_S, Hello, prove
+from paceline.security.secret import derive_key, job_secret, require_secret
+
+_UNIX = "unix:"
+_PATIENCE_S = 60.0  # for an answer, or for the other end to take bytes
+
+
+class VaultClient:
+    """Writes files of one checkpoint into a vault, or reads those that it has.
+
+    Its methods raise CheckpointError if the vault refuses, and OSError if it cannot be reached any more.
+    """
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self.name = name
+        self._connection = connection
+        self._totals: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Disconnects; the vault forgets files that are not finished."""
+        self._connection.close()
+
+    def listen(self) -> Address:
+        """Returns the vault's identity and where other hosts reach it."""
+        answer = self._ask(Listen())
+        assert isinstance(answer, Address)
+        return answer
+
+    def begin(self, wanted: Begin) -> None:
+        """Announces what will be written."""
+        reach("copies.begin")
+        self._require_done(wanted)
+
+    def write(self, root: str, token: str, file: str, views: Sequence[memoryview]) -> None:
+        """Appends bytes to a file; whether they have come is known when it is finished."""
+        reach("copies.write")
+        nbytes = sum(view.nbytes for view in views)
+        self._totals[file] = self._totals.get(file, 0) + nbytes
+        send(self._connection, Write(root, token, file, nbytes), [view for view in views if view.nbytes])
+
+    def finish(self, root: str, token: str, file: str) -> None:
+        """Returns when the vault has all of a file."""
+        reach("copies.finish")
+        self._require_done(Finish(root, token, file, self._totals.pop(file, 0)))
+
+    def commit(
+        self, root: str, token: str, manifest: bytes, files: Mapping[str, int], vaults: Mapping[str, str]
+    ) -> None:
+        """Gives the vault the manifest, by which a checkpoint becomes one."""
+        reach("copies.commit")
+        self._require_done(Commit(root, token, files, vaults, len(manifest)), [manifest])
+
+    def look(self, root: str) -> Inventory:
+        """Returns what the vault has of a root."""
+        answer = self._ask(Look(root))
+        assert isinstance(answer, Inventory)
+        return answer
+
+    def manifest(self, root: str, token: str) -> bytes:
+        """Returns the manifest of a checkpoint."""
+        answer = self._ask(GiveManifest(root, token))
+        assert isinstance(answer, Bytes)
+        data = bytearray(answer.nbytes)
+        receive_into(self._connection, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, root: str, token: str, file: str, at: int, buffer: memoryview) -> int:
+        """Fills a buffer from byte `at` of a file on; returns how many bytes there were."""
+        answer = self._ask(Read(root, token, file, at, len(buffer)))
+        assert isinstance(answer, Bytes)
+        receive_into(self._connection, buffer[: answer.nbytes])
+        return answer.nbytes
+
+    def _require_done(self, request: Request, views: Sequence[bytes] = ()) -> None:
+        answer = self._ask(request, views)
+        assert isinstance(answer, Done)
+
+    def _ask(self, request: Request, views: Sequence[bytes] = ()) -> Answer:
+        send(self._connection, request, views)
+        answer = receive_answer(self._connection)
+        if isinstance(answer, Refused):
+            raise CheckpointError(f"the launcher at {self.name} keeps no copy: {answer.reason}")
+        return answer
+
+
+def dial(address: str, timeout_s: float = TIMEOUT_S) -> VaultClient:
+    """Connects to a vault, given unix:PATH or HOST:PORT.
+
+    Raises:
+        OSError: nobody serves it there.
+        AuthenticationError: whoever does holds another secret.
+    """
+    secret = job_secret()
+    if address.startswith(_UNIX):
+        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        host, _, port = address.rpartition(":")
+        plain = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    try:
+        if address.startswith(_UNIX):
+            plain.settimeout(timeout_s)
+            plain.connect(address[len(_UNIX) :])
+        else:
+            require_secret(plain.getpeername()[0], secret)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = begin(plain, secret, TIMEOUT_S)
+        prove(connection, derive_key(secret, CHANNEL), Hello(CHANNEL))
+        connection.settimeout(_PATIENCE_S)
+    except BaseException:
+        plain.close()
+        raise
+    return VaultClient(connection, address)

@@ -1,0 +1,62 @@
+"""Connects to a listener of another machine: at a port of its own, or at the one that all of that machine share."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+
+from paceline.durations import for_socket
+from paceline.one_port.choice import chosen_port, leads_out
+from paceline.one_port.header import NOBODY, PASSED_ON, header_for
+from paceline.security.handshake import PeerGoneError
+
+
+def dial(
+    address: tuple[str, int], timeout_s: float, source: str | None = None, reach_s: float | None = None
+) -> socket.socket:
+    """Returns a connection to a host, and to a port or number there.
+
+    Args:
+        address: the host and the port; with one port for the job, the number behind it.
+        timeout_s: how long all of it may take, in seconds.
+        source: this machine's address to connect from; by default the system chooses it.
+        reach_s: how long the machine may take to accept a connection, if that is less.
+
+    Raises:
+        OSError: the machine cannot be reached, or nobody listens there.
+        HandshakeUnfinishedError: the process at the port closed the connection; another attempt may work.
+    """
+    deadline = time.monotonic() + timeout_s
+    port = chosen_port()
+    origin = None if source is None else (source, 0)
+    patience_s = timeout_s if reach_s is None else min(timeout_s, reach_s)
+    if port is None or not leads_out(address[0]):
+        return socket.create_connection(address, patience_s, origin)
+    connection = socket.create_connection((address[0], port), patience_s, origin)
+    try:
+        connection.settimeout(for_socket(deadline - time.monotonic()))
+        _ask_for(connection, address[1])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _ask_for(connection: socket.socket, number: int) -> None:
+    host, port = connection.getpeername()[:2]
+    try:
+        connection.sendall(header_for(number))
+        answer = connection.recv(1)
+    except ConnectionError:
+        answer = b""
+    if answer == NOBODY:
+        raise ConnectionRefusedError(
+            errno.ECONNREFUSED, f"no process of {host} waits for connections to number {number} behind port {port}"
+        )
+    if answer != PASSED_ON:
+        raise PeerGoneError(
+            f"the process at {host}:{port} closed the connection when it was asked for number {number}: it has ended, "
+            "or does not serve all of its machine's listeners there; start every launcher with the same --port, or "
+            "every rank with the same PACELINE_PORT"
+        )

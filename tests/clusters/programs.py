@@ -1,0 +1,15 @@
+"""The programs of Slurm, and which of them this machine lacks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+SYSTEM = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo", "unshare")
+
+
+def missing_of_slurm() -> str:
+    """What a cluster needs and this machine lacks; "" if there is nothing."""
+    absent = [name for name in _PROGRAMS if shutil.which(name, path=SYSTEM) is None]
+    return f"there is no {', '.join(absent)} (Debian: slurmctld slurmd slurm-client munge)" if absent else ""

@@ -1,0 +1,144 @@
+"""Ranks that mpirun or srun started without a launcher find each other by `init_process_group()`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from engines import mpirun
+from launching import ENVIRONMENT
+
+from paceline.rendezvous import environment, started
+from paceline.rendezvous.schedulers import detect
+
+TRAINS = """
+import torch
+import paceline as dist
+dist.init_process_group()
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} has {total.item()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", mpirun.LIBRARIES)
+def test_mpirun_starts_ranks_without_a_launcher(script, name):
+    library = mpirun.find(name)
+    if library is None:
+        pytest.skip(f"there is no {name} in this environment; `make test` installs it")
+    said = mpirun.run_program(library, 2, [sys.executable, script(TRAINS)], timeout_s=110)
+    assert sorted(re.findall(r"rank \d of \d has \d\.\d", said)) == ["rank 0 of 2 has 3.0", "rank 1 of 2 has 3.0"], said
+
+
+MEETS = """
+from paceline.rendezvous.rendezvous import rendezvous
+met = rendezvous(None, None, -1, -1, 100)
+met.store.set(str(met.rank), b"")
+met.store.wait([str(rank) for rank in range(met.world_size)])
+print("met", met.rank, met.world_size, flush=True)
+"""
+
+
+def of_slurm(rank: int, tasks: int, nodes: int = 1, **more: str) -> dict[str, str]:
+    """The variables of a task of srun."""
+    return {
+        "SLURM_JOB_ID": f"{os.getpid()}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NODEID": "0",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NODELIST": "h0" if nodes == 1 else f"h[0-{nodes - 1}]",
+        "SLURM_STEP_TASKS_PER_NODE": str(tasks // nodes),
+        **more,
+    }
+
+
+def of_pmi(rank: int, size: int) -> dict[str, str]:
+    """The variables of a rank of MPICH's mpirun."""
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size), "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": str(size)}
+
+
+def ends_of(path: str, variables: list[dict[str, str]], tmp_path) -> list[str]:
+    """Starts a process with each set of variables, through a shell of its own, and returns what they print."""
+    unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PACELINE_STORE")
+    base = {name: value for name, value in ENVIRONMENT.items() if name not in unset} | {"TMPDIR": str(tmp_path)}
+    words = ["sh", "-c", '"$0" "$1"; exit $?', sys.executable, path]
+    ranks = [subprocess.Popen(words, env=base | each, stdout=subprocess.PIPE, text=True) for each in variables]
+    try:
+        said = [each.communicate(timeout=100)[0].strip() for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert [each.returncode for each in ranks] == [0] * len(ranks)
+    return said
+
+
+@pytest.mark.parametrize("of", [of_slurm, of_pmi])
+def test_tasks_of_one_machine_meet_in_a_file(script, tmp_path, of):
+    assert ends_of(script(MEETS), [of(0, 2), of(1, 2)], tmp_path) == ["met 0 2", "met 1 2"]
+
+
+def test_two_jobs_of_slurm_on_a_machine_do_not_meet(script, tmp_path):
+    jobs = [of_slurm(rank, 2, SLURM_JOB_ID=job) for job in ("7", "8") for rank in range(2)]
+    assert sorted(ends_of(script(MEETS), jobs, tmp_path)) == ["met 0 2", "met 0 2", "met 1 2", "met 1 2"]
+    assert len(list(tmp_path.glob("paceline-*/*"))) == 2
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Sets a task's variables in this process, in place of those of a launcher."""
+
+    def set_them(values: dict[str, str]) -> None:
+        for name in list(os.environ):
+            if name.startswith(("PACELINE_", "MASTER_", "SLURM_")) or name in ("RANK", "WORLD_SIZE"):
+                monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_them
+
+
+def test_what_a_launcher_sets_takes_precedence(variables):
+    variables(of_slurm(1, 2) | {"RANK": "3", "WORLD_SIZE": "4"})
+    assert environment.place(-1, -1) == (3, 4)
+    variables(of_slurm(1, 2))
+    assert environment.place(-1, -1) == (1, 2)
+
+
+def test_other_ranks_than_the_tasks_need_an_address(variables):
+    variables(of_slurm(1, 2))
+    with pytest.raises(ValueError, match="MASTER_ADDR, which is not set"):
+        environment.open_store(0, 3, timedelta(seconds=1))
+
+
+def test_ranks_of_several_machines_need_to_know_the_first(variables):
+    variables({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    found = detect(os.environ)
+    assert found is not None
+    with pytest.raises(ValueError, match=r"started rank 1 of 4.*do not say where rank 0 is; set MASTER_ADDR"):
+        started.open_store(found, 4, timedelta(seconds=1))
+
+
+def test_tasks_on_two_machines_meet_at_the_first(variables, monkeypatch):
+    served: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "paceline.rendezvous.tcp.serve_or_connect", lambda host, port, *_: served.append((host, port)) or "store"
+    )
+    variables(of_slurm(1, 2, nodes=2))
+    assert environment.open_store(1, 2, timedelta(seconds=1)) == "store"
+    ((host, port),) = served
+    assert host == "h0" and 20000 <= port < 30000
+
+
+def test_a_pod_is_no_rank_by_itself(variables):
+    variables({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1", "PACELINE_NODES": "2"})
+    with pytest.raises(ValueError, match="RANK, which is not set"):
+        environment.place(-1, -1)

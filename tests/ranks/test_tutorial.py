@@ -1,0 +1,48 @@
+"""The tutorial notebook runs from top to bottom, in a kernel as under Jupyter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "tutorial.ipynb"
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Any:
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; `make test` installs it")
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def test_the_tutorial_is_kept_without_outputs(notebook):
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert len(cells) > 5
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+
+
+def said_by(cell: Any) -> str:
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+@pytest.mark.timeout(400)  # on a busy machine; it takes some 16 s of processor time
+def test_the_tutorial_runs_from_top_to_bottom(notebook, tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; `make test` installs it")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed; `make test` installs it")
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, startup_timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute()
+    told = "\n".join(map(said_by, (cell for cell in notebook.cells if cell.cell_type == "code")))
+    for words in (
+        "rank 1 of 2 is process",
+        "\nrank 0 received 2\n",
+        "rank 1 brought [10.0, 11.0, 12.0] and has [10.0, 12.0, 14.0]",
+        "all_reduce(float32, 3",
+        "epoch 4: loss",
+        "of digits that it has not seen are recognised",
+        "world size 1: training begins at step 10",
+        "step 20: loss",
+    ):
+        assert words in told, told

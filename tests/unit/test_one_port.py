@@ -1,0 +1,332 @@
+"""One port for all that a machine offers: numbers and headers as data, and a gate on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launching import wait_until
+from sampling import examples
+
+from paceline.engine.native.calls import Calls
+from paceline.errors import AuthenticationError, StoreConnectionError
+from paceline.launch.environment import free_port
+from paceline.one_port import choice, dialing, listener
+from paceline.one_port.gate import MAX_COMERS, Gate
+from paceline.one_port.header import HEADER_BYTES, has_no_header, header_for, is_wrong, number_in
+from paceline.one_port.listener import NumberedListener, claim, random_name
+from paceline.one_port.numbers import FIRST, LAST, Numbers
+from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.encryption import Connection
+from paceline.security.handshake import HELLO_BYTES, Hello, PeerGoneError, prove
+from paceline.security.secret import derive_key
+from paceline.store.hash import HashStore
+from paceline.store.server import StoreServer
+from paceline.store.tcp import PortInUseError, TCPStore, listen
+
+DEADLINE_S = 30.0
+HERE = "127.0.0.1"
+KEY = derive_key(b"s" * 32, "links")
+
+
+# Headers
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_header_holds_its_number(number):
+    header = header_for(number)
+    assert len(header) == HEADER_BYTES and number_in(header) == number
+    assert not any(is_wrong(header[:length]) for length in range(HEADER_BYTES + 1))
+
+
+@given(st.binary(max_size=80))
+@settings(max_examples=examples(300))
+def test_only_the_first_bytes_of_a_header_may_become_one(beginning):
+    assert is_wrong(beginning) is not header_for(0).startswith(beginning[:8])
+
+
+def test_a_header_is_longer_than_a_hello():
+    assert HEADER_BYTES > HELLO_BYTES  # so a listener that is no gate refuses it at once, and does not wait for more
+    assert not has_no_header(header_for(7))
+
+
+# Numbers
+
+
+@given(st.data())
+@settings(max_examples=examples(100))
+def test_numbers_have_one_holder_each(data):
+    numbers: Numbers[int] = Numbers()
+    held: dict[int, int] = {}  # by number
+    for holder in range(data.draw(st.integers(0, 40))):
+        wanted = data.draw(st.sampled_from([0, 0, FIRST, FIRST + 1, 29500]))
+        if wanted and wanted in held:
+            with pytest.raises(OSError, match=f"has the number {wanted}"):
+                numbers.take(wanted, holder)
+        else:
+            number = numbers.take(wanted, holder)
+            assert number not in held and (number == wanted or FIRST <= number <= LAST)
+            held[number] = holder
+        if held and data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(set(held.values()))))
+            numbers.release(gone)
+            held = {number: each for number, each in held.items() if each != gone}
+    assert {number: numbers.holder(number) for number in held} == held
+
+
+def test_a_number_returns_as_late_as_possible():
+    numbers: Numbers[str] = Numbers()
+    given_ = []
+    for _ in range(FIRST, LAST + 1):
+        given_.append(numbers.take(0, "holder"))
+        numbers.release("holder")
+    assert given_ == list(range(FIRST, LAST + 1))
+    assert numbers.take(0, "holder") == FIRST
+
+
+def test_all_numbers_can_be_held():
+    numbers: Numbers[int] = Numbers()
+    for holder in range(FIRST, LAST + 1):
+        numbers.take(0, holder)
+    with pytest.raises(OSError, match="all numbers from 1024 to 28999 are held"):
+        numbers.take(0, 0)
+    numbers.release(FIRST + 7)
+    assert numbers.take(0, 0) == FIRST + 7
+
+
+# Calls
+
+
+def test_a_rank_hears_who_cannot_connect_to_it():
+    store = HashStore()
+    ranks = [Calls(store, 3, rank) for rank in range(4)]
+    assert ranks[1].callers([2, 3]) == {}
+    ranks[3].call(1, "timed out")
+    ranks[3].call(0, "refused")
+    assert ranks[1].callers([2, 3]) == {3: "timed out"} and ranks[1].callers([2]) == {}
+    assert ranks[0].callers([1, 2, 3]) == {3: "refused"} and ranks[2].callers([3]) == {}
+    assert Calls(store, 4, 1).callers([2, 3]) == {}  # another group's
+
+
+# What is chosen
+
+
+@pytest.mark.parametrize("text", ["0", "65536", "-1", "http", "29500 "])
+def test_a_wrong_port_is_refused(monkeypatch, text):
+    monkeypatch.setenv("PACELINE_PORT", text)
+    with pytest.raises(ValueError, match="must be a port from 1 to 65535"):
+        choice.chosen_port()
+
+
+def test_two_different_ports_are_refused(monkeypatch):
+    monkeypatch.setenv("PACELINE_PORT", "29500")
+    choice.choose_port(29500)
+    with pytest.raises(ValueError, match="29501 here and 29500 in PACELINE_PORT"):
+        choice.choose_port(29501)
+
+
+def test_loopback_does_without_the_port(monkeypatch):
+    monkeypatch.setenv("PACELINE_PORT", "29500")
+    with contextlib.closing(listen("localhost", 0, None)) as listening:
+        assert isinstance(listening, socket.socket)
+        dialing.dial(("localhost", listening.getsockname()[1]), DEADLINE_S).close()
+
+
+# A gate
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a gate, which this process uses for loopback, too."""
+    port, name = free_port(), random_name()
+    monkeypatch.setenv(choice.VARIABLE, str(port))
+    monkeypatch.setenv(choice.GATE_VARIABLE, name)
+    monkeypatch.setattr(dialing, "leads_out", lambda _: True)
+    with contextlib.closing(Gate(port, name)):
+        yield port
+
+
+def _reach(port: int, data: bytes) -> socket.socket:
+    connection = socket.create_connection((HERE, port), DEADLINE_S)
+    connection.sendall(data)
+    return connection
+
+
+def _is_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_connection_comes_to_the_holder_of_its_number(gate):
+    held = [claim(HERE, 0, gate) for _ in range(3)]
+    for at, listening in enumerate(held):
+        with dialing.dial(listening.getsockname(), DEADLINE_S) as connection:
+            accepted, address = listening.accept()
+            with accepted:
+                assert address == connection.getsockname() == accepted.getpeername()
+                assert accepted.getsockname() == (HERE, gate)
+                connection.sendall(b"to %d" % at)
+                assert accepted.recv(10) == b"to %d" % at
+                accepted.sendall(b"back")
+                assert connection.recv(10) == b"back"
+    for listening in held:
+        listening.close()
+
+
+def test_nobody_holds_a_number_that_was_given_back(gate):
+    listening = claim(HERE, 7, gate)
+    listening.close()
+
+    def is_free() -> bool:
+        try:
+            dialing.dial((HERE, 7), DEADLINE_S).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_until(is_free)  # the gate is told by the end of a connection
+    with pytest.raises(ConnectionRefusedError, match=f"of {HERE} waits for connections to number 7 behind port {gate}"):
+        dialing.dial((HERE, 7), DEADLINE_S)
+
+
+def test_a_taken_number_is_refused_until_its_holder_ends(gate, monkeypatch):
+    first = claim(HERE, 29500, gate)
+    with pytest.raises(OSError, match="another listener of this machine has the number 29500") as caught:
+        claim(HERE, 29500, gate)
+    assert caught.value.errno == errno.EADDRINUSE
+    monkeypatch.setattr("paceline.store.tcp.is_loopback", lambda _: False)
+    with pytest.raises(PortInUseError, match=f"share port {gate} of {HERE}.*number 29500.*choose another one"):
+        listen(HERE, 29500, b"s" * 32)
+    first.close()
+    claim(HERE, 29500, gate).close()  # the next one need not wait until the gate has noticed
+
+
+def test_a_foreign_address_is_refused(gate, monkeypatch):
+    with pytest.raises(OSError, match="Cannot assign requested address") as caught:
+        claim("192.0.2.1", 0, gate)
+    assert caught.value.errno == errno.EADDRNOTAVAIL
+    with pytest.raises(StoreConnectionError, match="is not an address of this machine"):
+        listen("192.0.2.1", 0, b"s" * 32)
+
+
+def test_a_port_of_another_program_is_refused(monkeypatch):
+    monkeypatch.setattr("paceline.store.tcp.is_loopback", lambda _: False)
+    with socket.create_server((HERE, 0)) as other:
+        port, name = other.getsockname()[1], random_name()
+        monkeypatch.setenv(choice.VARIABLE, str(port))
+        monkeypatch.setenv(choice.GATE_VARIABLE, name)
+        refused = pytest.raises(PortInUseError, match=rf"share port {port} .*by process {os.getpid()} ")
+        with contextlib.closing(Gate(port, name)), refused:
+            listen(HERE, 0, b"s" * 32)
+
+
+def test_a_stranger_is_sent_away_and_others_come(gate):
+    listening = claim(HERE, 5, gate)
+    strangers = (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"paceln/q" + bytes(56), b"\0")
+    for words in strangers:
+        with _reach(gate, words) as connection:
+            assert _is_ended(connection)
+    with dialing.dial((HERE, 5), DEADLINE_S), listening.accept()[0]:
+        pass
+    listening.close()
+
+
+def test_silent_strangers_keep_nobody_out(gate):
+    listening = claim(HERE, 5, gate)
+    with contextlib.ExitStack() as silent:
+        oldest = silent.enter_context(_reach(gate, header_for(5)[:3]))
+        for _ in range(MAX_COMERS):
+            silent.enter_context(_reach(gate, b""))
+        assert _is_ended(oldest)
+        with dialing.dial((HERE, 5), DEADLINE_S), listening.accept()[0]:
+            pass
+    listening.close()
+
+
+def test_who_does_not_know_of_the_port_is_told(gate):
+    listening = claim(HERE, 5, gate)
+    refused = pytest.raises(AuthenticationError, match="one port leads to all listeners .* the same PACELINE_PORT")
+    with socket.create_connection((HERE, gate), DEADLINE_S) as connection, refused:
+        prove(connection, KEY, Hello("node"), DEADLINE_S)
+    listening.close()
+
+
+def test_a_listener_that_is_no_gate_is_told_from_one(monkeypatch):
+    secret = b"s" * 32
+    with contextlib.closing(StoreServer(socket.create_server((HERE, 0)), secret)) as server:
+        monkeypatch.setenv(choice.VARIABLE, str(server.port))
+        monkeypatch.setattr(dialing, "leads_out", lambda _: True)
+        with pytest.raises(PeerGoneError, match="start every launcher with the same --port"):
+            dialing.dial((HERE, 29500), DEADLINE_S)
+
+
+def test_a_doorkeeper_admits_behind_the_port(gate):
+    admitted: list[tuple[int, Connection]] = []
+    came = threading.Event()
+
+    def admit(connection: Connection, hello: Hello) -> None:
+        admitted.append((hello.rank, connection))
+        came.set()
+
+    keeper = Doorkeeper(claim(HERE, 0, gate), KEY, "links", admit)
+    with dialing.dial((HERE, keeper.port), DEADLINE_S) as connection:
+        prove(connection, KEY, Hello("links", 3), DEADLINE_S)
+        assert came.wait(DEADLINE_S) and admitted[0][0] == 3
+        admitted[0][1].close()
+    keeper.close()
+
+
+def test_a_store_is_served_behind_the_port(gate, monkeypatch):
+    monkeypatch.setattr("paceline.store.tcp.is_loopback", lambda _: False)
+    monkeypatch.setenv("PACELINE_SECRET", "s" * 32)
+    server = TCPStore(HERE, 29500, is_master=True, wait_for_workers=False, timeout=DEADLINE_S)
+    client = TCPStore(HERE, 29500, wait_for_workers=False, timeout=DEADLINE_S)
+    client.set("key", b"value")
+    assert server.get("key") == b"value" and server.port == 29500 != gate
+    client.close()
+    server.close()
+
+
+def test_without_a_launcher_the_first_becomes_the_gate(monkeypatch):
+    monkeypatch.setenv("PACELINE_SECRET", secrets.token_hex(16))
+    monkeypatch.delenv(choice.GATE_VARIABLE, raising=False)
+    monkeypatch.setattr(listener, "_gates", {})
+    monkeypatch.setattr(dialing, "leads_out", lambda _: True)
+    port = free_port()
+    monkeypatch.setenv(choice.VARIABLE, str(port))
+    held: list[NumberedListener] = []
+    threads = [threading.Thread(target=lambda: held.append(claim(HERE, 0, port))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len({each.getsockname() for each in held}) == 8 and len(listener._gates) == 1
+    for each in held:
+        with dialing.dial(each.getsockname(), DEADLINE_S), each.accept()[0]:
+            each.close()
+    for each in listener._gates.values():
+        each.close()
+
+
+def test_the_end_of_the_gate_is_noticed(monkeypatch):
+    port, name = free_port(), random_name()
+    monkeypatch.setenv(choice.GATE_VARIABLE, name)
+    gate = Gate(port, name)
+    listening = claim(HERE, 0, port)
+    gate.close()
+    gate.close()
+    with pytest.raises(ConnectionAbortedError, match="has ended"):
+        listening.accept()
+    with pytest.raises(ConnectionAbortedError, match=f"listens at port {port} of this machine has ended"):
+        claim(HERE, 0, port)
+    listening.close()
