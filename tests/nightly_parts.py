@@ -47,7 +47,7 @@ def parts(root: Path) -> list[Part]:
     """Every part, the cheap ones first."""
     return [
         _pictures_in_a_browser(root),
-        _soak("docs", "runs the programs in the docs", _PROGRAMS_OF_DOCS, limit_s=10 * _MINUTE_S),
+        _soak("docs", "runs the programs in the docs", _PROGRAMS_OF_DOCS, limit_s=30 * _MINUTE_S),
         _site(),
         _examples(),
         _properties(),

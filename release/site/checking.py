@@ -8,6 +8,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+ELSEWHERE = frozenset(("https", "http", "mailto", "data"))
+
 
 class _Page(HTMLParser):
     """The links and the anchors of a page."""
@@ -50,7 +52,7 @@ def broken_links(site: Path) -> list[str]:
 def _fault(site: Path, path: Path, link: str) -> str:
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
-        return ""
+        return "" if parts.scheme in ELSEWHERE else "this is no address"
     target = path
     if parts.path:
         if parts.path.startswith("/"):

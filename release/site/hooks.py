@@ -11,8 +11,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-OTHER = {"en": "zh", "zh": "en"}
 NAMES = {"en": "English", "zh": "中文"}
+SWITCH = "switch:"
 IN_CHINESE = {
     "Learn": "学习",
     "How to": "操作指南",
@@ -142,12 +142,23 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def on_page_context(context: Any, page: Page, config: MkDocsConfig, nav: Any) -> Any:
-    """Has the switch of languages lead to the same page, or to the start of the other site."""
-    here = Place(language_of(config), page.file.src_uri)
-    there = Place(OTHER[here.language], here.path)
-    if not _exists(there):
-        there = Place(there.language, "index.md")
-    top = Place(here.language, "index.md")
-    links = {here.language: page.url or "./", there.language: between(top, address(there))}
-    config.extra["alternate"] = [{"name": NAMES[lang], "link": links[lang], "lang": lang} for lang in NAMES]
+    """Has each page show the switch of languages. MkDocs leaves addresses with a scheme as they are."""
+    config.extra["alternate"] = [{"name": NAMES[each], "link": f"{SWITCH}{each}", "lang": each} for each in NAMES]
     return context
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Has the switch lead to the same page of the other site, or to its start."""
+    here = Place(language_of(config), page.file.src_uri)
+    for language in NAMES:
+        link = between(here, address(counterpart(here, language)))
+        output = output.replace(f'href="{SWITCH}{language}"', f'href="{link}"')
+    return output
+
+
+def counterpart(place: Place, language: str) -> Place:
+    """Returns the same page in a language, or the start of that language's site."""
+    if language == place.language:
+        return place
+    there = Place(language, place.path)
+    return there if _exists(there) else Place(language, "index.md")

@@ -87,9 +87,11 @@ def test_examples_of_a_docstring_are_fenced():
 def test_a_broken_link_of_the_site_is_found(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "index.html").write_text('<a href="a/#good">1</a><a href="a/#bad">2</a><a href="b/">3</a><h1 id="x">')
+    (tmp_path / "c.html").write_text('<a href="https://example.org/"></a><a href="switch:zh"></a>')
     (tmp_path / "a" / "index.html").write_text('<h2 id="good"><a href="..#x"></a><a href="../../out/">')
     assert [line.rsplit(": ", 1)[0] for line in broken_links(tmp_path)] == [
         "a/index.html: ../../out/",
+        "c.html: switch:zh",
         "index.html: a/#bad",
         "index.html: b/",
     ]
