@@ -1,0 +1,98 @@
+"""Large files are written past the system's cache: whatever lies where in memory, the file has the bytes in order."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from sampling import examples
+
+from paceline.checkpoint.captured import whole_of
+from paceline.checkpoint.format.direct import ALIGNMENT, DirectWriter
+from paceline.checkpoint.format.disk import Disk
+from paceline.checkpoint.format.headers import header_of
+from paceline.checkpoint.memory import memory_with
+from paceline.checkpoint.staging import Staging
+
+MIB = 1 << 20
+
+
+class Noting(Disk):
+    """Notes whether each write was direct, and at which place of memory it began; direct ones may be refused."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.is_direct = False
+        self.writes: list[tuple[bool, int]] = []
+        self._refuses = refuses
+
+    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
+        self.is_direct = is_direct and self._refuses != "flag"
+        return self.is_direct
+
+    def write(self, descriptor: int, views: Sequence[memoryview]) -> int:
+        if self.is_direct and self._refuses == "write":
+            raise OSError(errno.EINVAL, "not so")
+        nbytes = sum(len(view) for view in views)
+        assert not self.is_direct or all(len(view) % ALIGNMENT == 0 for view in views)
+        self.writes.append((self.is_direct, nbytes))
+        return super().write(descriptor, views)
+
+
+def written(path: Path, disk: Disk, views: Sequence[Sequence[memoryview]]) -> bytes:
+    descriptor = disk.create(path)
+    try:
+        writer = DirectWriter(disk, descriptor)
+        for each in views:
+            writer.write(each)
+        writer.finish()
+    finally:
+        os.close(descriptor)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("refuses", ["", "flag", "write"])
+def test_all_bytes_come_in_order(tmp_path: Path, refuses: str) -> None:
+    for seed in range(examples(5)):
+        draw = random.Random(seed)
+        memory = memoryview(mmap.mmap(-1, 12 * MIB))
+        memory[:] = draw.randbytes(len(memory))
+        at = draw.choice([0, 0, 100, ALIGNMENT])
+        views, expected = [], b""
+        while at < len(memory) and len(views) < 12:
+            size = draw.choice([0, 1, 7, 64 << 10, MIB, MIB + 5, draw.randrange(5 * MIB)])
+            size = min(size, len(memory) - at)
+            views.append(memory[at : at + size])
+            expected += bytes(views[-1])
+            at += size + draw.choice([0, 0, 0, 3])
+        views.append(memoryview(b"of bytes that cannot be written to"))
+        expected += bytes(views[-1])
+        cut = draw.randrange(len(views))
+        disk = Noting(refuses)
+        assert written(tmp_path / f"{refuses}{seed}", disk, [views[:cut], views[cut:]]) == expected, seed
+        assert refuses == "" or not any(is_direct for is_direct, _ in disk.writes)
+
+
+def test_a_small_file_is_written_at_once(tmp_path: Path) -> None:
+    disk = Noting()
+    assert written(tmp_path / "small", disk, [[memoryview(b"a" * 5000)], [memoryview(b"b" * 5000)]])[4999:5001] == b"ab"
+    assert disk.writes == [(False, 10_000)]
+
+
+def test_copies_are_written_from_where_they_are(tmp_path: Path) -> None:
+    tensors = [torch.randn(size) for size in (1_000_003, 3, 700_001)] + [torch.arange(300_001)]
+    held = Staging().copied([whole_of(str(number), each) for number, each in enumerate(tensors)])
+    copies = [held[number] for number in (3, 0, 1, 2)]  # larger elements come first in a file
+    header, _ = header_of([(each.name, each.dtype, each.shape) for each in copies])
+    assert len(header) % ALIGNMENT == 0
+    views = [memoryview(bytearray(header)), *(memory_with(each.elements()) for each in copies)]
+    disk = Noting()
+    data = written(tmp_path / "file", disk, [[view] for view in views])
+    assert data == b"".join(views)
+    collected = sum(nbytes for _, nbytes in disk.writes if nbytes <= 2 * ALIGNMENT)
+    assert collected < 10 * ALIGNMENT, "what does not fill a block is collected, and nothing else"
