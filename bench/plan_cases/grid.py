@@ -10,6 +10,7 @@ from statistics import fmean, median
 
 from hosts.fixture import Hosts
 from report import p95
+from world import RankFailed
 
 from paceline.plan.calibration import Calibration, Links, decode
 from paceline.plan.networks import network_of
@@ -19,7 +20,6 @@ from paceline.schedule.network import Link
 from paceline.schedule.steps import Operation
 from paceline.schedule.timing import simulate_call
 from plan_cases import programs
-from world import RankFailed
 
 Row = dict[str, object]
 
@@ -93,7 +93,9 @@ def points(grid: Grid, known: Known, failed: list[str]) -> Iterator[Row]:
             runs = []
             for _ in range(grid.repeats):
                 try:
-                    answers = world(programs.measure, algorithm, grid.sizes, grid.models, grid.steps, timeout_s=_TIMEOUT_S)
+                    answers = world(
+                        programs.measure, algorithm, grid.sizes, grid.models, grid.steps, timeout_s=_TIMEOUT_S
+                    )
                 except RankFailed as error:
                     failed.append(f"{where}: {error}")
                     print(failed[-1], file=sys.stderr, flush=True)

@@ -51,7 +51,9 @@ def said_by_groups() -> dict[str, list[str]]:
         dist.destroy_process_group(group)
         found[way] = list(said)
         said.clear()
-    predicted = [call.predicted_s for call in mine().calls if call.algorithm == "ring" and call.operation == "all_reduce"]
+    predicted = [
+        call.predicted_s for call in mine().calls if call.algorithm == "ring" and call.operation == "all_reduce"
+    ]
     assert len(predicted) == 8 * CALLS and all(each == predicted[0] and each > 3600 for each in predicted)
     dist.destroy_process_group()
     return found

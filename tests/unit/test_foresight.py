@@ -17,7 +17,9 @@ HOSTS = ((0, 1), (2, 3), (4, 5))
 
 
 def test_calls_that_are_far_off_are_named_with_both_times():
-    found = Surprise(Operation.ALL_REDUCE, number_of("ring"), DTYPES.index("float32"), 1 << 18, 20, 5_000_000, 2_000_000)
+    found = Surprise(
+        Operation.ALL_REDUCE, number_of("ring"), DTYPES.index("float32"), 1 << 18, 20, 5_000_000, 2_000_000
+    )
     text = words_of(found)
     assert "all_reduce of 262,144 float32 by ring took 5 ms at least in 20 calls" in text
     assert "predicted to take 2 ms" in text and "PACELINE_NETWORK" in text

@@ -69,7 +69,9 @@ def test_a_slow_pair_is_found(n):
     assert network.pairs[0, 2].bytes_per_s == pytest.approx(SLOW, rel=0.25)
 
 
-@pytest.mark.parametrize("racks", [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5))])
+@pytest.mark.parametrize(
+    "racks", [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5))]
+)
 def test_racks_with_a_thin_uplink_are_found(racks):
     n = sum(map(len, racks))
     network = network_of(n, measured(n, racks=racks, uplink=SLOW, noise=0.1))
@@ -81,7 +83,7 @@ def test_racks_with_a_thin_uplink_are_found(racks):
 
 
 def test_rates_that_follow_no_rule_are_taken_as_they_come():
-    found = measured(6, pairs={pair: SLOW for pair in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]})
+    found = measured(6, pairs=dict.fromkeys([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)], SLOW))
     assert describe_differences(6, found) == ""
 
 

@@ -67,7 +67,7 @@ def test_every_world_up_to_40_ends_right(algorithm, operation, sizes):
 
 @pytest.fixture
 def two_segments(monkeypatch):
-    """Segments are alike, and a proof takes as much longer as there are more: two of them show what follows on which."""
+    """Segments are alike, and a proof takes as much longer as there are more: two show what follows on which."""
     monkeypatch.setattr(rails, "LONG", rails.LONG._replace(segments=2))
 
 

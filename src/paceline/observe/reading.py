@@ -230,7 +230,9 @@ class _Parser:
         (stamp, group, operation, dtype, reduction, algorithm, sequence, count, root, state, outcome, is_async) = (
             fields[:12]
         )
-        (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, predicted_ns) = fields[12:]
+        (_, arrived, started, ended, shm, tcp, last, _, step, thread, tag, complete, missing, predicted_ns) = fields[
+            12:
+        ]
         time_of = self._clock.monotonic_ns
         return Call(
             index=layout.index_of(stamp),

@@ -22,7 +22,8 @@ class LinkCost:
     """A message takes `alpha_s` seconds, and `beta_s_per_byte` more for each byte.
 
     Attributes:
-        overhead_s: the part of alpha for which the message keeps its ranks from others; half of it if that is not known.
+        overhead_s: the part of alpha for which the message keeps its ranks from others; None, if it is not known,
+            stands for half.
     """
 
     alpha_s: float

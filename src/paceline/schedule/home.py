@@ -37,7 +37,8 @@ def find_home(at: Place) -> Home:
     """
     if sorted(rank for host in at.hosts for rank in host) != list(range(at.world_size)) or not all(at.hosts):
         raise ValueError(
-            f"the algorithm needs hosts that list each of the {at.world_size} ranks once, and none empty; got {at.hosts}"
+            f"the algorithm needs hosts that list each of the {at.world_size} ranks once, and none empty; got "
+            f"{at.hosts}"
         )
     hosts = at.hosts
     if at.root >= 0:

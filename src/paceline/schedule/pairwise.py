@@ -75,7 +75,9 @@ def _racks(n: int, thin: set[Pair]) -> list[list[int]]:
     racks: list[list[int]] = []
     for host in range(n):
         near = [rack for rack in racks if any((other, host) not in thin for other in rack)]
-        racks = [rack for rack in racks if rack not in near] + [sorted([host, *(each for rack in near for each in rack)])]
+        racks = [rack for rack in racks if rack not in near] + [
+            sorted([host, *(each for rack in near for each in rack)])
+        ]
     if any(pair in thin for rack in racks for pair in combinations(rack, 2)):
         return [list(range(n))]
     return sorted(racks)

@@ -6,8 +6,8 @@ tensor is cut into segments: while one is under way between hosts, the next one 
 rings move the blocks in the order in which its rails need them.
 
 `LONG` is what `hierarchical` uses: a rank exchanges with one other host at a time, and the segments are many. `SHORT`
-makes the algorithm `circulant`: it takes fewer rounds, in which a rank sends to several hosts at the same time, and cuts
-less, for tensors whose messages' alphas count more than their bytes.
+makes the algorithm `circulant`: it takes fewer rounds, in which a rank sends to several hosts at the same time, and
+cuts less, for tensors whose messages' alphas count more than their bytes.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def agree_on_costs(
 
     What was measured is added to `known`, on all ranks, so that the next group of these hosts forms sooner.
 
-    With it comes the network, if PACELINE_NETWORK on rank 0 says that it is uneven (see `uneven.py`), or if no costs are
-    given or known and the links between a few hosts are measured to be (see `pairs.py`).
+    With it comes the network, if PACELINE_NETWORK on rank 0 says that it is uneven (see `uneven.py`), or if no costs
+    are given or known and the links between a few hosts are measured to be (see `pairs.py`).
 
     PACELINE_COSTS is JSON: {"within_host": [alpha, beta], "between_hosts": [alpha, beta], "gamma": gamma}, with alpha
     in seconds a message, beta and gamma in seconds a byte.

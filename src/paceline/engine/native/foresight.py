@@ -14,7 +14,7 @@ class Surprise(NamedTuple):
 
     Attributes:
         operation, algorithm, dtype: the kind, by the numbers of the core.
-        count: the elements of each call.
+        elements: how many each call had.
         calls: how many of them were made.
         least_ns: how long the shortest of them took; `predicted_ns` how long each should have taken.
     """
@@ -22,7 +22,7 @@ class Surprise(NamedTuple):
     operation: int
     algorithm: int
     dtype: int
-    count: int
+    elements: int
     calls: int
     least_ns: int
     predicted_ns: int
@@ -32,7 +32,7 @@ def words_of(found: Surprise) -> str:
     """Returns what is said of a surprise."""
     least, predicted = spell_seconds(found.least_ns / 1e9), spell_seconds(found.predicted_ns / 1e9)
     return (
-        f"{OPERATIONS[found.operation]} of {found.count:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
+        f"{OPERATIONS[found.operation]} of {found.elements:,} {DTYPES[found.dtype]} by {name_of(found.algorithm)} took "
         f"{least} at least in {found.calls} calls, but was predicted to take {predicted}: another algorithm may be "
         "faster. PACELINE_COSTS and PACELINE_NETWORK say what messages cost, and PACELINE_ALGORITHM forces one"
     )

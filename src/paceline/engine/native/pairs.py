@@ -76,9 +76,7 @@ def differences(n: int, found: Mapping[Pair, LinkCost]) -> str:
     """Returns the differences between the links of n hosts as PACELINE_NETWORK says them, "" if there are none."""
     if not found:
         return ""
-    return describe_differences(
-        n, {pair: Link(cost.alpha_s, 1 / cost.beta_s_per_byte) for pair, cost in found.items()}
-    )
+    return describe_differences(n, {pair: Link(cost.alpha_s, 1 / cost.beta_s_per_byte) for pair, cost in found.items()})
 
 
 def recalled(topology: Topology, known: KnownCosts) -> dict[Pair, LinkCost]:

@@ -42,7 +42,9 @@ class CallTable:
 def _row(kind: _Kind, by_rank: dict[int, deque[CallTally]]) -> CallRow:
     """Returns a kind's row. The rank whose calls are the shortest waits least for others that come late."""
     operation, dtype, count, algorithm = kind
-    actual_s = min(sum(each.took_s for each in tallies) / sum(each.calls for each in tallies) for tallies in by_rank.values())
+    actual_s = min(
+        sum(each.took_s for each in tallies) / sum(each.calls for each in tallies) for tallies in by_rank.values()
+    )
     predicted_s = next(iter(by_rank.values()))[-1].predicted_s
     return CallRow(
         name=f"{operation} of {count:,} {dtype}, {algorithm}",

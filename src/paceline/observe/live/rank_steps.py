@@ -79,7 +79,9 @@ class Pieces:
         )
 
     def _predicted(self, own_s: float) -> float | None:
-        """Returns what the step would have lasted if its calls had taken what was predicted; `own_s` is the rank's part.
+        """Returns what the step would have lasted if its calls had taken what was predicted.
+
+        `own_s` is the rank's part of it, without waits.
 
         Buckets are averaged one after another, each when it is ready, as in `plan/stepping.py`. A call that nothing
         predicted counts as it was, unless a bucket waits for it.
