@@ -14,7 +14,7 @@ from paceline.checkpoint.format.root import Root
 ROOT = Path(__file__).parents[2]
 
 
-def example(path: str, *arguments: str) -> str:
+def run_example(path: str, *arguments: str) -> str:
     os.chdir(ROOT)
     return run_script(path, *arguments)
 
@@ -28,7 +28,7 @@ def example(path: str, *arguments: str) -> str:
     ],
 )
 def test_an_example_runs_on_two_ranks(ranks, arguments, shown):
-    said, _ = ranks(2)(example, *arguments)
+    said, _ = ranks(2)(run_example, *arguments)
     assert shown in said
 
 
@@ -40,7 +40,7 @@ def test_an_example_runs_under_the_launcher():
 
 def test_the_example_of_checkpoints_leaves_whole_ones(ranks, tmp_path):
     arguments = ["examples/checkpoints.py", "--steps", "3", "--every", "2", "--directory", str(tmp_path)]
-    said, _ = ranks(2)(example, *arguments)
+    said, _ = ranks(2)(run_example, *arguments)
     assert "2 ranks begin at step 0" in said
     found, skipped = Root(tmp_path).newest_whole(digests=True)
     assert found is not None and (found.step, skipped) == (3, [])
