@@ -8,7 +8,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
-from paceline.security.doorkeeper import Doorkeeper
+from paceline.security.doorkeeper import Doorkeeper, Listener
 from paceline.security.encryption import Connection
 from paceline.security.handshake import Hello
 from paceline.security.secret import derive_key
@@ -68,7 +68,7 @@ class CopyService:
         if self._vault is not None:
             self._vault.close()
 
-    def _add_door(self, listener: socket.socket) -> None:
+    def _add_door(self, listener: Listener) -> None:
         key = derive_key(self._secret, _CHANNEL)
         self._doors.append(Doorkeeper(listener, key, _CHANNEL, self._admit, secret=self._secret))
 
