@@ -64,6 +64,7 @@ LAYERS = (
     Layer("schedule", "collectives as data,\nfor several hosts", ("src/paceline/schedule",)),
     Layer("rendezvous", "agreement on who is there", ("src/paceline/rendezvous",)),
     Layer("store", "key-value stores", ("src/paceline/store",)),
+    Layer("one_port", "all listeners of a machine\nbehind one port", ("src/paceline/one_port",)),
     Layer("security", "the secret and\nthe handshake", ("src/paceline/security",)),
     Layer("record", "what a process does,\nin memory that outlives it", ("src/paceline/record",)),
     Layer("core", "C++: shared memory,\nTCP, reductions", ("native",)),

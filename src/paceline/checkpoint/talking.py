@@ -16,6 +16,7 @@ from paceline.store.base import Store
 
 _SAID, _GONE = b"+", b"-"
 _LOOK_S = 0.5  # between looks whether a rank that is waited for has died
+_PARTING_S = 10.0  # for ranks that live, as far as is known, to hear what rank 0 says last
 
 
 class Talk(Protocol):
@@ -118,11 +119,37 @@ class StoreTalk:
         return everyone
 
     def announce(self, text: bytes) -> bytes:
-        """Returns what rank 0 has; raises what `collect` raises."""
+        """Returns what rank 0 has; raises what `collect` raises. Rank 0 waits until the others have heard it."""
         if self.rank > 0:
-            return self._hear(self._verdict, 0)
+            said = self._hear(self._verdict, 0)
+            with contextlib.suppress(StoreError):
+                self._store.set(self._heard_by(self.rank), b"")
+            return said
         self._say(self._verdict, text)
+        self._await_hearers()
         return text
+
+    def _heard_by(self, rank: int) -> str:
+        return f"{self._verdict}/{rank}"
+
+    def _await_hearers(self) -> None:
+        """Waits while the others live and may not have heard yet: the store may end with this process."""
+        keys = [self._heard_by(rank) for rank in range(1, self.size)]
+        deadline = time.monotonic() + min(self._timeout_s, _PARTING_S)
+        with contextlib.suppress(CheckpointError, StoreError):
+            while keys and not self._are_set(keys):
+                for rank in range(1, self.size):
+                    self._require_alive(rank, deadline)
+            for key in [self._verdict, *keys]:
+                self._forget(key)
+
+    def _are_set(self, keys: list[str]) -> bool:
+        """Waits for the keys for a moment."""
+        try:
+            self._store.wait(keys, _LOOK_S)
+        except StoreTimeoutError:
+            return False
+        return True
 
     def _say(self, key: str, text: bytes) -> None:
         with self._needing_store():

@@ -157,7 +157,7 @@ class Formation:
 
     def announce(self, error: BaseException) -> None:
         """Tells the ranks that look that this one gives up because of `error`, unless it was told a reason itself."""
-        if self._heard or is_shortage(error):
+        if self._heard:
             return
         reason = str(error).removeprefix(f"{self._me}: ")
         with contextlib.suppress(StoreError):

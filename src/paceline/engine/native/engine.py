@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline import _core
+from paceline.descriptors import is_shortage
 from paceline.engine.addresses import own_address
 from paceline.engine.algorithms import ALGORITHM_VARIABLE, UNMEASURED, known_algorithm
 from paceline.engine.api import EngineContext, KnownCosts
@@ -169,7 +170,7 @@ class NativeEngine:
             raise self._not_opened(formation, ranks, timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(links.close)
-            undo.push(lambda _, error, __: formation.announce(error) if error else None)  # before others see it close
+            undo.push(lambda _, error, __: _say_why(formation, error))  # before the others see that it closes
             channel: Channel | None
             if len(hosts) > 1 or algorithm is not None:
                 if self._costs is None:
@@ -213,6 +214,12 @@ class NativeEngine:
             f"not every rank of {list(ranks)} opened this group within {timeout_s:.0f} s. All ranks, members or not, "
             "call new_group with the same arguments and in the same order"
         )
+
+
+def _say_why(formation: Formation, error: BaseException | None) -> None:
+    """Tells the other ranks why this one gives up; the formation has words of its own for a lack of descriptors."""
+    if error is not None and not is_shortage(error):
+        formation.announce(error)
 
 
 def missing_piece() -> None:

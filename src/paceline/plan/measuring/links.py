@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -68,13 +67,13 @@ def measure_pairs(hosts: Sequence[Sequence[int]]) -> tuple[PairLink, ...]:
             if link is not None:
                 mine[one, other] = link
     losses = _losses()
-    found = tuple(
-        PairLink(*pair, replace(link, loss=losses.get(hosts[pair[1]][0], 0.0))) for pair, link in mine.items()
-    )
-    everyones: list[object] = [None] * paceline.get_world_size()
+    found = [
+        (*pair, link.latency_s, link.bytes_per_s, losses.get(hosts[pair[1]][0], 0.0)) for pair, link in mine.items()
+    ]
+    everyones: list[list[tuple[int, int, float, float, float]]] = [[] for _ in range(paceline.get_world_size())]
     paceline.all_gather_object(everyones, found)
-    gathered = [pair for each in everyones for pair in each]  # type: ignore[attr-defined]
-    return tuple(sorted(gathered, key=lambda pair: (pair.first, pair.second)))
+    gathered = sorted(numbers for each in everyones for numbers in each)
+    return tuple(PairLink(first, second, Link(*numbers)) for first, second, *numbers in gathered)
 
 
 def usual_link(pairs: Sequence[PairLink]) -> Link | None:
