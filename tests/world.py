@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -168,8 +168,13 @@ class World:
                     break
                 deadline = min(deadline, time.monotonic() + _CONSEQUENCES_S)
         if failures:
-            raise RankFailed(min(failures)[1])
+            raise RankFailed("\n".join([min(failures)[1], *self._killed(waiting.values())]))
         return results
+
+    def _killed(self, ranks: Iterable[int]) -> list[str]:
+        """Says which of the ranks that have not answered are dead: what others say of them does not tell why."""
+        dead = {rank: code for rank in ranks if (code := self.processes[rank].exitcode) is not None}
+        return [f"rank {rank} died with exit code {code}" for rank, code in dead.items()]
 
     def close(self) -> None:
         """Kills what still runs, and what the ranks have started; idempotent."""
