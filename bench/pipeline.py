@@ -4,7 +4,9 @@
 
 Every rank has one thread, and `depth` linear layers of `width` features with ReLU, so all stages take the same time. A
 rank's own forwards and backwards are timed without messages, on all ranks at the same time; "theory" is the step that
-the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute.
+the simulation makes of these times, and "bubble" the share of the step in which a rank does not compute. "step / its
+own tasks" is the same with what each task took in that very step: a core that is slower for a moment lengthens both, so
+what remains above 1 is what messages and waits cost.
 Steps of all schedules take turns; n is the number of turns. torch's schedules run on gloo, in the same turns, unless
 one does not end within 30 s: it is said to hang, and those after it are left out, since gloo is of no use then.
 """
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import torch
 from report import parser, show
@@ -63,6 +67,27 @@ def ends(step: Callable[[], object]) -> bool:
     return True
 
 
+@contextmanager
+def each_task_timed(stages: Iterable[object]) -> Iterator[list[float]]:
+    """Yields how long each task takes that the stages carry out meanwhile, in their order."""
+    took: list[float] = []
+
+    def timed(work: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            started = time.perf_counter()
+            result = work(*arguments)
+            took.append(time.perf_counter() - started)
+            return result
+
+        return call
+
+    with ExitStack() as patches:
+        for stage in stages:
+            for phase in ("forward", "backward", "weight"):
+                patches.enter_context(mock.patch.object(stage, phase, timed(getattr(stage, phase))))
+        yield took
+
+
 def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: str) -> None:
     import paceline as dist
     from paceline.parallel.pipeline.plan import Phase, Plan, Task
@@ -83,9 +108,13 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         for name, each in OURS.items()
     }
 
+    took_in_step: list[float] = []
+
     def ours(pipeline: dist.Pipeline) -> None:
         pipeline.zero_grad()
-        pipeline.step(x, x)
+        with each_task_timed(pipeline._stages.values()) as took:
+            pipeline.step(x, x)
+        took_in_step[:] = took
 
     hanging: list[dict[str, object]] = []
     kinds: dict[str, Callable[[], object]] = {name: lambda p=p: ours(p) for name, p in pipelines.items()}
@@ -123,11 +152,25 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
         tasks = len(pipeline._stages) * parts
         return {phase: seconds / tasks for phase, seconds in spent.items()}
 
+    def of_everyone(seconds: Sequence[float]) -> list[torch.Tensor]:
+        own = torch.tensor(seconds, dtype=torch.float64)
+        everyone = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(everyone, own)
+        return everyone
+
+    def as_measured(plan: Plan) -> dict[Task, float]:
+        """Returns what each task took in the last step."""
+        return {
+            task: float(seconds)
+            for order, times in zip(plan.orders, of_everyone(took_in_step), strict=True)
+            for task, seconds in zip(order, times, strict=True)
+        }
+
     def lasts(plan: Plan, everyone: list[torch.Tensor], task: Task) -> float:
         return float(everyone[plan.ranks_of_stages[task.stage]][list(Phase).index(task.phase)])
 
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    alone: dict[str, list[tuple[float, float]]] = {name: [] for name in OURS}
+    alone: dict[str, list[tuple[float, float, float]]] = {name: [] for name in OURS}
     for turn in range(options["rounds"] + 1):
         for name, step in kinds.items():
             dist.barrier()
@@ -135,31 +178,28 @@ def rank_main(rank: int, options: dict[str, int], with_torch: bool, directory: s
             step()
             dist.barrier()
             took = time.perf_counter() - started
-            phases = torch.zeros(len(Phase), dtype=torch.float64)
-            if name in OURS:
-                pipelines[name].zero_grad()
-                dist.barrier()
-                phases = torch.tensor(list(work(name).values()), dtype=torch.float64)
-                everyone = [torch.empty_like(phases) for _ in range(ranks)]
-                dist.all_gather(everyone, phases)
-                plan = pipelines[name].plan
-                theory = simulate(plan, partial(lasts, plan, everyone))
             if turn:
                 times[name].append(took)
-                if name in OURS:
-                    alone[name].append((theory.length, sum(theory.busy) / ranks))
+            if name not in OURS:
+                continue
+            plan = pipelines[name].plan
+            own = simulate(plan, as_measured(plan).__getitem__)
+            pipelines[name].zero_grad()
+            dist.barrier()
+            theory = simulate(plan, partial(lasts, plan, of_everyone(list(work(name).values()))))
+            if turn:
+                alone[name].append((theory.length, sum(theory.busy) / ranks, own.length))
     rows = hanging
     for name, seconds in times.items():
         row: dict[str, object] = {"schedule": name, "n": len(seconds), "p50 ms": statistics.median(seconds) * 1e3}
         row["p95 ms"] = sorted(seconds)[int(0.95 * (len(seconds) - 1))] * 1e3
         if name in OURS:
-            ratios = [took / length for took, (length, _) in zip(seconds, alone[name], strict=True)]
-            row["theory ms"] = statistics.median(length for length, _ in alone[name]) * 1e3
-            row["step / theory"] = statistics.median(ratios)
-            row["bubble in theory"] = statistics.median(1 - busy / length for length, busy in alone[name])
-            row["bubble"] = statistics.median(
-                1 - busy / took for took, (_, busy) in zip(seconds, alone[name], strict=True)
-            )
+            both = list(zip(seconds, alone[name], strict=True))
+            row["theory ms"] = statistics.median(length for length, *_ in alone[name]) * 1e3
+            row["step / theory"] = statistics.median(took / length for took, (length, *_) in both)
+            row["step / its own tasks"] = statistics.median(took / own for took, (_, _, own) in both)
+            row["bubble in theory"] = statistics.median(1 - busy / length for length, busy, _ in alone[name])
+            row["bubble"] = statistics.median(1 - busy / took for took, (_, busy, _) in both)
         rows.append(row)
     leave_rows(rows if rank == 0 else [], directory)
 
