@@ -7,10 +7,14 @@ the most. A ring is a packing, too: part i goes around to host i, and around onc
 The best ring is the start. Then part after part is taken out and put back with the trees that raise the loads least: a
 tree grows host by host, by the hop that costs least, where a link's time costs more the more of it is taken (as in
 Garg and Könemann 2007, "Faster and simpler algorithms for multicommodity flow and other fractional packing problems").
+
+Connections that share the uplink of a rack also compete for it, fill its queue and lose packets, which no load shows.
+So there is a packing, too, in which all that crosses an uplink goes through one host of the group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Set
 from itertools import pairwise, permutations
 from typing import NamedTuple, TypeAlias
@@ -48,12 +52,13 @@ class Packing(NamedTuple):
     s_per_byte: float
 
 
-def pack(network: Network, detour: float = DETOURS[0]) -> Packing:
+def pack(network: Network, detour: float = DETOURS[0], *, through_gateways: bool = False) -> Packing:
     """Returns the best packing that was found for the hosts of a network, equal parts next to each other.
 
     Args:
         network: the hosts and their links.
         detour: by how much a part's way back to a host is preferred to be the way that it came.
+        through_gateways: whether only one host of each group sends to other groups and receives from them.
 
     Raises:
         ValueError: there are more than `MOST_HOSTS` hosts.
@@ -63,6 +68,9 @@ def pack(network: Network, detour: float = DETOURS[0]) -> Packing:
     loads = _Loads(network, detour)
     parts = _best_ring(loads)
     best, least = list(parts), loads.most()
+    if through_gateways:
+        loads.allowed = {hop for hop in loads.hops if _is_among_gateways(network, hop)}
+        least = math.inf  # the ring may use other hops
     for _ in range(_ROUNDS):
         for number, trees in enumerate(parts):
             loads.add(trees, -1)
@@ -90,6 +98,19 @@ def hop_costs(network: Network, n_parts: int) -> dict[Hop, list[tuple[int, float
     return found
 
 
+def _is_among_gateways(network: Network, hop: Hop) -> bool:
+    """Returns whether a hop stays within a group, or is one between the fastest hosts of two groups."""
+    own, other = (network.group_of.get(host) for host in hop)
+    return own == other or all(_gateway(network, host) == host for host in hop)
+
+
+def _gateway(network: Network, host: int) -> int:
+    group = network.group_of.get(host)
+    if group is None:
+        return host
+    return min(network.groups[group].hosts, key=lambda each: (-network.node_of(each).bytes_per_s, each))
+
+
 class _Loads:
     """The seconds of each link's time that the parts so far take for each byte of the tensor."""
 
@@ -99,6 +120,7 @@ class _Loads:
         self.hops = hop_costs(network, self.n * PARTS_OF_A_HOST)
         self.loads = [0.0] * (1 + max(link for links in self.hops.values() for link, _ in links))
         self.unit = 1.0
+        self.allowed: Set[Hop] = set(self.hops)  # in which trees may grow
 
     def most(self) -> float:
         return max(self.loads)
@@ -196,7 +218,7 @@ def _grow(loads: _Loads, root: int, *, up: bool, back: Set[Hop] = frozenset()) -
             (price((outside, inside) if up else (inside, outside)), depth[inside], inside, outside)
             for inside in depth
             for outside in range(loads.n)
-            if outside not in depth
+            if outside not in depth and (inside, outside) in loads.allowed
         )
         loads.take((outside, inside) if up else (inside, outside))
         depth[outside] = depth[inside] + 1
