@@ -55,6 +55,17 @@ class Meeting:
         world.group.set_timeout(timedelta(seconds=_CALL_S))
         return world.group
 
+    def acts_up_to(self, heard: int) -> int:
+        """Returns the largest number, of the views and lessons up to `heard`, that this worker can act on at once.
+
+        It cannot enter a planned view at once while the view's group forms, and what comes after has to wait with that.
+        """
+        with self._lock:
+            coming = self._next
+        if coming is None or coming.is_due:
+            return heard
+        return min(heard, coming.view.generation - 1)
+
     def watch_only(self, workers: int) -> None:
         """Lets the script see itself as one more rank than so many workers, until it enters a view.
 

@@ -130,6 +130,10 @@ class Participation:
         with Recorded(EventKind.VIEW_CHANGE, name, view.generation, len(view.members)):
             self._enter_with_others(view)
 
+    def ready_until(self) -> int:
+        """Returns the largest number, of the views and lessons heard of, that this worker can act on at once."""
+        return self._meeting.acts_up_to(self._connection.heard)
+
     def finish(self) -> None:
         """Ends what concerns others, since the loop is over; the current group stays."""
         self.donor.close()
