@@ -88,6 +88,11 @@ class Replay:
         self._next: tuple[Result | Entered, Values] | None = None
         self._steps = 0  # of optimizers, since the round before
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the learner is to be admitted to the next view of the others."""
+        return self._is_near
+
     def follow(self, round_number: int) -> tuple[Item, Values]:
         """Returns what happened next in the usual loop, until the result of the round: steps of optimizers too.
 
