@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 
+from paceline.elastic.failpoints import reach
 from paceline.elastic.messages import View
 from paceline.engine.api import KnownCosts
 from paceline.errors import StoreConnectionError
@@ -119,6 +120,7 @@ class Forming:
             self._error = error
 
     def _form(self) -> None:
+        reach("view.forming")
         store = self._open_store()
         with self._lock:
             self._store = store
