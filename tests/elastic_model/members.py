@@ -203,7 +203,7 @@ class Member:
     @property
     def ready(self) -> int:
         """The largest number, of the views and lessons heard of, that it can act on at once."""
-        return min(self.heard, self.coming - 1) if self.coming else self.heard
+        return self.group.view.generation if self.coming and self.group is not None else self.heard
 
     def enter(self, view: View) -> None:
         """Meets the members of a view."""
