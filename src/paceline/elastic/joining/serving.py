@@ -134,17 +134,23 @@ def _keep_only(descriptors: Sequence[int]) -> None:
 
 
 def _serve(served: Served) -> None:
-    came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    door = Doorkeeper(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
-    try:
-        learner = came.get(timeout=FIRST_S)
-    except queue.Empty:
+    learner = at_low_priority(lambda: _await_learner(served))
+    if learner is None:
         return
-    finally:
-        door.close()
     learner.settimeout(_PATIENCE_S)
     served.line.setblocking(False)
     Serving(served, learner).run()
+
+
+def _await_learner(served: Served) -> Connection | None:
+    came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    door = Doorkeeper(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
+    try:
+        return came.get(timeout=FIRST_S)
+    except queue.Empty:
+        return None
+    finally:
+        door.close()
 
 
 class Serving:
