@@ -6,10 +6,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.elastic import messages
+from paceline.elastic.messages import Learn, Wait
 from paceline.launch.elastic import yielding
+from paceline.launch.elastic.crew import Member
+from paceline.launch.elastic.departure import Departure
+from paceline.launch.elastic.post import Post
 from paceline.launch.elastic.yielding import NICENESS, Yielding
 
 OWN = os.getpriority(os.PRIO_PROCESS, 0)
@@ -69,3 +75,21 @@ def test_processes_that_have_ended_are_no_matter(process: subprocess.Popen[str])
     priorities.begin(process.pid)
     priorities.forget(process.pid)
     priorities.end(process.pid)
+
+
+@pytest.mark.parametrize("is_replacement", [True, False])
+def test_a_replacement_yields_until_it_is_told_to_learn(is_replacement: bool) -> None:
+    happened: list[object] = []
+    post = Post(
+        SimpleNamespace(tell=lambda *_, **__: None), Departure(False), None, happened.append, lambda report: None
+    )
+    post._yielding = SimpleNamespace(
+        begin=lambda pid: happened.append(("yields", pid)), end=lambda pid: happened.append(("is back", pid))
+    )
+    channel = SimpleNamespace(send=lambda message: happened.append(type(messages.to_worker(message)).__name__))
+    member = Member("0.1.1", 1, 1, channel, 0.0, is_replacement=is_replacement)
+    member.worker = SimpleNamespace(pid=7)
+    post.started(member)
+    for message in (Wait("a while"), Learn(5, "0.0.0", 3, "x:1")):
+        post.tell(member, messages.encode(message).decode())
+    assert happened == [("yields", 7)] * is_replacement + ["Wait", ("is back", 7), "Learn"]
