@@ -67,6 +67,7 @@ def _measure(
         "state MiB": mib,
         **distribution(figures.joined, "takes part"),
         **distribution(figures.at_entry, "others' pause"),
+        **distribution(figures.at_lesson, "pause while it learns"),
         "others' step meanwhile p50": statistics.median(figures.meanwhile) if figures.meanwhile else None,
         "others' step meanwhile": max(figures.meanwhile, default=None),
         "replacement's share of a core": share,

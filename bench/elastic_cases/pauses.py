@@ -26,6 +26,8 @@ class Figures:
         at_entry: the same for the replacement's first step.
         back: for each death, the time until a step was committed that nobody had committed before.
         joined: for each death, the time until the replacement's first step.
+        at_lesson: for each death and each other slot, the longest time between two steps from when the survivors had
+            settled until the replacement's first step, less the median step: donors fork in it.
         shares: for each death, the part of a core that the replacement has used until its first step.
         meanwhile: for each death and each other slot, its median step from when the survivors had settled until the
             replacement's first step, divided by its median step in the whole job.
@@ -35,6 +37,7 @@ class Figures:
     at_entry: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     joined: list[float] = field(default_factory=list)
+    at_lesson: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     meanwhile: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # the median step of each job
@@ -104,8 +107,10 @@ class Figures:
                 pairs = [
                     pair for pair in pairwise(commits) if settled_ns < pair[0].at_ns and pair[1].at_ns < first.at_ns
                 ]
+                steps_ns = [later.at_ns - earlier.at_ns for earlier, later in pairs]
+                if steps_ns:
+                    self.at_lesson.append((max(steps_ns) - median_ns) / _NS_A_MS)
                 if len(pairs) >= _FEW:
-                    steps_ns = [later.at_ns - earlier.at_ns for earlier, later in pairs]
                     self.meanwhile.append(statistics.median(steps_ns) / median_ns)
             entry = next((at for at, (_, step) in enumerate(gaps) if first is not None and step == first.step), None)
             waited_ns = max(gap_ns for gap_ns, _ in gaps[: None if entry is None else max(entry, 1)])

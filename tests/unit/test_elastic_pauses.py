@@ -48,6 +48,12 @@ def test_the_processor_time_of_a_replacement_is_a_share() -> None:
     assert figures.shares == [pytest.approx(0.75)], "30 ms of 40"
 
 
+def test_the_longest_step_of_a_lesson_is_counted() -> None:
+    survivor = commits(0, 10, {1: 10, 2: 20, 3: 400, 4: 410, 5: 475, 6: 485, 7: 545, 8: 555, 9: 565})
+    figures = figures_of(*survivor, *commits(1, 12, {7: 545, 8: 555}), kill=Kill(1, 11, 25 * MS), steps=9)
+    assert figures.at_lesson == [65.0 - 10.0], "neither the step of the kill nor that of the entry"
+
+
 def test_steps_beside_a_stranger_are_whole() -> None:
     notes = [*commits(0, 10, {1: 10, 2: 25, 3: 45}), *commits(1, 11, {1: 12, 2: 30})]
     assert [*_steps_within(notes, [(5 * MS, 28 * MS), (44 * MS, 60 * MS)])] == [15 * MS]

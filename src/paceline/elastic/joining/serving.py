@@ -22,7 +22,7 @@ import msgspec
 from paceline.elastic.failpoints import reach
 from paceline.elastic.joining.chunks import Layout
 from paceline.elastic.joining.log import LogReader
-from paceline.elastic.joining.priority import at_low_priority
+from paceline.elastic.joining.priority import at_low_priority, be_modest
 from paceline.elastic.joining.wire import (
     CHANNEL,
     CHUNK_BYTES,
@@ -117,6 +117,7 @@ def be_child(served: Served, donor_pid: int) -> NoReturn:
     except (OSError, BrokenLessonError):
         pass  # the learner or the donor is gone
     finally:
+        be_modest()  # to give the memory back takes a while, too
         os._exit(0)
 
 
