@@ -10,9 +10,11 @@
 - overhead: the loop of shards in an elastic job against the same loop in a job that is not, in turns.
 - shards: the loop with as many shards as workers against DistributedDataParallel on the same samples. In both cases a
   third loop trains the bare model, which only waits for the other workers after backward ("barrier").
-- join: how long a replacement takes to take part, the others' pause when it does, and how much longer than usual their
+- join: how long a replacement takes to take part, the others' pause when it does and their longest one before, while
+  donors fork and it learns, and how much longer than usual their
   steps are until then, in both loops, for states of several sizes, on one machine and on two (network namespaces at
-  1 Gbit/s, as root).
+  1 Gbit/s, as root). As a bound for the steps, the same loop runs beside an unrelated process that uses as much of a
+  core as the replacements did.
 - frozen: a worker is stopped (SIGSTOP), and another is 10 times slower than the others.
 - speeds: workers of the speeds 1, 1, 1/2, 1/2 against the sum of their speeds.
 - partition: five machines are cut into three and two (as root).

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 from torch import nn
 
 import paceline as dist
+from paceline.elastic import forming
+from paceline.elastic.forming import Forming
+from paceline.elastic.position import Position
 
 SHARDS = 4
 _WAITING_S = 0.2
+_LONGEST_S = 50.0
 
 
 def train(
@@ -60,6 +65,36 @@ def train(
         seen.losses.append(correct.item())
     assert len(seen.losses) == epochs * 5
     return state.digest()
+
+
+def train_with_a_slow_newcomer(newcomer: str, *arguments: Any) -> tuple[str, list[bool]]:
+    """Trains as `train` does, but a newcomer connects to the others only when it has replayed two more of their rounds.
+
+    Returns:
+        The digest, and for each planned view of the newcomer whether the others have gone on meanwhile.
+    """
+    forming._HEAD_START_S = _LONGEST_S
+    form, commit = Forming._form, Position.commit
+    commits = 0
+    waits: list[bool] = []
+
+    def count(self: Position, *, is_replay: bool) -> None:
+        nonlocal commits
+        commits += 1
+        commit(self, is_replay=is_replay)
+
+    def form_late(self: Forming) -> None:
+        if self.view.is_planned:
+            before, until_s = commits, time.monotonic() + _LONGEST_S / 2
+            while commits < before + 2 and time.monotonic() < until_s:
+                time.sleep(0.002)
+            waits.append(commits >= before + 2)
+        form(self)
+
+    Position.commit = count
+    if os.environ["PACELINE_WORKER"] == newcomer:
+        Forming._form = form_late
+    return train(*arguments), waits
 
 
 def train_and_save(epochs: int, directory: str, asynchronous: bool) -> str:

@@ -1,16 +1,21 @@
-"""A worker is killed and replaced: when does the replacement take part, and what do the others notice of it?"""
+"""A worker is killed and replaced: when does the replacement take part, and what do the others notice of it?
+
+Where all cores are busy, the others are slower in any case while another process starts. As a bound, the same loop runs
+beside a stranger that uses as much of a core as the replacements did.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from random import Random
 
 from hosts.network import Network
 
-from elastic_cases import jobs, machines, timeline
+from elastic_cases import jobs, machines, stranger, timeline
 from elastic_cases.churn import Churn, disturb
 from elastic_cases.jobs import Job
 from elastic_cases.options import Options, Rows
@@ -51,14 +56,22 @@ def _measure(
         churn = Churn(options.workers, _STEPS, options.few - figures.deaths, slots=slots)
         with contextlib.closing(start()) as job:
             kills = disturb(job, churn, random)
-            figures.add(timeline.read(job.directory), kills, churn.workers, churn.steps)
+            processor_s = timeline.processor_seconds(job.directory)
+            figures.add(timeline.read(job.directory), kills, churn.workers, churn.steps, processor_s)
+    share = statistics.median(figures.shares) if figures.shares else 0.0
+    with contextlib.closing(start()) as job:
+        beside = stranger.slowdown(job, share)
     return {
         "loop": loop,
         "where": where,
         "state MiB": mib,
         **distribution(figures.joined, "takes part"),
         **distribution(figures.at_entry, "others' pause"),
+        **distribution(figures.at_lesson, "pause while it learns"),
+        "others' step meanwhile p50": statistics.median(figures.meanwhile) if figures.meanwhile else None,
         "others' step meanwhile": max(figures.meanwhile, default=None),
+        "replacement's share of a core": share,
+        "step beside a stranger": beside,
         "pause at the kill max ms": max(figures.at_death),
         "step ms": max(figures.steps),
     }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from elastic_cases.churn import Kill
 from elastic_cases.timeline import Commit
 
-_NS_A_MS = 1e6
+_NS_A_MS, _NS_A_S = 1e6, 1e9
 _SETTLING_NS = 300_000_000  # after a death
 _FEW = 5  # steps, of which there must be more for a median
 
@@ -26,6 +26,9 @@ class Figures:
         at_entry: the same for the replacement's first step.
         back: for each death, the time until a step was committed that nobody had committed before.
         joined: for each death, the time until the replacement's first step.
+        at_lesson: for each death and each other slot, the longest time between two steps from when the survivors had
+            settled until the replacement's first step, less the median step: donors fork in it.
+        shares: for each death, the part of a core that the replacement has used until its first step.
         meanwhile: for each death and each other slot, its median step from when the survivors had settled until the
             replacement's first step, divided by its median step in the whole job.
     """
@@ -34,6 +37,8 @@ class Figures:
     at_entry: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
     joined: list[float] = field(default_factory=list)
+    at_lesson: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     meanwhile: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # the median step of each job
     deaths: int = 0
@@ -42,8 +47,15 @@ class Figures:
     given_up: int = 0
     restarted: int = 0  # workers that were started again though nobody had killed them
 
-    def add(self, notes: Sequence[Commit], kills: Sequence[Kill], workers: int, steps: int) -> None:
-        """Adds a job that has ended."""
+    def add(
+        self,
+        notes: Sequence[Commit],
+        kills: Sequence[Kill],
+        workers: int,
+        steps: int,
+        processor_s: Mapping[int, float] = {},
+    ) -> None:
+        """Adds a job that has ended; `processor_s` is what each process had used at its first step."""
         commits = [note for note in notes if note.step > 0]
         of_slot = {slot: [each for each in commits if each.slot == slot] for slot in range(workers)}
         median_ns = statistics.median(
@@ -61,9 +73,16 @@ class Figures:
         self.restarted += len({note.pid for note in notes}) - workers - len(kills)
         for number, kill in enumerate(kills):
             until_ns = kills[number + 1].at_ns if number + 1 < len(kills) else commits[-1].at_ns + 1
-            self._add_kill(of_slot, kill, until_ns, median_ns)
+            self._add_kill(of_slot, kill, until_ns, median_ns, processor_s)
 
-    def _add_kill(self, of_slot: dict[int, list[Commit]], kill: Kill, until_ns: int, median_ns: float) -> None:
+    def _add_kill(
+        self,
+        of_slot: dict[int, list[Commit]],
+        kill: Kill,
+        until_ns: int,
+        median_ns: float,
+        processor_s: Mapping[int, float],
+    ) -> None:
         everybody = [each for commits in of_slot.values() for each in commits]
         before = max(each.step for each in everybody if each.at_ns <= kill.at_ns)
         # Another death may come while steps are still done again, so this may be later than `until_ns`.
@@ -71,6 +90,8 @@ class Figures:
         first = next((each for each in of_slot[kill.slot] if each.at_ns > kill.at_ns and each.pid != kill.pid), None)
         if first is not None:  # otherwise the job was over before the replacement had come
             self.joined.append((first.at_ns - kill.at_ns) / _NS_A_MS)
+            if first.pid in processor_s:
+                self.shares.append(processor_s[first.pid] * _NS_A_S / (first.at_ns - kill.at_ns))
         if new:
             self.back.append((min(new) - kill.at_ns) / _NS_A_MS)
         for slot, commits in of_slot.items():
@@ -86,8 +107,10 @@ class Figures:
                 pairs = [
                     pair for pair in pairwise(commits) if settled_ns < pair[0].at_ns and pair[1].at_ns < first.at_ns
                 ]
+                steps_ns = [later.at_ns - earlier.at_ns for earlier, later in pairs]
+                if steps_ns:
+                    self.at_lesson.append((max(steps_ns) - median_ns) / _NS_A_MS)
                 if len(pairs) >= _FEW:
-                    steps_ns = [later.at_ns - earlier.at_ns for earlier, later in pairs]
                     self.meanwhile.append(statistics.median(steps_ns) / median_ns)
             entry = next((at for at, (_, step) in enumerate(gaps) if first is not None and step == first.step), None)
             waited_ns = max(gap_ns for gap_ns, _ in gaps[: None if entry is None else max(entry, 1)])

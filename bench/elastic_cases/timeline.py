@@ -21,10 +21,14 @@ class Recorder:
 
     def __init__(self, directory: str, slot: int) -> None:
         self._file = os.open(Path(directory, f"steps-{slot}-{os.getpid()}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._busy: Path | None = Path(directory, f"busy-{os.getpid()}")
 
     def committed(self, step: int) -> None:
         """Notes that the parameters have changed by step number `step`, counted from 1."""
         os.write(self._file, _NOTE.pack(step, time.monotonic_ns()))
+        if self._busy is not None:
+            self._busy.write_text(str(time.process_time()))
+            self._busy = None
 
     def given_up(self, step: int) -> None:
         """Notes that step number `step` was computed and did not change the parameters."""
@@ -50,6 +54,11 @@ def read(directory: Path) -> list[Commit]:
         whole = content[: len(content) // _NOTE.size * _NOTE.size]
         notes += [Commit(slot, pid, step, at_ns) for step, at_ns in _NOTE.iter_unpack(whole)]
     return sorted(notes, key=lambda note: note.at_ns)
+
+
+def processor_seconds(directory: Path) -> dict[int, float]:
+    """Returns, for each process, the processor time that it had used when it had committed its first step."""
+    return {int(path.name.split("-")[1]): float(path.read_text() or 0) for path in directory.glob("busy-*")}
 
 
 def latest(directory: Path) -> list[Commit]:

@@ -39,6 +39,10 @@ def joining(results: Results) -> str:
         times = row["others' step meanwhile"]
         return "" if times is None else f"{times:.1f} times as long"
 
+    def beside(row: Row) -> str:
+        times = row["step beside a stranger"]
+        return "" if times is None else f"{times:.1f} times as long"
+
     columns: dict[str, Cell] = {
         "": "where",
         "loop": "loop",
@@ -50,8 +54,13 @@ def joining(results: Results) -> str:
         "max": lambda row: duration(row["others' pause max ms"]),
         "others' step meanwhile": longer,
     }
-    shown = (results["elastic-join"], results["elastic-join-loops"])
-    return "\n\n".join(part for result in shown for part in (table(result.rows(), columns), source(result)))
+    parts = []
+    for result in (results["elastic-join"], results["elastic-join-loops"]):
+        rows = result.rows()
+        has_bound = any("step beside a stranger" in row for row in rows)
+        bound: dict[str, Cell] = {"beside a process that uses as much": beside} if has_bound else {}
+        parts += [table(rows, {**columns, **bound}), source(result)]
+    return "\n\n".join(parts)
 
 
 def events(results: Results) -> str:

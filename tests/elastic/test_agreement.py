@@ -10,7 +10,7 @@ from paceline.elastic.agreement import FRESH, WINDOWS, Status, agree, complete, 
 from paceline.elastic.audit import EVERY, Audit, audit_of, suspects
 from paceline.elastic.speeds import even_counts, fair_counts
 from paceline.elastic.vote import Ballot, DivergenceError, OthersOutvotedError, OutvotedError, judge
-from paceline.parallel.sharded.tree import Node, add_up
+from paceline.parallel.sharded.tree import Node, add_up, is_tree_over_ranks
 
 SHARDS = 12
 
@@ -95,6 +95,16 @@ def test_no_deal_makes_the_longest_share_shorter(costs, shards):
         slowest = max(range(len(costs)), key=lambda rank: counts[rank] * costs[rank])
         others = [(counts[rank] + 1) * cost for rank, cost in enumerate(costs) if rank != slowest]
         assert counts[slowest] == 1 or all(each >= longest for each in others)
+
+
+@pytest.mark.parametrize(("shards", "ranks"), [(4, 3), (3, 2), (8, 7), (8, 6), (16, 15)])
+def test_survivors_add_up_in_the_core_where_they_can(shards, ranks):
+    assert is_tree_over_ranks(Node(0, shards), deal_runs(even_counts(shards, ranks)))
+
+
+def test_a_deal_that_the_core_cannot_add_must_be_worth_more():
+    assert fair_counts(4, [8, 10, 10], [1, 1, 2]) == [1, 1, 2]
+    assert fair_counts(4, [7, 10, 10], [1, 1, 2]) == [2, 1, 1]
 
 
 def test_small_differences_of_speed_change_nothing():

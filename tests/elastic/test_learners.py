@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import elastic_job
 import elastic_programs
 import pytest
@@ -26,9 +28,17 @@ def undisturbed() -> str:
     return digest
 
 
-def run(*failpoints: str, workers: int = 3, waits: bool = True, **rest: object) -> Outcome:
+def run(
+    *failpoints: str,
+    workers: int = 3,
+    waits: bool = True,
+    program: Callable[..., object] = elastic_programs.train,
+    first: tuple[str, ...] = (),
+    **rest: object,
+) -> Outcome:
     outcome = elastic_job.run(
-        elastic_programs.train,
+        program,
+        *first,
         EPOCHS,
         elastic_programs.SHARDS,
         0.0,
@@ -85,7 +95,7 @@ def test_a_learner_may_be_killed_at_any_point(point: str, undisturbed: str) -> N
     assert outcome.ended[LEARNER] == -9, f"{point} was never reached"
 
 
-@pytest.mark.parametrize("point", ["view.entering", "view.formed", "view.agreed"])
+@pytest.mark.parametrize("point", ["view.forming", "view.entering", "view.formed", "view.agreed"])
 def test_a_learner_may_be_killed_when_it_comes_in(point: str, undisturbed: str) -> None:
     outcome = run(f"{LEARNER}:{point}@1=kill")
     assert {*outcome.results.values()} == {undisturbed}, outcome
@@ -108,6 +118,13 @@ def test_a_learner_is_not_the_first_rank() -> None:
     replayed = [each for each in seen if each[0]]
     assert {tuple(each) for each in replayed} == {(True, 2, 3, False)}
     assert {tuple(each) for each in seen[len(replayed) :]} == {(False, 1, 3, True)}
+
+
+def test_the_others_train_on_while_a_newcomer_connects(undisturbed: str) -> None:
+    outcome = run(program=elastic_programs.train_with_a_slow_newcomer, first=(LEARNER,))
+    waits = {worker: result[1] for worker, result in outcome.results.items()}
+    assert waits == {DONORS[0]: [], DONORS[1]: [], LEARNER: [True]}, "the newcomer waited once, and not in vain"
+    assert {result[0] for result in outcome.results.values()} == {undisturbed}
 
 
 def test_a_member_may_die_while_another_learns(undisturbed: str) -> None:

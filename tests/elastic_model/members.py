@@ -69,12 +69,12 @@ class Group:
     def contribute(self, member: Member) -> None:
         """A member has computed its part of a round; with the last part, the round is everybody's."""
         parts = self.contributions.setdefault(member.round, {})
-        parts[member.uid] = member.heard
+        parts[member.uid] = member.ready
         if len(parts) < len(self.view.members) or not self.world.connects(self.arrived):
             return
-        heard = min(parts.values()) if self.world.agrees_on_views else 0
+        ready = min(parts.values()) if self.world.agrees_on_views else 0
         for each in self.arrived.values():
-            self.world.later(0.03, each, each.commit, self, member.round, heard)
+            self.world.later(0.03, each, each.commit, self, member.round, ready)
 
     def fail(self) -> None:
         """One is gone: the others notice."""
@@ -114,7 +114,7 @@ class Member:
     """A worker's process."""
 
     __slots__ = (
-        *("backlog", "code", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
+        *("backlog", "code", "coming", "digest", "group", "has_finished", "heard", "is_frozen", "is_leaving"),
         *("is_inside", "is_learner", "known", "lag", "last_down_s", "last_up_s", "latest", "latest_lesson", "learner"),
         *("lessons", "logs", "number", "round", "site", "slot", "standing", "state", "uid", "was_stalled", "world"),
     )  # fmt: skip
@@ -126,6 +126,7 @@ class Member:
         self.round, self.digest = NO_STATE, 0
         self.group: Group | None = None
         self.heard = 0  # the largest number of a view or lesson heard of
+        self.coming = 0  # the number of a planned view whose connections this worker makes beforehand
         self.latest: View | None = None
         self.known: list[View] = []
         self.is_learner = False  # it has learned the state, and is in no view yet
@@ -162,7 +163,10 @@ class Member:
             return
         if self.latest is not None and message.generation <= self.latest.generation:
             return
-        self.heard, self.latest = max(self.heard, message.generation), message
+        self.heard, self.latest, self.coming = max(self.heard, message.generation), message, 0
+        if message.is_planned and self.uid in message.members:
+            self.coming = message.generation
+            self.world.later(0.3, self, self.prepared, message.generation)
         self.known = [*self.known[-3:], message]
         if self.state in ("following", "called"):
             if not self.world.waits_for_the_log and self.uid in message.members:
@@ -190,6 +194,16 @@ class Member:
             self.state, self.round, self.is_inside = "ready", NO_STATE, False
             self.is_learner, self.logs, self.lessons = False, {}, []
             self.world.up(self, Ready(self.site.fingerprint, self.world.learns, self.learner.lesson))
+
+    def prepared(self, generation: int) -> None:
+        """Has made the connections of a planned view, or does not wait for them any longer."""
+        if self.coming == generation:
+            self.coming = 0
+
+    @property
+    def ready(self) -> int:
+        """The largest number, of the views and lessons heard of, that it can act on at once."""
+        return self.group.view.generation if self.coming and self.group is not None else self.heard
 
     def enter(self, view: View) -> None:
         """Meets the members of a view."""
@@ -263,7 +277,7 @@ class Member:
         if self.group is group and self.state == "working" and self.round == round_:
             group.contribute(self)
 
-    def commit(self, group: Group, round_: int, heard: int) -> None:
+    def commit(self, group: Group, round_: int, ready: int) -> None:
         """All parts and headers are here."""
         world = self.world
         if self.group is not group or self.state != "working" or self.round != round_:
@@ -282,17 +296,17 @@ class Member:
         world.log_all(self, ("result", round_, self.digest, ()))
         at_batch = self.round % world.batch == 0 and self.round < world.rounds
         if not world.agrees_on_views:
-            heard = self.heard
+            ready = self.heard
         if at_batch or not world.snapshots_at_batches:
-            world.begin_lessons(self, heard)
-        if at_batch and (view := self.planned_until(heard, group)) is not None:
+            world.begin_lessons(self, ready)
+        if at_batch and (view := self.planned_until(ready, group)) is not None:
             self.follow_to(view)
         else:
             self.begin_round()
 
-    def planned_until(self, heard: int, group: Group) -> View | None:
-        """Returns the view after the group's up to a number that all have heard of."""
-        later = [each for each in self.known if group.view.generation < each.generation <= heard]
+    def planned_until(self, number: int, group: Group) -> View | None:
+        """Returns the view after the group's up to a number that all are ready for."""
+        later = [each for each in self.known if group.view.generation < each.generation <= number]
         return later[-1] if later else None
 
     def follow_to(self, view: View) -> None:

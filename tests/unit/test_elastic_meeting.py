@@ -10,7 +10,9 @@ import pytest
 import torch
 from launching import wait_until
 
-from paceline.elastic.meeting import LOST, Meeting
+from paceline.elastic.agreement import Status
+from paceline.elastic.dealings import Dealt
+from paceline.elastic.meeting import LOST, Meeting, exchange_statuses
 from paceline.elastic.messages import View
 from paceline.group.default import own_world
 from paceline.store.server import StoreServer
@@ -83,6 +85,27 @@ def test_a_planned_view_forms_beside_the_one_before(launcher: Launcher, meeting:
     require_works(second)
 
 
+def test_a_view_is_acted_on_when_its_group_is_there(launcher: Launcher, meeting: Meeting) -> None:
+    meeting.enter(launcher.tell(1, ME, is_planned=False))
+    launcher.tell(4, ME, OTHER)
+    assert meeting.acts_up_to(6) == 1, "the other worker has not come, and what follows has to wait too"
+    launcher.tell(5, ME, is_planned=False)
+    wait_until(lambda: meeting.acts_up_to(6) == 6)
+    launcher.tell(7, ME)
+    wait_until(lambda: meeting.acts_up_to(7) == 7)
+    require_works(meeting.enter(View(7, (ME,), is_planned=True)))
+
+
+def test_a_group_that_does_not_form_is_awaited_for_a_while(
+    launcher: Launcher, meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher.tell(4, ME, OTHER)
+    assert meeting.acts_up_to(4) == 0
+    monkeypatch.setattr("paceline.elastic.forming._HEAD_START_S", 0.0)
+    assert meeting.acts_up_to(4) == 4
+    assert forming(), "it still waits for the other worker"
+
+
 def test_a_forced_view_ends_a_planned_one_that_forms(launcher: Launcher, meeting: Meeting) -> None:
     launcher.tell(2, ME, OTHER)
     assert forming(), "it waits for the other worker"
@@ -105,6 +128,13 @@ def test_views_that_are_over_or_of_others_are_not_prepared(launcher: Launcher, m
     meeting.prepare_no_more()
     launcher.tell(5, ME, OTHER)
     assert not forming()
+
+
+@pytest.mark.parametrize("shards", [2, 2000])
+def test_statuses_of_any_length_are_exchanged(launcher: Launcher, meeting: Meeting, shards: int) -> None:
+    group = meeting.enter(launcher.tell(1, ME, is_planned=False))
+    status = Status(3, tuple((at, at + 1) for at in range(shards)), dealt=Dealt(2, (ME, OTHER)))
+    assert exchange_statuses(group, status) == [status]
 
 
 def test_what_was_prepared_ends_with_the_loop(launcher: Launcher, meeting: Meeting) -> None:

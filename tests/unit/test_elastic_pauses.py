@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))  # behind tests, since
 from elastic_cases import timeline
 from elastic_cases.churn import Kill
 from elastic_cases.pauses import Figures, distribution
+from elastic_cases.stranger import _steps_within
 from elastic_cases.timeline import Commit
 
 MS = 1_000_000
@@ -38,6 +39,24 @@ def test_the_pause_ends_before_the_replacements_step() -> None:
     assert figures.back == [130.0 - 25.0]
     assert figures.joined == [210.0 - 25.0]
     assert (figures.lost, figures.redone, figures.restarted) == (0, 0, 0)
+
+
+def test_the_processor_time_of_a_replacement_is_a_share() -> None:
+    figures = Figures()
+    notes = [*commits(0, 10, {1: 10, 2: 20, 3: 60, 4: 100}), *commits(1, 11, {1: 10}), *commits(1, 12, {3: 60, 4: 100})]
+    figures.add(sorted(notes, key=lambda note: note.at_ns), [Kill(1, 11, 20 * MS)], 2, 4, {12: 0.03})
+    assert figures.shares == [pytest.approx(0.75)], "30 ms of 40"
+
+
+def test_the_longest_step_of_a_lesson_is_counted() -> None:
+    survivor = commits(0, 10, {1: 10, 2: 20, 3: 400, 4: 410, 5: 475, 6: 485, 7: 545, 8: 555, 9: 565})
+    figures = figures_of(*survivor, *commits(1, 12, {7: 545, 8: 555}), kill=Kill(1, 11, 25 * MS), steps=9)
+    assert figures.at_lesson == [65.0 - 10.0], "neither the step of the kill nor that of the entry"
+
+
+def test_steps_beside_a_stranger_are_whole() -> None:
+    notes = [*commits(0, 10, {1: 10, 2: 25, 3: 45}), *commits(1, 11, {1: 12, 2: 30})]
+    assert [*_steps_within(notes, [(5 * MS, 28 * MS), (44 * MS, 60 * MS)])] == [15 * MS]
 
 
 def test_steps_that_all_do_again_are_counted_once() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.parallel.sharded.epoch_plan import EpochPlan
 from paceline.parallel.sharded.loader import ShardLoader
 from paceline.parallel.sharded.streams import random_stream
 from paceline.parallel.sharded.sums import pack, unpack
@@ -96,6 +97,27 @@ def test_tensors_of_several_types_are_packed_and_unpacked():
     assert {dtype: flat.numel() for dtype, flat in packed.items()} == {torch.float32: 10, torch.float64: 1}
     for one, other in zip(unpack(packed, tensors), tensors, strict=True):
         assert torch.equal(one, other)
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_a_plan_has_each_sample_once(samples, shards, batch_size, shuffle):
+    plan = EpochPlan.of(1, samples, shards, batch_size, seed=3, shuffle=shuffle)
+    steps = range(-(-samples // (shards * batch_size)))
+    planned = [plan.samples_of(step, shard) for step in steps for shard in range(shards)]
+    assert sorted(itertools.chain(*planned)) == [*range(samples)]
+    assert [*map(len, planned)] == [plan.count_of(step, shard) for step in steps for shard in range(shards)]
+    assert [rest for _, *rest in plan.batches(steps, range(shards))] == [each for each in planned if each]
+
+
+def test_a_loader_lists_what_it_reads_when_it_reads(monkeypatch):
+    """Whenever its shards change, a loader begins anew, and the ranks of an elastic job wait for the first batch."""
+    listed = []
+    samples_of = EpochPlan.samples_of
+    monkeypatch.setattr(EpochPlan, "samples_of", lambda *where: listed.append(where) or samples_of(*where))
+    shards = SimpleNamespace(count=4, mine=range(2), seed=0, begin_batch=lambda: None)
+    loader = ShardLoader(range(80_000), 2, shards)
+    assert len(next(iter(loader))) == 2
+    assert len(listed) == 2
 
 
 def test_a_loader_that_is_dropped_is_in_no_cycle():

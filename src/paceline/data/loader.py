@@ -185,6 +185,8 @@ class StatefulLoader(Generic[Sample]):
         self.seed = int(state["seed"])
         self._go_to(int(state["epoch"]), int(state["position"]))
         self._returned = tuple(state.get("returned", ()))
+        if isinstance(self._batches, IndexedBatches) and length is not None:
+            self._order_of_epoch(length)  # now, and not when the others of an elastic job wait for the first batch
         if self.dataset_state and "stream" in state:
             self._bookmark = Bookmark(**state["stream"])
         self._iteration += 1

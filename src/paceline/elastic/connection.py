@@ -156,11 +156,11 @@ class LauncherConnection:
         match message:
             case View():
                 self._views[message.generation] = message
-                self.heard = max(self.heard, message.generation)
                 for old in sorted(self._views)[:-_REMEMBERED]:
                     del self._views[old]
                 if self._on_view is not None:
                     self._on_view(message)
+                self.heard = max(self.heard, message.generation)  # last: the group of a planned view forms by now
             case Lesson() if message.number > self._latest_lesson:
                 self._latest_lesson = message.number
                 self.heard = max(self.heard, message.number)

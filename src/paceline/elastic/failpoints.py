@@ -17,6 +17,7 @@ from paceline.errors import StoreConnectionError
 VARIABLE = "PACELINE_FAILPOINTS"
 POINTS = (
     "join.ready",
+    "view.forming",
     "view.entering",
     "view.formed",
     "view.agreed",

@@ -1,15 +1,17 @@
 """The process group of one view, from the first connection to its end.
 
-The group of a planned view forms while its members still train in the view before, in a thread of its own: they have
-all heard of it a round or more before they enter it, and then find it ready.
+The group of a planned view forms while its members still train in the view before, in a thread of its own. They enter
+the view when all of them have it, so that nobody waits for a member that is slow to connect.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 
+from paceline.elastic.failpoints import reach
 from paceline.elastic.messages import View
 from paceline.engine.api import KnownCosts
 from paceline.errors import StoreConnectionError
@@ -21,6 +23,7 @@ from paceline.store.base import Store
 from paceline.store.prefix import PrefixStore
 
 _FORMING_S = 60.0
+_HEAD_START_S = 5.0  # how long members train on while the group of the next view forms
 
 
 class Forming:
@@ -43,11 +46,23 @@ class Forming:
         self._world: World | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._began_s = 0.0
 
     def begin(self) -> None:
         """Begins to form the group in the background."""
+        self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="paceline-meeting", daemon=True)
         self._thread.start()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is no use to wait longer before entering: all have met, or this worker cannot meet them.
+
+        Some time after the beginning it is so in any case. A member that cannot reach the others notices that first,
+        and says so when it enters the view, for which all have to be ready.
+        """
+        is_over = self._thread is None or not self._thread.is_alive()
+        return is_over or time.monotonic() - self._began_s > _HEAD_START_S
 
     def world(self) -> World:
         """Returns the group with what belongs to it, when all members have met.
@@ -105,6 +120,7 @@ class Forming:
             self._error = error
 
     def _form(self) -> None:
+        reach("view.forming")
         store = self._open_store()
         with self._lock:
             self._store = store

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from datetime import timedelta
 
 import msgspec
+import torch
 
 from paceline.elastic.agreement import Status
 from paceline.elastic.connection import LauncherConnection
@@ -14,6 +16,7 @@ from paceline.elastic.messages import View
 from paceline.engine.api import KnownCosts
 from paceline.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError, RendezvousError, StoreError
 from paceline.group.default import leave, stand_beside
+from paceline.group.exchange import as_memory, as_tensor
 from paceline.group.forming import make_default
 from paceline.group.process_group import ProcessGroup
 
@@ -24,6 +27,8 @@ _NO_COLLECTIVES = (
     "collectives of its own, make the state with ElasticState(..., replays=False)"
 )
 _CALL_S = 3600.0
+_LENGTH = struct.Struct("<Q")
+_ROOM, _ROOM_OF_NAME = 1024, 32  # bytes of a status, and more for each member, since it has their names
 _PARTING_S = 5.0  # how long a group that nobody wants any more may take to notice that
 
 
@@ -54,6 +59,18 @@ class Meeting:
         make_default(world)
         world.group.set_timeout(timedelta(seconds=_CALL_S))
         return world.group
+
+    def acts_up_to(self, heard: int) -> int:
+        """Returns the largest number, of the views and lessons up to `heard`, that this worker can act on at once.
+
+        It cannot enter a planned view at once while the view's group forms, and all that it has heard of since it
+        entered the current one has to wait with that.
+        """
+        with self._lock:
+            current, coming = self._current, self._next
+        if coming is None or coming.is_due:
+            return heard
+        return 0 if current is None else current.view.generation
 
     def watch_only(self, workers: int) -> None:
         """Lets the script see itself as one more rank than so many workers, until it enters a view.
@@ -123,5 +140,15 @@ class Meeting:
 
 
 def exchange_statuses(group: ProcessGroup, mine: Status) -> list[Status]:
-    """Returns the statuses of all members, by rank."""
-    return [msgspec.json.decode(each, type=Status) for each in group.all_gather_bytes(msgspec.json.encode(mine))]
+    """Returns the statuses of all members, by rank; in a single collective if none is unusually long."""
+    encoded = msgspec.json.encode(mine)
+    room = _ROOM + _ROOM_OF_NAME * group.size()
+    boxes = [torch.empty(_LENGTH.size + room, dtype=torch.uint8, device="cpu") for _ in range(group.size())]
+    group.all_gather(boxes, as_tensor((_LENGTH.pack(len(encoded)) + encoded[:room]).ljust(_LENGTH.size + room)))
+    received = [bytes(as_memory(box)) for box in boxes]
+    lengths = [_LENGTH.unpack_from(each)[0] for each in received]
+    if max(lengths) <= room:
+        texts = [each[_LENGTH.size :][:length] for each, length in zip(received, lengths, strict=True)]
+    else:
+        texts = group.all_gather_bytes(encoded)
+    return [msgspec.json.decode(each, type=Status) for each in texts]

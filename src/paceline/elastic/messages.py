@@ -2,7 +2,7 @@
 
 A *view* is a numbered list of the workers that train together; its number is called a generation. A new view is
 *forced* after a worker was lost, and the survivors enter it at once; or it is *planned* because workers come or leave,
-and its members enter it together at the beginning of the next batch after all of them have heard of it.
+and its members enter it together at the beginning of the next batch after all of them have formed its process group.
 
 A worker that comes while others train is a *learner* until it has caught up with them: *donors* among the members take
 a snapshot of the state at the beginning of a batch, for a *lesson* that is numbered like the views. `joining/` has the

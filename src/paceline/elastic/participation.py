@@ -130,6 +130,10 @@ class Participation:
         with Recorded(EventKind.VIEW_CHANGE, name, view.generation, len(view.members)):
             self._enter_with_others(view)
 
+    def ready_until(self) -> int:
+        """Returns the largest number, of the views and lessons heard of, that this worker can act on at once."""
+        return self._meeting.acts_up_to(self._connection.heard)
+
     def finish(self) -> None:
         """Ends what concerns others, since the loop is over; the current group stays."""
         self.donor.close()
@@ -162,8 +166,9 @@ class Participation:
         here.others_have = any(status.has_begun for status in statuses if status.round == agreed.round)
         here.dealings.learn([status.dealt for status in statuses], is_new=here.number == FRESH)
         self._share(group, agreed, statuses)
-        # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
-        group.barrier()
+        if any(source is not None for source in agreed.source):
+            # Nobody begins a batch before everybody has the state, so that whoever gives it is at the beginning of one.
+            group.barrier()
         reach("view.agreed")
         here.portions.enter(statuses, agreed)
         self.agreed, self.group = agreed, group

@@ -54,7 +54,7 @@ class Rounds:
         self._on_deal = on_deal
         self._here = Position(shards)
         self._participation = Participation(connection, registry, self._here, steps)
-        self._agreed = 0  # the generation of a view that all members have heard of
+        self._agreed = 0  # up to this number, all members can act on views and lessons
         self.on_dismissed: Callable[[], None] | None = None  # is called between batches before the job ends for all
 
     @property
@@ -120,7 +120,7 @@ class Rounds:
         return self._round(lambda group: self._agreed_on(group, compute(group), None))
 
     def begin_batch(self) -> ViewChange | None:
-        """Enters the next view if all members have heard of it; the state belongs to no batch here.
+        """Enters the next view if all members are ready for it; the state belongs to no batch here.
 
         Returns:
             Who has come and gone since the last batch, the same on every member; None if nobody has.
@@ -202,13 +202,13 @@ class Rounds:
     def _vote(self, group: ProcessGroup, result: Values, audit: Audit | None) -> None:
         here, participation = self._here, self._participation
         here.voted, here.digest = result, digest_of(result)
-        mine = Ballot(here.digest, here.state, self._connection.heard, here.mine.shard_ns, here.mine.audited)
+        mine = Ballot(here.digest, here.state, participation.ready_until(), here.mine.shard_ns, here.mine.audited)
         try:
             guests = participation.agreed.guests(here.number)
             ballots = vote(group, mine, here.number, participation.view.members, audit, guests)
         except OutvotedError as error:
             participation.end(str(error), OUTVOTED)
-        self._agreed = min(ballot.heard for ballot in ballots)
+        self._agreed = min(ballot.ready for ballot in ballots)
         if here.number % speeds.EVERY == 0:
             shard_ns = [ballot.shard_ns for ballot in ballots]
             if here.portions.adapt(shard_ns) and group.rank() == 0:

@@ -43,14 +43,14 @@ class Ballot(NamedTuple):
 
     Attributes:
         result, state: digests of its result and of a part of its state, which must be those of all.
-        heard: the latest generation it knows.
+        ready: the largest number of a view or lesson that it can act on at once, see `Meeting.acts_up_to`.
         shard_ns: how long a shard takes on it, 0 if it does not know.
         audited: a digest of the shard that is audited in this round, 0 if it did not compute that.
     """
 
     result: int
     state: int
-    heard: int
+    ready: int
     shard_ns: int = 0
     audited: int = 0
 

@@ -150,8 +150,7 @@ class _Agent(Loop):
         if self._job.rendezvous.is_static:
             self._shared.close()  # all have come, so all have read it
         self._world = range(start.world_size)
-        if self._page is not None:
-            self._page.generation(start.world_size, start.restart_count)
+        self._showing.generation(start.world_size, start.restart_count)
         first, count = start.first_rank, self._job.workers
         self._directory.note(job=start.run_id, first_rank=first, world_size=start.world_size)
         self._events.tell("start", generation=start.generation, ranks=list(range(first, first + count)))
@@ -221,7 +220,7 @@ class _Agent(Loop):
         self._explain(failure)
         self._watcher.pause()
         self._events.tell("failure", rank=failure.rank, pid=failure.pid, how=failure.how)
-        self._look_last()
+        self._showing.look_last()
         if self._stopped_by is None and failure.rank in self._interrupted and failure.is_interrupt:
             self._stop(signal.SIGINT)
         if self._stopped_by is None:
@@ -234,7 +233,7 @@ class _Agent(Loop):
             picture = last_picture(self._watched())
             if picture is not None and self._stopped_by is None:
                 self._connection.client.send(Sighting(picture, is_last=True))
-        self._look_last()
+        self._showing.look_last()
         self._close_workers()
         if self._stopped_by is not None:
             self._connection.client.send(Leave(self._stopped_by.name))

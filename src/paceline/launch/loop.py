@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from paceline import __version__
 from paceline.checkpoint.copies.service import CopyService
@@ -22,7 +22,6 @@ from paceline.launch.job import Job
 from paceline.launch.job_directory import JobDirectory
 from paceline.launch.kept_memory import Keeper
 from paceline.launch.keyboard import Keyboard
-from paceline.launch.local_notes import LocalNotes
 from paceline.launch.logs import Logs
 from paceline.launch.machine import Machine
 from paceline.launch.nodes.meeting import NodeConnection
@@ -30,14 +29,11 @@ from paceline.launch.nodes.messages import AskStacks, End, Join, Look, Order, Se
 from paceline.launch.one_port import gate_variables, port_beside
 from paceline.launch.output import Console
 from paceline.launch.shared_secret import SharedSecret
+from paceline.launch.showing import Showing
 from paceline.launch.signals import Signals
 from paceline.launch.watching import Watcher
 from paceline.launch.worker import Worker
 from paceline.observe.watching import Watched
-
-if TYPE_CHECKING:
-    from paceline.launch.outlook import Outlook
-    from paceline.launch.page import Page
 
 
 class Crew(Protocol):
@@ -81,14 +77,14 @@ class Loop(ABC):
         self._directory = JobDirectory(job)
         self._keeper = Keeper(self._directory.path)
         self._copies = CopyService(None if job.rendezvous.address is None else connection.address)
-        page = self._page = self._open_page()
-        local = self._local = page.local if page is not None else self._notes_for_others()
+        path = self._directory.path
+        self._showing = Showing(job, connection, secret is not None, path, self._say, self._watched)
+        local = self._showing.local
         sink, listener = (local.sink, local.happened) if local is not None else (None, None)
-        self._logs = Logs(job.output, self._directory.path, self._console, self.word, sink, page is not None)
-        self._events = Events(job.events, job.run_id, self._console, self._directory.path, listener)
+        self._logs = Logs(job.output, path, self._console, self.word, sink, self._showing.has_page)
+        self._events = Events(job.events, job.run_id, self._console, path, listener)
         self._stopped_by: signal.Signals | None = None
         self._end: End | None = None
-        self._outlook: Outlook | None = None
         self._world = range(0)  # the ranks of the latest generation
         self._selector = selectors.DefaultSelector()
         self._watcher = Watcher(job.stall_after_s, self._watched, self._on_picture)
@@ -107,12 +103,7 @@ class Loop(ABC):
         self._keeper.close()
         self._selector.close()
         self._signals.close()
-        if self._page is not None:
-            self._page.close()
-        if self._outlook is not None:
-            self._outlook.close()
-        if self._local is not None:
-            self._local.close()
+        self._showing.close()
 
     def run(self) -> int:
         """Runs this machine's part of the job; returns the exit code."""
@@ -126,30 +117,9 @@ class Loop(ABC):
             self._on_time()
         assert self._end is not None
         code = self._conclude(self._end)
-        if self._page is not None:
-            self._page.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
+        self._showing.over("stopped" if self._stopped_by is not None else "failed" if code else "finished")
         self._directory.conclude(code, self._stopped_by is not None, self._connection.client.clock_offset())
         return code
-
-    def _open_page(self) -> Page | None:
-        """Opens the live page, in the launcher that serves the meeting."""
-        if self._job.page is None or not self._connection.serves:
-            return None
-        from paceline.launch.page import Page
-
-        return Page(
-            self._job,
-            "auth" if self._secret is not None else "",
-            self._directory.path,
-            self._say,
-            self._connection.client.send,
-        )
-
-    def _notes_for_others(self) -> LocalNotes | None:
-        """Returns what is noted here for the page of another machine's launcher; None on a single machine."""
-        if self._connection.serves:
-            return None
-        return LocalNotes(is_heard=False, has_all_events=False)
 
     @abstractmethod
     def _crew(self) -> Crew | None:
@@ -214,8 +184,8 @@ class Loop(ABC):
         }
 
     def _wait_s(self) -> float | None:
-        page_s = next((each.deadline_s for each in (self._page, self._outlook) if each is not None), None)
-        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, page_s, *self._deadlines())
+        seen_s = self._showing.deadline_s
+        deadlines = (self._connection.client.deadline_s, self._watcher.deadline_s, seen_s, *self._deadlines())
         known = [each for each in deadlines if each is not None]
         return max(0.0, min(known) - time.monotonic()) if known else None
 
@@ -225,10 +195,7 @@ class Loop(ABC):
         if deadline_s is not None and now_s >= deadline_s:
             self._on_orders()
         self._watcher.tick(now_s)
-        if self._page is not None:
-            self._page.watch(now_s, self._watched)
-        elif self._outlook is not None:
-            self._outlook.tick(now_s)
+        self._showing.tick(now_s)
         self._tick(now_s)
 
     def _on_orders(self) -> None:
@@ -241,41 +208,16 @@ class Loop(ABC):
                 case Told(text, is_last=True):
                     self._last_words.append(text)
                 case Watching(is_on):
-                    self._look_for_others(is_on)
+                    self._showing.look_for_others(is_on)
                 case AskStacks():
-                    if self._local is not None:
-                        self._local.begin_to_take_stacks()
+                    self._showing.take_stacks()
                 case Seen(body):
-                    if self._page is not None:
-                        self._page.seen(body)
+                    self._showing.seen(body)
                 case Told(text):
                     self._say(text)
-                    if self._page is not None:
-                        self._page.stalled(order)
+                    self._showing.stalled(order)
                 case _:
                     self._follow(order)
-
-    def _look_for_others(self, is_on: bool) -> None:
-        """Begins or ends to tell the launcher that has the live page what this machine's workers do."""
-        if self._outlook is not None:
-            self._outlook.close()
-            self._outlook = None
-        if is_on and self._local is not None:
-            from paceline.launch.outlook import Outlook
-
-            self._outlook = Outlook(self._local, self._watched, self._offset_s, self._connection.client.send)
-
-    def _look_last(self) -> None:
-        """Tells the launcher that has the live page what the workers did last, before it learns that they have ended.
-
-        It must be called while they are still known.
-        """
-        if self._outlook is not None:
-            self._outlook.look()
-
-    def _offset_s(self) -> float:
-        offset = self._connection.client.clock_offset()
-        return offset.offset_ns / 1e9 if offset is not None else 0.0
 
     def _on_picture(self, picture: str, is_failure: bool) -> None:
         """Reports what was seen of the workers; nothing if they go on."""

@@ -78,7 +78,8 @@ class Following(Learning):
         """
         try:
             while True:
-                entered = at_low_priority(self._until_next_view)
+                entered = at_low_priority(lambda: self._until_next_view(or_near=True)) or self._until_next_view()
+                assert entered is not None
                 if self._connection.name not in entered.members:
                     continue
                 if self._comes_in(entered.generation, lambda: self.holds):
@@ -106,9 +107,13 @@ class Following(Learning):
         is_compared = self._is_small or not self._course.unchecked
         return is_compared or time.monotonic() - self._caught_up_s > _COMPARING_S
 
-    def _until_next_view(self) -> Entered:
-        """Makes the steps that precede the next view of the others."""
-        while True:
+    def _until_next_view(self, *, or_near: bool = False) -> Entered | None:
+        """Makes the steps that precede the next view of the others; with `or_near`, only until it is near to them.
+
+        When it is near, it makes as many steps as the others, and in the next view they wait until it has made the
+        last one before. So it does that at its usual priority.
+        """
+        while not (or_near and self._replay.is_near):
             self._check()
             item, values = self._replay.follow(self._course.round)
             match item:
@@ -121,3 +126,4 @@ class Following(Learning):
                     self._course.passes(item, self._registry.rolling_digest(item.round) if compares else None)
                 case Entered():
                     return item
+        return None

@@ -9,14 +9,19 @@ from collections.abc import Callable
 from typing import TypeVar
 
 NICENESS = 10  # about a ninth of the time of a process that trains, where both want the same core
+_LOWEST = 19  # that there is
 
 T = TypeVar("T")
 
 
 def be_modest() -> None:
-    """Lowers the priority of this thread, and of those that it starts; an ordinary user cannot raise it again."""
+    """Makes the priority of this thread, and of those that it starts, lower than that of the process's first thread.
+
+    An ordinary user cannot raise it again.
+    """
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        niceness = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS, _LOWEST)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def at_low_priority(work: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.elastic.joining.wire import (
+    NEAR,
     REQUEST,
     Ask,
     BrokenLessonError,
@@ -28,7 +29,6 @@ from paceline.security.encryption import Connection
 
 _PATIENCE_S = 30.0  # how long a donor may take to go on with what it has begun to send
 _LOOK_S = 0.1
-_NEAR = 1  # results behind the others with which the learner counts as having caught up
 _TRIES, _MORE_TRIES = 4, 16
 
 
@@ -51,7 +51,7 @@ class Pursuit:
         if self._first is None:
             self._first = behind
         self._taken += 1
-        return behind <= _NEAR or self.is_hopeless
+        return behind <= NEAR or self.is_hopeless
 
     @property
     def is_hopeless(self) -> bool:
@@ -87,6 +87,11 @@ class Replay:
         self._is_near = False
         self._next: tuple[Result | Entered, Values] | None = None
         self._steps = 0  # of optimizers, since the round before
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the learner is to be admitted to the next view of the others."""
+        return self._is_near
 
     def follow(self, round_number: int) -> tuple[Item, Values]:
         """Returns what happened next in the usual loop, until the result of the round: steps of optimizers too.

@@ -22,15 +22,17 @@ import msgspec
 from paceline.elastic.failpoints import reach
 from paceline.elastic.joining.chunks import Layout
 from paceline.elastic.joining.log import LogReader
-from paceline.elastic.joining.priority import be_modest
+from paceline.elastic.joining.priority import at_low_priority, be_modest
 from paceline.elastic.joining.wire import (
     CHANNEL,
     CHUNK_BYTES,
+    NEAR,
     REQUEST,
     Ask,
     BrokenLessonError,
     Chunk,
     Contents,
+    Entered,
     NothingYet,
     Stepped,
     digest_of_chunk,
@@ -107,7 +109,6 @@ def be_child(served: Served, donor_pid: int) -> NoReturn:
     """Serves one learner in a process that was just forked, and ends it; it never outlives the donor."""
     try:
         die_with_parent(donor_pid)
-        be_modest()
         gc.disable()  # what the donor left for the collector is the donor's to close
         _keep_only([served.listener.fileno(), served.log, served.line.fileno()])
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -116,6 +117,7 @@ def be_child(served: Served, donor_pid: int) -> NoReturn:
     except (OSError, BrokenLessonError):
         pass  # the learner or the donor is gone
     finally:
+        be_modest()  # to give the memory back takes a while, too
         os._exit(0)
 
 
@@ -133,17 +135,23 @@ def _keep_only(descriptors: Sequence[int]) -> None:
 
 
 def _serve(served: Served) -> None:
-    came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-    door = Doorkeeper(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
-    try:
-        learner = came.get(timeout=FIRST_S)
-    except queue.Empty:
+    learner = at_low_priority(lambda: _await_learner(served))
+    if learner is None:
         return
-    finally:
-        door.close()
     learner.settimeout(_PATIENCE_S)
     served.line.setblocking(False)
     Serving(served, learner).run()
+
+
+def _await_learner(served: Served) -> Connection | None:
+    came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    door = Doorkeeper(served.listener, served.key, CHANNEL, lambda each, _: came.put(each), served.number)
+    try:
+        return came.get(timeout=FIRST_S)
+    except queue.Empty:
+        return None
+    finally:
+        door.close()
 
 
 class Serving:
@@ -154,28 +162,41 @@ class Serving:
         self._layout = Layout(served.contents.sizes, CHUNK_BYTES)
         self._log = LogReader(served.log)
         self._awaited: tuple[int, int, int] | None = None  # a round, a generation and a number of steps
+        self._request = memoryview(bytearray(REQUEST.size))
+        self._is_near = False  # the learner has been
         self._passed = 0, 0  # the round that the learner is in, and how many of its steps it has
 
     def run(self) -> None:
-        """Answers until the learner or the donor is gone.
+        """Answers until the learner or the donor is gone; at low priority until the learner has come near.
+
+        From then on the others may be in the next view already, and wait until it has the last result before that.
 
         Raises:
             BrokenLessonError, OSError: one of them is.
         """
+        at_low_priority(self._begin)
+        while self._goes_on():
+            pass
+
+    def _begin(self) -> None:
         send_head(self._learner, self._served.contents)
         self._tell_donor()
-        request = memoryview(bytearray(REQUEST.size))
-        while True:
-            ready, _, _ = select.select([self._learner, self._served.line], [], [])
-            if self._served.line in ready:
-                if not self._served.line.recv(4096):
-                    return
-                self._tell_donor()  # the learner may have got from another donor what has come now
-            if self._awaited is not None:
-                self._give_awaited()
-            if self._learner in ready:
-                receive_into(self._learner, request)
-                self._answer(*REQUEST.unpack(request))
+        while not self._is_near and self._goes_on():
+            pass
+
+    def _goes_on(self) -> bool:
+        """Waits for what the learner asks, or the donor logs, and answers; returns False if the donor is gone."""
+        ready, _, _ = select.select([self._learner, self._served.line], [], [])
+        if self._served.line in ready:
+            if not self._served.line.recv(4096):
+                return False
+            self._tell_donor()  # the learner may have got from another donor what has come now
+        if self._awaited is not None:
+            self._give_awaited()
+        if self._learner in ready:
+            receive_into(self._learner, self._request)
+            self._answer(*REQUEST.unpack(self._request))
+        return True
 
     def _answer(self, ask: int, first: int, second: int, third: int) -> None:
         match ask:
@@ -185,6 +206,7 @@ class Serving:
                 self._pass(first, third)
                 self._awaited = first, second, third
                 if not self._give_awaited():
+                    self._is_near = True
                     send_head(self._learner, NothingYet())
             case Ask.FORGET:
                 self._pass(first, third)
@@ -208,6 +230,7 @@ class Serving:
             return False
         self._awaited = None
         item = entry.item
+        self._is_near = self._is_near or isinstance(item, Entered) or self._log.ahead <= NEAR
         if isinstance(item, Stepped):  # digested here, since the members would have to wait for it
             item = msgspec.structs.replace(item, digest=self._log.digest_of(entry))
         send_head(self._learner, item, self._log.ahead)

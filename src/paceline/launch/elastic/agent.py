@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from paceline.checkpoint.copies.service import VARIABLE as COPIES
 from paceline.elastic import messages
-from paceline.elastic.messages import Dismissed, FromWorker, Installed, Ready
+from paceline.elastic.messages import Dismissed, FromWorker
 from paceline.launch.cleanup import Cleanup
 from paceline.launch.elastic.blame import Blame
 from paceline.launch.elastic.crew import Crew, Member
@@ -19,6 +19,7 @@ from paceline.launch.elastic.endings import Endings
 from paceline.launch.elastic.frozen import PATIENCE_S
 from paceline.launch.elastic.notices import consequence, of_slots
 from paceline.launch.elastic.places import Places
+from paceline.launch.elastic.post import Post
 from paceline.launch.elastic.premises import Premises
 from paceline.launch.elastic.replacement import Close, Fate, Life, Replace, fate_of
 from paceline.launch.elastic.unrest import Unrest
@@ -38,9 +39,7 @@ from paceline.launch.nodes.messages import (
     TellWorker,
     Wait,
     WorkerEnded,
-    WorkerSaid,
     WorkerStalled,
-    WorkerStarted,
 )
 from paceline.launch.shared_secret import SharedSecret
 from paceline.observe.watching import Watched
@@ -61,6 +60,7 @@ class ElasticAgent(Loop):
         self._endings = Endings(job.stall_after_s > 0, self.word, self._say)
         self._members: Crew | None = None
         self._places: Places | None = None
+        self._post: Post | None = None
         self._unrest: Unrest | None = None
         self._next_signal: tuple[float, int] | None = None  # when (monotonic) the workers get which signal
         self._departure = Departure(job.rendezvous.address is not None)
@@ -133,8 +133,7 @@ class ElasticAgent(Loop):
     def _begin(self, begin: Begin) -> None:
         first, count = begin.first_slot, self._job.workers
         self._events.tell("start", generation=1, ranks=list(range(first, first + count)))
-        if self._page is not None:
-            self._page.generation(begin.slots, 0)
+        self._showing.generation(begin.slots, 0)
         if self._departure.is_shared:
             self._say(of_slots(first, count, begin.slots))
         self._directory.note(job=begin.run_id, machine=begin.machine)
@@ -158,6 +157,7 @@ class ElasticAgent(Loop):
         if self._options.chaos is not None:
             spared = 0 if self._departure.is_shared else 1
             self._unrest = Unrest(self._options.chaos, begin.machine, spared, self._say)
+        self._post = Post(self._events, self._departure, self._unrest, self._say, self._connection.client.send)
         self._tick(time.monotonic())
 
     def _fill(self, slot: int, now_s: float) -> None:
@@ -176,39 +176,19 @@ class ElasticAgent(Loop):
             self._members.look_for_stopped(time.monotonic())
 
     def _on_start(self, member: Member) -> None:
-        assert member.worker is not None
+        assert member.worker is not None and self._post is not None
         self._cleanup.watch(member.worker.pid)
         self._endings.began(member)
-        self._events.tell("worker", uid=member.uid, slot=member.slot, pid=member.worker.pid)
-        self._connection.client.send(WorkerStarted(member.uid))
+        self._post.started(member)
 
     def _on_message(self, member: Member, message: FromWorker | None, datagram: bytes) -> None:
-        now_s = time.monotonic()
-        match message:
-            case None:
-                self._say(f"{member} is killed, since it sent {datagram[:80]!r}, which is no message of a worker")
-                member.signal(signal.SIGKILL)
-                return
-            case Ready():
-                self._events.tell("ready", uid=member.uid, after_ms=round(1000 * (now_s - member.asked_s)))
-            case Installed(generation):
-                self._departure.took_part = True
-                self._events.tell("installed", uid=member.uid, view=generation)
-                if self._unrest is not None:
-                    self._unrest.entered(member, member.life.took_part_s is None, now_s)
-        member.life.heard(message, now_s)
-        self._connection.client.send(WorkerSaid(member.uid, datagram.decode()))
+        assert self._post is not None
+        self._post.heard(member, message, datagram)
 
     def _tell(self, uid: str, body: str) -> None:
         member = self._members.by_uid(uid) if self._members is not None else None
-        if member is None:
-            return
-        message = messages.to_worker(body.encode())
-        if isinstance(message, Dismissed):
-            member.life.dismissed = message.code
-            if message.code:
-                self._say(f"{member} is dismissed: {message.reason}")
-        member.channel.send(body.encode())
+        if member is not None and self._post is not None:
+            self._post.tell(member, body)
 
     def _on_member_end(self, member: Member, code: int) -> None:
         assert self._members is not None and self._places is not None
@@ -228,6 +208,8 @@ class ElasticAgent(Loop):
             if isinstance(decision, Close) and failure is not None and record is not None and self._places.count:
                 self._say(f"the last traceback of slot {member.number}:\n{record.text.rstrip()}")
         self._endings.forget(member)
+        if self._post is not None:
+            self._post.ended(member)
         if isinstance(decision, Close) and self._goes_on:
             kept = shortened(self._endings.failures) if fate is not Fate.LEFT else ()
             self._connection.client.send(Slots(self._places.count, kept))

@@ -35,6 +35,7 @@ class Member:
     number: int  # of the slot in the whole job, which is the worker's RANK
     channel: Channel
     asked_s: float
+    is_replacement: bool = False  # the slot had a worker before
     life: Life = field(default_factory=Life)
     worker: Worker | None = None
     following: Following | None = None
@@ -107,7 +108,7 @@ class Crew:
         prepared = prepare(self._job, start, slot, self._around)
         prepared.variables.update({NAME: uid, **self._marks(uid)})
         channel, theirs = Channel.pair(self._selector, lambda datagram: self._heard(member, datagram))
-        member = Member(uid, slot, number, channel, time.monotonic())
+        member = Member(uid, slot, number, channel, time.monotonic(), is_replacement=attempt > 0)
         self.members[slot] = member
         try:
             self._forker.start(Request(prepared, theirs, lambda pid: self._started(member, prepared, pid)))

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader, default_collate
 
 from paceline.parallel.sharded.batches import ShardBatch, StepBatches
+from paceline.parallel.sharded.epoch_plan import EpochPlan
 from paceline.parallel.sharded.logical import LogicalShards
 from paceline.parallel.sharded.streams import random_stream
-from paceline.parallel.sharded.tree import run_of_rank
 from paceline.record.waits import recorded_waits
 
-_ORDER, _READING = 0, 1  # the purposes of a random stream
+_READING = 1  # the purpose of a random stream
 
 
 class Indexed(Protocol):
@@ -65,7 +64,7 @@ class ShardLoader:
         self.epoch = 0
         self._next_step = 0
         self._dataset, self._batch_size, self._shards, self._shuffle = dataset, batch_size, shards, shuffle
-        self._order: tuple[int, torch.Tensor] | None = None  # an epoch, and the samples in its order
+        self._plan: EpochPlan | None = None  # of the latest epoch
         self._collate: Callable[[list[Any]], Any] = default_collate if collate_fn is None else collate_fn
         self._reading = _Reading(dataset, shards.seed)
         reading: Any = self._reading  # a Dataset in all but its base class
@@ -122,16 +121,14 @@ class ShardLoader:
     def _steps(self) -> int:
         return -(-len(self._dataset) // (self._shards.count * self._batch_size))
 
-    def _in_step(self, step: int) -> int:
-        """Returns the number of samples of all shards in a step."""
-        whole = self._shards.count * self._batch_size
-        return min(whole, len(self._dataset) - step * whole)
-
-    def _places(self, step: int, shard: int) -> range:
-        """Returns the places of a shard's samples in the order of the epoch."""
-        count, first = self._shards.count, step * self._shards.count * self._batch_size
-        run = run_of_rank(self._in_step(step), count, shard)
-        return range(first + run.start, first + run.stop)
+    def _plan_of(self, epoch: int) -> EpochPlan:
+        """Returns the plan of an epoch, which is kept for the next time."""
+        if self._plan is None or (self._plan.epoch, len(self._plan.order)) != (epoch, len(self._dataset)):
+            samples, shards = len(self._dataset), self._shards
+            self._plan = EpochPlan.of(
+                epoch, samples, shards.count, self._batch_size, seed=shards.seed, shuffle=self._shuffle
+            )
+        return self._plan
 
     def _steps_as_dealt(self) -> Iterator[StepBatches]:
         """Yields the remaining steps of the epoch for as long as this rank has the shards that it has now."""
@@ -144,44 +141,28 @@ class ShardLoader:
             yield next(remaining)
 
     def _remaining(self, mine: range) -> Iterator[StepBatches]:
-        # All are listed at once: this loader has moved to a later step when the DataLoader asks for the last ones.
-        self._upcoming.listed = [
-            [(self.epoch, step, shard), *self._indices(places, self.epoch)]
-            for step in range(self._next_step, self._steps())
-            for shard in mine
-            if (places := self._places(step, shard))
-        ]
+        plan, steps = self._plan_of(self.epoch), self._steps()
+        # They are listed when the DataLoader asks for them: a view of an elastic job begins without waiting for that.
+        self._upcoming.listed = plan.batches(range(self._next_step, steps), mine)
         # Without shards, as while a worker catches up with others, no loader processes are needed.
         batches = recorded_waits(iter(self._loader) if mine else iter(()), "ShardLoader")
-        while self._next_step < self._steps():
+        while self._next_step < steps:
             step = self._next_step
             self._next_step = step + 1
-            keys = [(self.epoch, step, shard) for shard in mine if self._places(step, shard)]
+            keys = [(plan.epoch, step, shard) for shard in mine if plan.count_of(step, shard)]
             yield StepBatches(
-                [self._batch(key, next(batches)) for key in keys], partial(self._read_in, self.epoch, step)
+                [self._batch(plan, key, next(batches)) for key in keys], partial(self._read_in, plan, step)
             )
 
-    def _read_in(self, epoch: int, step: int, shard: int) -> ShardBatch | None:
+    def _read_in(self, plan: EpochPlan, step: int, shard: int) -> ShardBatch | None:
         """Reads a shard's batch of a step in this process; None if it has no samples."""
-        places = self._places(step, shard)
-        if not places:
+        key, samples = (plan.epoch, step, shard), plan.samples_of(step, shard)
+        if not samples:
             return None
-        key = (epoch, step, shard)
-        return self._batch(key, self._collate(self._reading.__getitems__([key, *self._indices(places, epoch)])))
+        return self._batch(plan, key, self._collate(self._reading.__getitems__([key, *samples])))
 
-    def _batch(self, key: tuple[int, int, int], data: Any) -> ShardBatch:
-        return ShardBatch(key, len(self._places(key[1], key[2])) / self._in_step(key[1]), data)
-
-    def _indices(self, places: range, epoch: int) -> list[int]:
-        """Returns the samples at places in the order of an epoch."""
-        if self._order is None or self._order[0] != epoch:
-            order = torch.arange(len(self._dataset))
-            if self._shuffle:
-                with random_stream(self._shards.seed, _ORDER, epoch):
-                    order = torch.randperm(len(self._dataset))
-            self._order = (epoch, order)
-        listed: list[int] = self._order[1][places.start : places.stop].tolist()
-        return listed
+    def _batch(self, plan: EpochPlan, key: tuple[int, int, int], data: Any) -> ShardBatch:
+        return ShardBatch(key, plan.count_of(*key[1:]) / plan.samples_of_step(key[1]), data)
 
 
 class _Batches:
@@ -192,10 +173,10 @@ class _Batches:
     """
 
     def __init__(self) -> None:
-        self.listed: list[list[Any]] = []
+        self.listed: Iterator[list[Any]] = iter(())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self.listed)
+        return self.listed
 
 
 class _Reading:

@@ -1,0 +1,95 @@
+"""Replacements run at a lower priority until they are told to learn or to train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.elastic import messages
+from paceline.elastic.messages import Learn, Wait
+from paceline.launch.elastic import yielding
+from paceline.launch.elastic.crew import Member
+from paceline.launch.elastic.departure import Departure
+from paceline.launch.elastic.post import Post
+from paceline.launch.elastic.yielding import NICENESS, Yielding
+
+OWN = os.getpriority(os.PRIO_PROCESS, 0)
+# Starts another process when it is told to, and says which.
+PROGRAM = """
+import subprocess, sys, threading
+sys.stdin.readline()
+threading.Thread(target=lambda: sys.stdin.readline(), daemon=True).start()
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        yield started
+        started.kill()
+
+
+def niceness(pid: int) -> set[int]:
+    return {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir(f"/proc/{pid}/task")}
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return int(process.stdout.readline())
+
+
+@pytest.mark.skipif(not yielding._can_undo(OWN), reason="needs CAP_SYS_NICE")
+def test_a_process_yields_with_all_that_it_starts_until_the_end(process: subprocess.Popen[str]) -> None:
+    priorities = Yielding()
+    priorities.begin(process.pid)
+    child = child_of(process)
+    assert niceness(process.pid) == niceness(child) == {min(OWN + NICENESS, 19)}
+    priorities.end(process.pid)
+    assert niceness(process.pid) == niceness(child) == {OWN}
+
+
+def test_what_cannot_be_undone_is_not_done(process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "_can_undo", lambda _: False)
+    priorities = Yielding()
+    priorities.begin(process.pid)
+    assert niceness(process.pid) == {OWN}
+
+
+def test_processes_that_have_ended_are_no_matter(process: subprocess.Popen[str]) -> None:
+    priorities = Yielding()
+    priorities.begin(process.pid)
+    process.kill()
+    process.wait()
+    priorities.end(process.pid)
+    priorities.begin(process.pid)
+    priorities.forget(process.pid)
+    priorities.end(process.pid)
+
+
+@pytest.mark.parametrize("is_replacement", [True, False])
+def test_a_replacement_yields_until_it_is_told_to_learn(is_replacement: bool) -> None:
+    happened: list[object] = []
+    post = Post(
+        SimpleNamespace(tell=lambda *_, **__: None), Departure(False), None, happened.append, lambda report: None
+    )
+    post._yielding = SimpleNamespace(
+        begin=lambda pid: happened.append(("yields", pid)), end=lambda pid: happened.append(("is back", pid))
+    )
+    channel = SimpleNamespace(send=lambda message: happened.append(type(messages.to_worker(message)).__name__))
+    member = Member("0.1.1", 1, 1, channel, 0.0, is_replacement=is_replacement)
+    member.worker = SimpleNamespace(pid=7)
+    post.started(member)
+    for message in (Wait("a while"), Learn(5, "0.0.0", 3, "x:1")):
+        post.tell(member, messages.encode(message).decode())
+    assert happened == [("yields", 7)] * is_replacement + ["Wait", ("is back", 7), "Learn"]
