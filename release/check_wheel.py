@@ -197,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
             programs = bare(each, BORROWED if with_torch else ())
             took_s, busy_s = install(wheel, programs, with_torch)
             spent = f"{took_s:.1f} s ({busy_s:.1f} s of processor time)"
-            print(f"{Path(each).name}: installed in {spent} beyond torch, without a compiler", flush=True)
+            print(f"{wheel.name} with {Path(each).name}: installed in {spent} beyond torch", flush=True)
             try_out(programs, with_torch)
     except CheckFailed as failure:
         print(failure, file=sys.stderr)

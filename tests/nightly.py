@@ -29,6 +29,11 @@ ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "nightly"
 PAGE = ROOT / "docs" / "nightly.md"
 _LINES_SHOWN = 15  # of the log of a part that failed
+_SUMMARIES = (
+    r"^=+ (.*(?:passed|skipped).*) in .* =+$",  # of pytest
+    r"^(\d+% tests passed, .* out of \d+)$",  # of ctest
+    r"^(paceline-.*\.whl with .*: installed in .*)$",  # of release/check_wheel.py
+)
 
 
 def run(part: Part, logs: Path) -> Result:
@@ -68,9 +73,10 @@ def _failure_of(command: Sequence[str], environment: dict[str, str], log: int, l
 
 
 def _last_summary(log: Path) -> str:
-    """What pytest counted, if it ran."""
-    counted = re.findall(r"^=+ (.*(?:passed|skipped).*) in .* =+$", log.read_text(errors="replace"), re.MULTILINE)
-    return counted[-1] if counted else ""
+    """Returns what pytest or ctest counted, or how the wheel was installed; "" if the log has none of them."""
+    text = log.read_text(errors="replace")
+    found = (re.findall(each, text, re.MULTILINE) for each in _SUMMARIES)
+    return next(("; ".join(lines) if "installed" in lines[-1] else lines[-1] for lines in found if lines), "")
 
 
 def chosen(names: Sequence[str], every: Sequence[Part]) -> list[Part]:

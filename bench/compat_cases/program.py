@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-SETTLING_STEPS = 4
+SETTLING_STEPS = 3
 LEARNING_RATE = 1e-6  # the loss, a sum, has no least value
 
 

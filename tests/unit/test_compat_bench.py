@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))  # behind tests, since
 
 import compat as bench
 
-NAME = "DDP, CNN"
+NAME = "DDP, wide MLP"
 
 
 def of(distributed: list[float], bare: list[float], parameters: float = 5.0) -> dict[str, object]:

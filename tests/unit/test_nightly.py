@@ -25,6 +25,25 @@ def test_a_part_that_succeeds_passes_with_what_pytest_counted(tmp_path):
     assert (result.verdict, result.detail) == ("passed", "3 passed, 1 skipped")
 
 
+@pytest.mark.parametrize(
+    ("printed", "detail"),
+    [
+        (["95% tests passed, 1 tests failed out of 19"], "95% tests passed, 1 tests failed out of 19"),
+        (
+            [
+                "paceline-0.whl with python3.12: installed in 3.1 s beyond torch",
+                "paceline-0.whl with python3.13: installed in 3 s",
+            ],
+            "paceline-0.whl with python3.12: installed in 3.1 s beyond torch; paceline-0.whl with python3.13: installed in 3 s",
+        ),
+        (["nothing"], ""),
+    ],
+)
+def test_the_summary_of_a_program_is_told(tmp_path, printed, detail):
+    program = "; ".join(f"print({line!r})" for line in printed)
+    assert run(a_part("good", program), tmp_path).detail == detail
+
+
 def test_a_part_ends_with_its_first_command_that_fails(tmp_path):
     result = run(a_part("bad", "print('one')", "print('two'); exit(3)", "print('three')"), tmp_path)
     assert result.verdict == "failed" and "exit code 3" in result.detail
