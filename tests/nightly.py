@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "nightly.md"
 _LINES_SHOWN = 15  # of the log of a part that failed
 _SUMMARIES = (
     r"^=+ (.*(?:passed|skipped).*) in .* =+$",  # of pytest
-    r"^(\d+% tests passed, .* out of \d+)$",  # of ctest
+    r"^(\d+% tests passed.* out of \d+)$",  # of ctest
     r"^(paceline-.*\.whl with .*: installed in .*)$",  # of release/check_wheel.py
 )
 
