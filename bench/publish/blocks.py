@@ -160,13 +160,14 @@ def plugin(results: Results) -> str:
 def compat(name: str) -> Callable[[Results], str]:
     """Returns the block of a result of `bench/compat.py`."""
 
-    def share(contestants: Contestants) -> str:
-        return f"{contestants['gloo']['communication']:.0%}"
+    def share(by: str) -> Callable[[Contestants], str]:
+        return lambda contestants: f"{contestants[by]['communication']:.0%}"
 
     columns = {
         "gloo ms": spread("gloo", "ms"),
         "`--compat torch` ms": spread("--compat torch", "ms"),
-        "communication with gloo": share,
+        "communication, gloo": share("gloo"),
+        "`--compat torch`": share("--compat torch"),
         "gloo / `--compat torch`": ratio("gloo", "--compat torch", "ms"),
     }
 
