@@ -2,7 +2,7 @@
 
     python tests/nightly.py                 every part
     python tests/nightly.py soak docs       these parts
-    python tests/nightly.py --record ...    the table also replaces the one in docs/nightly.md
+    python tests/nightly.py --record ...    the results also take the place of older ones in docs/nightly.md
 
 A part that fails does not stop the others, but the exit code is 1 then. A part whose tools are missing says which and
 is skipped. The output of each part goes to build/nightly/PART.log. docs/nightly.md describes the parts.
@@ -13,33 +13,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from nightly_page import Result, row, table, with_results
 from nightly_parts import Part, parts
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "nightly"
 PAGE = ROOT / "docs" / "nightly.md"
-LAST_RUN = "## The last run\n"
 _LINES_SHOWN = 15  # of the log of a part that failed
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a part ended: "passed", "failed" or "skipped", and why."""
-
-    part: str
-    verdict: str
-    took_s: float
-    detail: str = ""
+_SUMMARIES = (
+    r"^=+ (.*(?:passed|skipped).*) in .* =+$",  # of pytest
+    r"^(\d+% tests passed.* out of \d+)$",  # of ctest
+    r"^(paceline-.*\.whl with .*: installed in .*)$",  # of release/check_wheel.py
+)
 
 
 def run(part: Part, logs: Path) -> Result:
@@ -79,35 +73,10 @@ def _failure_of(command: Sequence[str], environment: dict[str, str], log: int, l
 
 
 def _last_summary(log: Path) -> str:
-    """What pytest counted, if it ran."""
-    counted = re.findall(r"^=+ (.*(?:passed|skipped).*) in .* =+$", log.read_text(errors="replace"), re.MULTILINE)
-    return counted[-1] if counted else ""
-
-
-def table(results: Sequence[Result]) -> str:
-    """The results as a table in Markdown."""
-    rows = ["| part | result | time | |", "| --- | --- | --- | --- |"]
-    for each in results:
-        took = f"{each.took_s / 60:.1f} min" if each.took_s >= 60 else f"{each.took_s:.0f} s"
-        rows.append(f"| {each.part} | {each.verdict} | {took if each.verdict != 'skipped' else ''} | {each.detail} |")
-    return "\n".join(rows)
-
-
-def machine() -> str:
-    """What the run took place on."""
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return (
-        f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB, "
-        f"Linux {platform.release()}, Python {platform.python_version()}"
-    )
-
-
-def with_last_run(page: str, report: str) -> str:
-    """The text of docs/nightly.md with `report` in place of the last one."""
-    head, found, _ = page.partition(LAST_RUN)
-    if not found:
-        raise ValueError(f"{PAGE} has no line {LAST_RUN.strip()!r}, below which the last run is recorded")
-    return f"{head}{LAST_RUN}\n{report}\n"
+    """Returns what pytest or ctest counted, or how the wheel was installed; "" if the log has none of them."""
+    text = log.read_text(errors="replace")
+    found = (re.findall(each, text, re.MULTILINE) for each in _SUMMARIES)
+    return next(("; ".join(lines) if "installed" in lines[-1] else lines[-1] for lines in found if lines), "")
 
 
 def chosen(names: Sequence[str], every: Sequence[Part]) -> list[Part]:
@@ -122,20 +91,19 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the parts that the arguments name; the exit code."""
     parser = argparse.ArgumentParser(description="Runs what does not fit into the suite.")
     parser.add_argument("parts", nargs="*", help="the names of parts; all of them by default")
-    parser.add_argument("--record", action="store_true", help="replace the last run in docs/nightly.md")
+    parser.add_argument("--record", action="store_true", help="also write the results to docs/nightly.md")
     given = parser.parse_args(arguments)
-    results = []
-    for part in chosen(given.parts, parts(ROOT)):
+    results, every, day = [], parts(ROOT), time.strftime("%d %B %Y", time.gmtime())
+    for part in chosen(given.parts, every):
         print(f"==> {part.name}: {part.does}", flush=True)
-        results.append(run(part, LOGS))
+        load = os.getloadavg()[0]
+        results.append(replace(run(part, LOGS), load=load))
         print(f"    {results[-1].verdict} {results[-1].detail}", flush=True)
         if results[-1].verdict == "failed":
             print("\n".join((LOGS / f"{part.name}.log").read_text(errors="replace").splitlines()[-_LINES_SHOWN:]))
-    which = f"only {', '.join(each.part for each in results)}, " if given.parts else ""
-    report = f"{time.strftime('%d %B %Y', time.gmtime())}, {which}on {machine()}:\n\n{table(results)}"
-    print(f"\n{report}")
-    if given.record:
-        PAGE.write_text(with_last_run(PAGE.read_text(), report))
+        if given.record:
+            PAGE.write_text(with_results(PAGE.read_text(), results[-1:], day, [each.name for each in every]))
+    print(f"\n{table([row(each, day) for each in results])}")
     return int(any(each.verdict == "failed" for each in results))
 
 

@@ -157,6 +157,26 @@ def plugin(results: Results) -> str:
     return "\n\n".join([pivot(result.rows(), {"": "what"}, columns), source(result)])
 
 
+def compat(name: str) -> Callable[[Results], str]:
+    """Returns the block of a result of `bench/compat.py`."""
+
+    def share(by: str) -> Callable[[Contestants], str]:
+        return lambda contestants: f"{contestants[by]['communication']:.0%}"
+
+    columns = {
+        "gloo ms": spread("gloo", "ms"),
+        "`--compat torch` ms": spread("--compat torch", "ms"),
+        "communication, gloo": share("gloo"),
+        "`--compat torch`": share("--compat torch"),
+        "gloo / `--compat torch`": ratio("gloo", "--compat torch", "ms"),
+    }
+
+    def block(results: Results) -> str:
+        return "\n\n".join([pivot(results[name].rows(), {"program": "program"}, columns), source(results[name])])
+
+    return block
+
+
 def store(results: Results) -> str:
     result = results["store"]
     columns: dict[str, Cell] = {"clients": "clients", "operation": "operation"}
@@ -262,6 +282,8 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "persistent": persistent,
     "all_reduce_mpi": all_reduce_mpi,
     "plugin": plugin,
+    "compat": compat("compat"),
+    "compat-4-ranks": compat("compat-4-ranks"),
     "store": store,
     "hosts": hosts("hosts", "hosts", "rate", "size"),
     "hosts-delays": hosts("hosts-delays", "delay ms", "size"),

@@ -25,6 +25,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "all_reduce_mpi": ("all_reduce_mpi.py",),
     "launch": ("launch.py",),
     "plugin": ("plugin.py",),
+    "compat": ("compat.py",),
+    "compat-4-ranks": ("compat.py", "--ranks", "4"),
     "zero": ("zero.py",),
     "hooks": ("hooks.py",),
     "recorder": ("recorder.py",),

@@ -26,7 +26,10 @@ ScheduleOf ring_all_reduce(int rank, int n) {
     const int left = (rank + n - 1) % n;
     const auto block = [n](int number) { return ((number % n) + n) % n; };
     const auto add = [&](std::int32_t kind, bool final, int peer, int to, int from) {
-        flat.insert(flat.end(), {kind, final, peer, 1, to, to >= 0, 1, from, from >= 0});
+        // One by one, since GCC 12 for arm64 warns of an overflow in the vector's own code if they are inserted at
+        // once.
+        for (const int value : std::initializer_list<int>{kind, final, peer, 1, to, to >= 0, 1, from, from >= 0})
+            flat.push_back(value);
         for (std::size_t at : {flat.size() - 5, flat.size() - 2})
             if (flat[at] < 0) flat[at] = 0;
     };
