@@ -16,8 +16,10 @@ from paceline import __version__
 from paceline.engine.failures import Member
 from paceline.engine.processes import Process
 from paceline.errors import RendezvousError
+from paceline.wording import and_more
 
 _FIRST_TO_SAY = "0.1.0"
+_MOST_NAMED = 4
 
 
 def host_id() -> str:
@@ -58,7 +60,7 @@ def _require_same_version(answers: Sequence[bytes], rank: int) -> None:
         version, name = _version(answer, r)
         ranks_of.setdefault(version, []).append(name)
     if len(ranks_of) > 1:
-        told = "; ".join(f"{version} on {', '.join(names)}" for version, names in ranks_of.items())
+        told = "; ".join(f"{version} on {and_more(names, _MOST_NAMED)}" for version, names in ranks_of.items())
         me = Member(rank, socket.gethostname(), os.getpid())
         raise RendezvousError(
             f"{me}: the ranks run different versions of Paceline: {told}. Install the same version for all ranks"

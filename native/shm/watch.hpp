@@ -1,0 +1,46 @@
+// Notices, on a thread of its own, which ranks of the board have come to their end.
+//
+// The thread sleeps on the board's news and on the pulses of the kMostWatchers ranks behind it in the circle. That
+// needs futex_waitv; before Linux 5.16, and while a rank has not come yet, it looks at all pulses in every turn
+// instead. On larger hosts it also does so now and then, since all watchers of a rank may die with it. A rank that
+// could not hold a pulse (emulators of other processors lack robust futexes) lives as long as its socket listens.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "shm/board.hpp"
+
+namespace paceline::shm {
+
+class Watch {
+  public:
+    // Whether this kernel can wait for many words at once.
+    static bool is_possible();
+
+    // `changed` is called on that thread, after every change in which ranks are gone.
+    Watch(std::shared_ptr<Board> board, int rank, std::function<void()> changed, bool waits_for_many = is_possible());
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+    ~Watch();
+
+    // Idempotent.
+    void close();
+
+  private:
+    struct Look;
+
+    void run();
+    Look look() const;
+
+    std::shared_ptr<Board> board_;
+    int rank_;
+    std::function<void()> changed_;
+    bool waits_for_many_;
+    std::atomic<bool> closing_{false};
+    std::thread thread_;
+};
+
+}  // namespace paceline::shm
