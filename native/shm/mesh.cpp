@@ -29,11 +29,11 @@ Mesh::Mesh(int rank, std::shared_ptr<Board> board, std::vector<int> names)
     Seat& mine = board_->seat(rank_);
     mine.listener = post_->listener_name();
     mine.doorbell = post_->doorbell_name();
+    watch_ = std::make_unique<Watch>(board_, rank_, [this] { ranks_are_gone(); });
     std::promise<void> begun;
     std::future<void> has_begun = begun.get_future();
     server_ = std::thread([this, &begun] { serve(std::move(begun)); });
     has_begun.wait();
-    watch_ = std::make_unique<Watch>(board_, rank_, [this] { ranks_are_gone(); });
     board_->arrive(rank_);
 }
 
@@ -45,6 +45,7 @@ Mesh::~Mesh() {
 }
 
 void Mesh::close() {
+    if (forks_ != forks_from_members()) return;  // in a forked child, whose parent has not left
     {
         const std::lock_guard hold(mutex_);
         if (closed_) return;

@@ -1,10 +1,10 @@
 // The ranks of one host, as far as they have to do with each other outside of a group: their board (board.hpp), the
 // doorbell by which one wakes another, and the memory that one shows to another.
 //
-// Two sockets are all that a rank keeps open, however many ranks there are. One listens: whoever wants a region of this
-// rank connects, shows the board's key, and gets the region's descriptor, or the news that it does not exist yet. The
-// other one takes datagrams, each of which wakes whoever sleeps on it. Both have random abstract names, which are on
-// the board. A process of another user is refused.
+// A rank keeps a few sockets open, however many ranks there are. One listens: whoever wants a region of this rank
+// connects, shows the board's key, and gets the region's descriptor, or the news that it does not exist yet. The
+// doorbell takes datagrams, each of which wakes whoever sleeps on it. Both have random abstract names, which are on the
+// board. A process of another user is refused.
 //
 // A process that gives up because another rank has gone says so on the board at once. It may then exit itself, and the
 // ranks that miss it know why.

@@ -148,8 +148,9 @@ Post::Post() : listener_name_(random_name()), doorbell_name_(random_name()) {
     try {
         listener_ = bound_socket(SOCK_STREAM, listener_name_);
         doorbell_ = bound_socket(SOCK_DGRAM, doorbell_name_);
+        ringer_ = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
         stop_ = eventfd(0, EFD_CLOEXEC);
-        if (stop_ < 0 || listen(listener_, kQueued) != 0)
+        if (ringer_ < 0 || stop_ < 0 || listen(listener_, kQueued) != 0)
             throw std::system_error(errno, std::generic_category(), "the sockets of a rank");
     } catch (...) {
         close();
@@ -168,14 +169,14 @@ void Post::close_listener() {
 
 void Post::close() {
     close_listener();
-    for (const int fd : {doorbell_, stop_})
+    for (const int fd : {doorbell_, ringer_, stop_})
         if (fd >= 0) ::close(fd);
 }
 
 void Post::ring(const SocketName& name) const {
     const Address address(name);
     const char nothing = 0;
-    static_cast<void>(sendto(doorbell_, &nothing, 1, MSG_DONTWAIT | MSG_NOSIGNAL, address.get(), address.nbytes));
+    static_cast<void>(sendto(ringer_, &nothing, 1, MSG_DONTWAIT | MSG_NOSIGNAL, address.get(), address.nbytes));
 }
 
 void Post::stop() const {

@@ -1,4 +1,4 @@
-// The two sockets of a rank of the host, and the requests that go over one of them.
+// The sockets of a rank of the host, and the requests that go over one of them.
 #pragma once
 
 #include <array>
@@ -72,6 +72,7 @@ class Post {
 
     int listener_ = -1;
     int doorbell_ = -1;
+    int ringer_ = -1;  // to ring others: what is sent from the doorbell would wake its own waiters once it is taken
     int stop_ = -1;
     SocketName listener_name_;
     SocketName doorbell_name_;

@@ -73,8 +73,8 @@ Watch::~Watch() {
 }
 
 void Watch::close() {
-    closing_.store(true, std::memory_order_release);
-    board_->tell();
+    closing_.store(1, std::memory_order_release);
+    futex_wake_all(closing_);  // a thread that looks in every turn sees it then
     if (thread_.joinable()) thread_.join();
 }
 
@@ -107,7 +107,7 @@ void Watch::run() {
     int known = 0;
     for (;;) {
         const std::uint32_t news = board_->news().load(std::memory_order_acquire);
-        if (closing_.load(std::memory_order_acquire)) return;
+        if (closing_.load(std::memory_order_acquire) != 0) return;
         Look seen = look();
         if (seen.has_found) board_->tell();
         if (seen.gone != known) {
@@ -119,7 +119,7 @@ void Watch::run() {
             futex_wait(board_->news(), news, std::chrono::nanoseconds(kTurn).count());
             continue;
         }
-        std::vector<WaitV> words{expecting(board_->news(), news)};
+        std::vector<WaitV> words{expecting(board_->news(), news), expecting(closing_, 0)};
         for (const auto& [word, holder] : seen.pulses) words.push_back(expecting(*word, holder));
         wait_for_any(words, board_->size() - 1 > kMostWatchers ? std::chrono::nanoseconds(kSeldom) : kLong);
     }

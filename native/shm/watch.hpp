@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -39,7 +40,7 @@ class Watch {
     int rank_;
     std::function<void()> changed_;
     bool waits_for_many_;
-    std::atomic<bool> closing_{false};
+    std::atomic<std::uint32_t> closing_{0};
     std::thread thread_;
 };
 

@@ -43,7 +43,7 @@ def await_end(connection: socket.socket) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("left", [0, 1, 2])
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
 def test_a_mesh_needs_descriptors(left: int) -> None:
     before = opened()
     with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):
