@@ -153,10 +153,9 @@ class NativeEngine:
         deadline = time.monotonic() + timeout_s
         topology = self._topology
         group_rank = list(ranks).index(topology.rank)
-        hosts = [[list(ranks).index(r) for r in ranks if r in host] for host in topology.hosts]
-        hosts = [host for host in hosts if host]
-        local = topology.local_ranks
-        mesh_ranks = [local.index(r) if r in local else -1 for r in ranks]
+        hosts = topology.hosts_of(ranks)
+        seats = {r: seat for seat, r in enumerate(topology.local_ranks)}
+        mesh_ranks = [seats.get(r, -1) for r in ranks]
         connections: Connections = [[] for _ in ranks]
         if len(hosts) > 1:
             address = own_address(self._peer, self._interface)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.engine.failures import Member
@@ -20,3 +21,11 @@ class Topology:
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks of this host, in the order in which the mesh numbers them."""
         return next(ranks for ranks in self.hosts if self.rank in ranks)
+
+    def hosts_of(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Returns the group ranks on each host that has some, for the group that consists of `ranks`."""
+        host_of = {rank: number for number, host in enumerate(self.hosts) for rank in host}
+        found: dict[int, list[int]] = {}
+        for group_rank, rank in enumerate(ranks):
+            found.setdefault(host_of[rank], []).append(group_rank)
+        return [found[number] for number in sorted(found)]
