@@ -17,11 +17,6 @@ _DESCRIPTORS = 96  # each rank may have so many
 _LENGTHS = (1, 30_000)  # in the cells, and in slices
 
 
-def _limited() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    dist.init_process_group()
-
-
 def _reductions(rank: int, size: int) -> None:
     total = size * (size - 1) // 2
     for length in _LENGTHS:
@@ -82,8 +77,10 @@ def _most_stay_away(rank: int, size: int, directory: str) -> None:
     assert len(message) < 1200
 
 
-def _everything(directory: str) -> None:
-    _limited()
+def _everything(directory: str, victim: int) -> str:
+    """Returns what a rank is told when the victim has died in the end."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     _reductions(rank, size)
@@ -98,23 +95,6 @@ def _everything(directory: str) -> None:
     dist.barrier()
     _most_stay_away(rank, size, directory)
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_72_ranks_of_a_host_do_every_collective(ranks, tmp_path):
-    ranks(72)(_everything, str(tmp_path))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_256_ranks_of_a_host_do_every_collective(ranks, tmp_path):
-    ranks(256)(_everything, str(tmp_path), timeout_s=500)
-
-
-def _a_death(victim: int) -> str:
-    _limited()
-    rank = dist.get_rank()
-    dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.PeerLostError) as caught:
@@ -123,19 +103,19 @@ def _a_death(victim: int) -> str:
     return str(caught.value)
 
 
-def _is_death_known_to_all(ranks, size: int, timeout_s: float) -> None:
+def _do_everything(ranks, size: int, directory: str, timeout_s: float) -> None:
     victim = size - 3
-    with ranks(size).start(_a_death, victim) as world:
+    with ranks(size).start(_everything, directory, victim) as world:
         told = world.join(timeout_s, expect_dead={victim})
     survivors = [each for rank, each in enumerate(told) if rank != victim]
     assert all(f"rank {victim} (" in message and len(message) < 600 for message in survivors)
 
 
-def test_a_death_among_66_ranks_is_known_to_all(ranks):
-    _is_death_known_to_all(ranks, 66, 100)
+def test_66_ranks_do_every_collective_and_learn_of_a_death(ranks, tmp_path):
+    _do_everything(ranks, 66, str(tmp_path), 100)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_death_among_256_ranks_is_known_to_all(ranks):
-    _is_death_known_to_all(ranks, 256, 500)
+def test_256_ranks_do_every_collective_and_learn_of_a_death(ranks, tmp_path):
+    _do_everything(ranks, 256, str(tmp_path), 500)
