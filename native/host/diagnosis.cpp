@@ -30,7 +30,7 @@ bool Group::look_around(int turn, Clock::time_point since, const std::function<R
     if (aborted_by() >= 0) return missing().empty() || adopt_abort();  // it may have published the round before
     if (!(ranks & (lost | left)).empty()) return give_up_without(ranks, ranks & lost, ranks & left, waited_ns);
     if (waited_ns > timeout_ns_) return give_up(GaveUp::timed_out, ranks, {}, {}, waited_ns, {}, have_begun(ranks));
-    if (turn % kTurnsPerInterruptCheck == 0 && *interrupted_ && (*interrupted_)())
+    if (turn % std::max(1, kTurnsPerInterruptCheck / turn_length_) == 0 && *interrupted_ && (*interrupted_)())
         return give_up(GaveUp::interrupted, ranks, {}, {}, waited_ns, {}, have_begun(ranks));
     return true;
 }

@@ -23,6 +23,9 @@ constexpr int kSpins = 4000;
 constexpr int kBackgroundSpins = 100;
 constexpr int kMoment = 50;  // spins, which take a microsecond or two
 constexpr int kYields = 20;
+constexpr double kManyYielding = 4;  // ranks to a core; a round of yields through more of them costs more than a sleep
+constexpr double kManyLooking = 8;   // likewise, looking around
+constexpr int kLongestTurn = 10;     // usual turns
 // A yield that took this long gave the core to a thread that computes. To yield again would cost another of its time
 // slices, whereas the scheduler soon runs a thread that is woken from its sleep.
 constexpr auto kLongYield = std::chrono::microseconds(500);
@@ -72,7 +75,10 @@ void Group::learn_of_cores() {
         domains.push_back(control(r).domain);
     }
     const auto mine = static_cast<std::size_t>(rank_);
-    crowded_ = is_crowded(everyones, mine);
+    const double crowd = crowding(everyones, mine);
+    crowded_ = crowd > 1;
+    yields_ = std::max(1, static_cast<int>(kYields * std::min(1.0, kManyYielding / crowd)));
+    turn_length_ = static_cast<int>(std::clamp(crowd / kManyLooking, 1.0, static_cast<double>(kLongestTurn)));
     has_spare_core_ = paceline::has_spare_core(everyones, mine, static_cast<std::size_t>(mesh_.size() - size_));
     block_ = block_of(domains);
 }
@@ -111,7 +117,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     if (crowded_) {
         will_wait(*call_);
         auto before = Clock::now();
-        for (int i = 0; i < kYields; ++i) {
+        for (int i = 0; i < yields_; ++i) {
             sched_yield();
             if (word.load(std::memory_order_acquire) == round) return true;
             const auto now = Clock::now();
@@ -140,7 +146,7 @@ bool Group::await_slowly(int peer, std::uint32_t round) {
     for (int turn = 1;; ++turn) {
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         const std::uint32_t seen = word.load(std::memory_order_seq_cst);
-        if (seen != round) sleeper_.sleep(word, seen, kTurnNs);
+        if (seen != round) sleeper_.sleep(word, seen, turn_length_ * kTurnNs);
         sleepers.fetch_sub(1, std::memory_order_relaxed);
         if (word.load(std::memory_order_acquire) == round) return true;
         if (!look_around(turn, started_, missing)) return false;

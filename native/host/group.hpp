@@ -109,6 +109,8 @@ class Group final : public Collectives {
     bool broken_ = false;
     std::size_t block_ = 0;  // see `block_of`
     bool crowded_ = false;   // a rank that waits may take time from another one
+    int yields_ = 0;         // if it does
+    int turn_length_ = 1;    // in usual turns: many ranks that look around leave a core no time for anything else
     bool has_spare_core_ = false;
 
     Call* call_ = nullptr;  // the one that runs

@@ -40,8 +40,9 @@ struct Contest {
     std::size_t processes = 0;  // on those cores
     Cores together;             // the cores of all of them
 
-    bool has_room(const Cores& me) const {
-        return busy <= together.count() && (me.quota.cores <= 0 || busy_in_cgroup <= me.quota.cores);
+    double crowding(const Cores& me) const {
+        const double on_cores = busy / together.count();
+        return me.quota.cores > 0 ? std::max(on_cores, busy_in_cgroup / me.quota.cores) : on_cores;
     }
 };
 
@@ -90,9 +91,9 @@ Cores usable_cores() {
     return mine;
 }
 
-bool is_crowded(std::span<const Cores> ranks, std::size_t mine) {
+double crowding(std::span<const Cores> ranks, std::size_t mine) {
     const auto one_each = [](const Cores&) { return 1.0; };
-    return !contest_of(ranks, ranks[mine], one_each).has_room(ranks[mine]);
+    return contest_of(ranks, ranks[mine], one_each).crowding(ranks[mine]);
 }
 
 bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t absent) {
@@ -102,7 +103,7 @@ bool has_spare_core(std::span<const Cores> ranks, std::size_t mine, std::size_t 
     const double elsewhere = static_cast<double>(absent) * one_more(me);
     if (contest.processes == ranks.size()) contest.busy += elsewhere;
     contest.busy_in_cgroup += elsewhere;
-    return contest.has_room(me);
+    return contest.crowding(me) <= 1;
 }
 
 }  // namespace paceline

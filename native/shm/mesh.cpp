@@ -11,8 +11,8 @@
 namespace paceline::shm {
 namespace {
 
-// How long to wait before waking a thread again that had not fallen asleep yet.
-constexpr std::chrono::milliseconds kRepeat{1};
+// How long to wait before waking a thread again that had not fallen asleep yet, or has not had a core since.
+constexpr std::chrono::milliseconds kFirstRepeat{1};
 
 }  // namespace
 
@@ -89,7 +89,8 @@ void Mesh::answer(const Request& request, int connection) {
 void Mesh::ranks_are_gone() {
     news_.tell();
     post_->ring(post_->doorbell_name());
-    while (news_.repeat()) std::this_thread::sleep_for(kRepeat);
+    for (auto pause = kFirstRepeat; news_.repeat(); pause = std::min(2 * pause, kTurn))
+        std::this_thread::sleep_for(pause);
 }
 
 void Mesh::blame(const Cause& cause) {

@@ -27,6 +27,7 @@ struct WaitV {
     std::uint32_t reserved;
 };
 
+constexpr int kManyLooking = 32;  // ranks; if more look, each does so less often
 constexpr std::chrono::milliseconds kSeldom{200};
 constexpr std::chrono::hours kLong{1};  // somebody else waits for every pulse
 
@@ -115,13 +116,16 @@ void Watch::run() {
             changed_();
             continue;
         }
-        if (!waits_for_many_ || !seen.waits_for_all) {
+        if (!waits_for_many_) {
             futex_wait(board_->news(), news, std::chrono::nanoseconds(kTurn).count());
             continue;
         }
         std::vector<WaitV> words{expecting(board_->news(), news), expecting(closing_, 0)};
         for (const auto& [word, holder] : seen.pulses) words.push_back(expecting(*word, holder));
-        wait_for_any(words, board_->size() - 1 > kMostWatchers ? std::chrono::nanoseconds(kSeldom) : kLong);
+        if (!seen.waits_for_all)
+            wait_for_any(words, kTurn * (1 + board_->size() / kManyLooking));
+        else
+            wait_for_any(words, board_->size() - 1 > kMostWatchers ? std::chrono::nanoseconds(kSeldom) : kLong);
     }
 }
 

@@ -1,9 +1,9 @@
 // Notices, on a thread of its own, which ranks of the board have come to their end.
 //
 // The thread sleeps on the board's news and on the pulses of the kMostWatchers ranks behind it in the circle. That
-// needs futex_waitv; before Linux 5.16, and while a rank has not come yet, it looks at all pulses in every turn
-// instead. On larger hosts it also does so now and then, since all watchers of a rank may die with it. A rank that
-// could not hold a pulse (emulators of other processors lack robust futexes) lives as long as its socket listens.
+// needs futex_waitv; before Linux 5.16 it looks at all pulses in every turn instead. It also does so every few turns
+// while a rank has not come yet, and now and then on larger hosts, since all watchers of a rank may die with it. A rank
+// that could not hold a pulse (emulators of other processors lack robust futexes) lives as long as its socket listens.
 #pragma once
 
 #include <atomic>
