@@ -265,7 +265,8 @@ void nobody_meets_a_member_that_is_gone() {
     with_meshes(3, [](Mesh& mesh) {
         if (mesh.rank() == 1) return;
         const auto commons = Commons::open(mesh, {0, 1, 2}, 9, 64, in_time());
-        CHECK(commons && !commons->meet(in_time()));
+        CHECK(commons || mesh.rank() == 2);  // rank 0, who has the memory, may have given up and gone before
+        CHECK(!commons || !commons->meet(in_time()));
     });
 }
 
