@@ -69,7 +69,7 @@ def check_collectives(rank: int, size: int) -> None:
 
 
 def rank_program(rank: int, size: int, port: int) -> list[float]:
-    """Returns its memory, and when it came, left the first barrier, had checked all, knew of the death, and had left."""
+    """Returns its memory, and when it came, left the first barrier, had checked all, knew of the death, and left."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
     times = [time.monotonic()]
