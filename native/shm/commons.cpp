@@ -15,6 +15,7 @@ constexpr std::size_t kMeetingBytes = 8192;
 
 struct Meeting {
     std::atomic<std::uint32_t> arrived{0};
+    std::atomic<std::uint32_t> given_up{0};
     std::atomic<std::uint32_t> has_arrived[kMaxRanks]{};  // by place among the members
 };
 static_assert(sizeof(Meeting) <= kMeetingBytes);
@@ -33,8 +34,7 @@ std::unique_ptr<Commons> Commons::open(Mesh& mesh, std::vector<int> places, Regi
         commons->segment_ = Segment::create(all, Pages::small);
         if (!commons->segment_) throw std::system_error(errno, std::generic_category(), "memfd_create");
         new (commons->segment_->data()) Meeting;
-        commons->is_offered_ = commons->places_.size() > 1;
-        if (commons->is_offered_) mesh.offer(id, commons->segment_);
+        if (commons->places_.size() > 1) mesh.offer(id, commons->segment_);
         return commons;
     }
     const Found found = mesh.fetch(commons->places_[0], id, deadline);
@@ -42,6 +42,16 @@ std::unique_ptr<Commons> Commons::open(Mesh& mesh, std::vector<int> places, Regi
     if (!found.segment || found.segment->size() < all) return nullptr;
     commons->segment_ = found.segment;
     return commons;
+}
+
+Commons::~Commons() {
+    if (have_met_ || forked_from_member()) return;
+    if (segment_) {
+        Meeting& meeting = meeting_in(*segment_);
+        meeting.given_up.store(1, std::memory_order_release);
+        futex_wake_all(meeting.arrived);
+    }
+    if (is_mine()) mesh_.give_up(id_);
 }
 
 std::uint8_t* Commons::data() const {
@@ -63,23 +73,21 @@ bool Commons::meet(Mesh::Deadline deadline) {
         if (left <= left.zero() || waits_in_vain()) return false;
         futex_wait(meeting.arrived, seen, std::chrono::nanoseconds(std::min<decltype(left)>(left, kTurn)).count());
     }
-    withdraw();
+    have_met_ = true;
+    if (is_mine() && members > 1) {
+        mesh_.withdraw(id_);
+        segment_->close_descriptor();
+    }
     return true;
 }
 
-// Whether a member is gone that has not arrived.
+// Whether a member has given up, or is gone and has not arrived.
 bool Commons::waits_in_vain() const {
+    if (meeting_in(*segment_).given_up.load(std::memory_order_acquire) != 0) return true;
     for (std::size_t i = 0; i < places_.size(); ++i)
         if (mesh_.is_gone(places_[i]) && meeting_in(*segment_).has_arrived[i].load(std::memory_order_acquire) == 0)
             return true;
     return false;
-}
-
-void Commons::withdraw() {
-    if (!is_offered_) return;
-    is_offered_ = false;
-    mesh_.withdraw(id_);
-    segment_->close_descriptor();
 }
 
 }  // namespace paceline::shm

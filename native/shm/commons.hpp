@@ -18,12 +18,13 @@ class Commons {
                                          Mesh::Deadline deadline);
     Commons(const Commons&) = delete;
     Commons& operator=(const Commons&) = delete;
-    ~Commons() { withdraw(); }
+    // Without having met, gives the memory up, and then nobody meets there.
+    ~Commons();
 
     // The memory, of zeros at first, from a multiple of the size of a page on.
     std::uint8_t* data() const;
     // Waits until all members have come here, after which each sees what the others have written before. False when one
-    // has not come by `deadline`, or is gone.
+    // has not come by `deadline`, is gone, or gives up.
     bool meet(Mesh::Deadline deadline);
 
   private:
@@ -31,13 +32,12 @@ class Commons {
 
     bool is_mine() const { return places_[0] == mesh_.rank(); }
     bool waits_in_vain() const;
-    void withdraw();
 
     Mesh& mesh_;
     std::vector<int> places_;
     RegionId id_;
     std::shared_ptr<Segment> segment_;
-    bool is_offered_ = false;
+    bool have_met_ = false;
 };
 
 }  // namespace paceline::shm

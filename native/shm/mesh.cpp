@@ -81,7 +81,7 @@ void Mesh::answer(const Request& request, int connection) {
         return;
     }
     const auto found = offers_.find(request.id);
-    if (found == offers_.end()) return Post::reply(connection, nullptr);
+    if (found == offers_.end()) return Post::reply(connection, nullptr, given_up_.contains(request.id) ? kGivenUp : 0);
     if (request.kind == Request::Kind::keep) found->second.keepers.insert(request.from);
     Post::reply(connection, found->second.segment.get());
 }
@@ -102,6 +102,10 @@ void Mesh::offer(RegionId id, std::shared_ptr<Segment> segment) {
         const std::lock_guard hold(mutex_);
         offers_.insert_or_assign(id, Offer{std::move(segment), {}});
     }
+    tell_of_offers();
+}
+
+void Mesh::tell_of_offers() {
     std::atomic<std::uint32_t>& offers = board_->seat(rank_).offers;
     offers.fetch_add(1, std::memory_order_release);
     futex_wake_all(offers);
@@ -121,6 +125,16 @@ std::shared_ptr<Segment> Mesh::withdraw(RegionId id) {
         if (keeper >= 0 && keeper < size() && !is_gone(keeper))
             Post::tell(board_->seat(keeper).listener, {board_->key(), Request::Kind::forget, rank_, id});
     return std::move(ended.segment);
+}
+
+void Mesh::give_up(RegionId id) {
+    if (forks_ != forks_from_members()) return;
+    {
+        const std::lock_guard hold(mutex_);
+        given_up_.insert(id);
+    }
+    withdraw(id);
+    tell_of_offers();
 }
 
 Found Mesh::region(int owner, RegionId id, Deadline deadline) {
@@ -149,6 +163,7 @@ Found Mesh::get(Request::Kind kind, int owner, RegionId id, Deadline deadline) {
                 received.segment->close_descriptor();  // nobody gets the memory from this rank
                 return {std::move(received.segment), 0};
             }
+            if (received.failure == kGivenUp) return {};
             if (received.failure != 0 && received.failure != ETIMEDOUT) return {nullptr, received.failure};
         }
         const auto left = deadline - std::chrono::steady_clock::now();

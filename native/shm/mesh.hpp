@@ -32,7 +32,7 @@
 namespace paceline::shm {
 
 // A region of another rank, or the errno for which it could not be had: no descriptors or memory are left. Neither if
-// it did not come in time, or its owner is gone.
+// it did not come in time, or its owner is gone or has given it up.
 struct Found {
     std::shared_ptr<Segment> segment;
     int shortage = 0;
@@ -70,6 +70,8 @@ class Mesh {
     void offer(RegionId id, std::shared_ptr<Segment> segment);
     // Ends that, and tells those that keep the region to forget it. Returns it.
     std::shared_ptr<Segment> withdraw(RegionId id);
+    // Ends the offer of a region for which others may still ask, or makes sure that none comes: they wait no longer.
+    void give_up(RegionId id);
     // Waits until `deadline` for the region that `owner` offers as `id`.
     Found fetch(int owner, RegionId id, Deadline deadline) { return get(Request::Kind::fetch, owner, id, deadline); }
     // The same; the region is kept for later calls until its owner withdraws it.
@@ -91,6 +93,7 @@ class Mesh {
     State state_of(int rank) const { return board_->seat(rank).state.load(std::memory_order_acquire); }
     void serve(std::promise<void> begun);
     void answer(const Request& request, int connection);
+    void tell_of_offers();
     Found get(Request::Kind kind, int owner, RegionId id, Deadline deadline);
     void ranks_are_gone();
 
@@ -101,6 +104,7 @@ class Mesh {
     News news_;
     std::mutex mutex_;
     std::map<RegionId, Offer> offers_;
+    std::set<RegionId> given_up_;
     std::map<std::pair<int, RegionId>, std::shared_ptr<Segment>> kept_;
     bool closed_ = false;
     std::unique_ptr<Post> post_;  // nullptr if there is no other rank

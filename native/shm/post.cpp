@@ -32,7 +32,7 @@ constexpr std::chrono::milliseconds kPause{2};
 struct ReplyHead {
     std::uint64_t size = 0;  // of the region; 0: there is none
     Pages pages{};
-    std::uint32_t reserved = 0;
+    std::int32_t failure = 0;  // if there is none
 };
 
 // A descriptor that is closed at the end of its scope.
@@ -120,7 +120,7 @@ Received read_reply(int connection) {
         ancillary != nullptr && ancillary->cmsg_type == SCM_RIGHTS)
         std::memcpy(&fd, CMSG_DATA(ancillary), sizeof fd);
     if (got != static_cast<ssize_t>(sizeof head)) return {nullptr, ECONNRESET};
-    if (head.size == 0) return {};
+    if (head.size == 0) return {nullptr, head.failure};
     if (fd < 0) return {nullptr, EMFILE};  // the kernel drops a descriptor if this process has no free slot for it
     auto segment = Segment::adopt(fd, head.size, head.pages);
     return segment ? Received{std::move(segment), 0} : Received{nullptr, ENOMEM};
@@ -211,8 +211,9 @@ void Post::serve(const Board::Key& key, const Answer& answer) const {
     }
 }
 
-void Post::reply(int connection, const Segment* segment) {
+void Post::reply(int connection, const Segment* segment, int failure) {
     ReplyHead head;
+    head.failure = failure;
     if (segment != nullptr) head = {segment->size(), segment->pages(), 0};
     iovec data{&head, sizeof head};
     msghdr header{};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -26,8 +27,10 @@ struct Request {
 };
 static_assert(sizeof(Request) == 48);
 
+constexpr int kGivenUp = ECANCELED;  // as a failure: there will be no such region any more
+
 // What came of a request for a region: nullptr if there is no such region, as yet. `failure` is an errno, 0 if the
-// reply came whole.
+// reply came whole and more may come of the same request later.
 struct Received {
     std::shared_ptr<Segment> segment;
     int failure = 0;
@@ -56,8 +59,9 @@ class Post {
     // Nobody can connect any more. Only closes a descriptor.
     void close_listener();
 
-    // Passes a region's descriptor to the rank that asked for it; nullptr says that there is none.
-    static void reply(int connection, const Segment* segment);
+    // Passes a region's descriptor to the rank that asked for it; nullptr says that there is none, because of `failure`
+    // or, if that is 0, as yet.
+    static void reply(int connection, const Segment* segment, int failure = 0);
     // Asks the rank that listens there, and waits for its reply until `deadline` or until `given_up` returns true;
     // `failure` is then ETIMEDOUT.
     static Received ask(const SocketName& listener, const Request& request,

@@ -270,6 +270,40 @@ void nobody_meets_a_member_that_is_gone() {
     });
 }
 
+// Those that come late to memory that its maker has given up must not wait for it.
+void what_was_given_up_is_not_waited_for() {
+    std::promise<void> given_up;
+    const auto started = std::chrono::steady_clock::now();
+    with_meshes(2, [&](Mesh& mesh) {
+        if (mesh.rank() == 0) {
+            const auto commons = Commons::open(mesh, {0, 1}, 9, 64, in_time());
+            CHECK(commons && !commons->meet(std::chrono::steady_clock::now()));
+        }
+        if (mesh.rank() == 0) {
+            given_up.set_value();
+            while (!mesh.is_gone(1)) std::this_thread::yield();
+            return;
+        }
+        given_up.get_future().wait();
+        CHECK(!Commons::open(mesh, {0, 1}, 9, 64, in_time()));
+    });
+    CHECK(std::chrono::steady_clock::now() - started < kHung);
+}
+
+void nobody_waits_for_a_member_that_has_given_up() {
+    const auto started = std::chrono::steady_clock::now();
+    with_meshes(3, [](Mesh& mesh) {
+        if (mesh.rank() == 1) {  // never comes, and stays until the others have gone
+            while (!mesh.is_gone(0) || !mesh.is_gone(2)) std::this_thread::yield();
+            return;
+        }
+        const auto until = mesh.rank() == 2 ? std::chrono::steady_clock::now() : in_time();
+        const auto commons = Commons::open(mesh, {0, 1, 2}, 9, 64, in_time());
+        CHECK(commons && !commons->meet(until));
+    });
+    CHECK(std::chrono::steady_clock::now() - started < kHung);
+}
+
 void a_set_of_ranks_holds_all_ranks_of_a_host() {
     RankSet set = RankSet::of(kMaxRanks - 1);
     set.add(64);
@@ -297,4 +331,6 @@ int main() {
     each_waiter_hears_a_doorbell_however_often_it_rings();
     members_meet_in_memory_that_the_first_one_makes();
     nobody_meets_a_member_that_is_gone();
+    what_was_given_up_is_not_waited_for();
+    nobody_waits_for_a_member_that_has_given_up();
 }

@@ -338,27 +338,6 @@ void an_abort_on_another_thread_ends_the_own_call() {
     });
 }
 
-// A rank that comes late to a group that another rank has given up must not wait for it.
-void what_was_withdrawn_is_not_waited_for() {
-    with_ranks(2, [](Rank rank) {
-        const auto started = std::chrono::steady_clock::now();
-        const auto deadline = started + std::chrono::nanoseconds(kHung);
-        constexpr shm::RegionId kGivenUp = 7, kKept = 8;
-        const auto given_up = shm::Segment::create(64), kept = shm::Segment::create(128);
-        if (rank.rank == 0) {
-            rank.mesh.offer(kGivenUp, *given_up, 2);
-            rank.mesh.withdraw(kGivenUp, 2);
-            rank.mesh.offer(kKept, *kept, 2);
-            CHECK(rank.mesh.region(1, kKept, deadline) != nullptr);
-        } else {
-            CHECK(rank.mesh.region(0, kKept, deadline) != nullptr);
-            CHECK(rank.mesh.region(0, kGivenUp, deadline) == nullptr);
-            CHECK(std::chrono::steady_clock::now() - started < std::chrono::nanoseconds(kHung / 2));
-            rank.mesh.offer(kKept, *kept, 1);
-        }
-    });
-}
-
 }  // namespace
 
 int main() {
@@ -373,7 +352,6 @@ int main() {
     a_call_that_others_completed_is_completed_after_they_failed();
     a_rank_that_stops_in_a_call_has_come();
     a_rank_that_left_is_named();
-    what_was_withdrawn_is_not_waited_for();
     every_rank_receives_its_parts();
     an_abort_ends_the_calls_of_every_rank();
     an_abort_on_another_thread_ends_the_own_call();
