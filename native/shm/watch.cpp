@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <ctime>
 #include <utility>
@@ -103,6 +104,11 @@ Watch::Look Watch::look() const {
     return seen;
 }
 
+// How long a thread that looks around now and then sleeps in between.
+std::chrono::milliseconds Watch::seldom_turn() const {
+    return std::min(kTurn * (1 + board_->size() / kManyLooking), kSeldom);
+}
+
 void Watch::run() {
     pthread_setname_np(pthread_self(), "paceline-watch");
     int known = 0;
@@ -114,6 +120,8 @@ void Watch::run() {
         if (seen.gone != known) {
             known = seen.gone;
             changed_();
+            // Many ranks mostly leave one after the other, and each would wake all that are still there.
+            if (board_->size() > kManyLooking) futex_wait(closing_, 0, std::chrono::nanoseconds(seldom_turn()).count());
             continue;
         }
         if (!waits_for_many_) {
@@ -123,7 +131,7 @@ void Watch::run() {
         std::vector<WaitV> words{expecting(board_->news(), news), expecting(closing_, 0)};
         for (const auto& [word, holder] : seen.pulses) words.push_back(expecting(*word, holder));
         if (!seen.waits_for_all)
-            wait_for_any(words, kTurn * (1 + board_->size() / kManyLooking));
+            wait_for_any(words, seldom_turn());
         else
             wait_for_any(words, board_->size() - 1 > kMostWatchers ? std::chrono::nanoseconds(kSeldom) : kLong);
     }

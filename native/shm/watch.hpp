@@ -2,11 +2,13 @@
 //
 // The thread sleeps on the board's news and on the pulses of the kMostWatchers ranks behind it in the circle. That
 // needs futex_waitv; before Linux 5.16 it looks at all pulses in every turn instead. It also does so every few turns
-// while a rank has not come yet, and now and then on larger hosts, since all watchers of a rank may die with it. A rank
+// while a rank has not come yet, and now and then on larger hosts, since all watchers of a rank may die with it. There
+// it rests for some turns after each change: ranks that leave would wake all others once for each of them. A rank
 // that could not hold a pulse (emulators of other processors lack robust futexes) lives as long as its socket listens.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -35,6 +37,7 @@ class Watch {
 
     void run();
     Look look() const;
+    std::chrono::milliseconds seldom_turn() const;
 
     std::shared_ptr<Board> board_;
     int rank_;

@@ -6,12 +6,13 @@ read before anything else.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from paceline import __version__
 from paceline.engine.failures import Member
@@ -33,7 +34,7 @@ def introduce(**more: str | int | None) -> str:
     """Returns this rank's introduction as JSON; `more` holds what an engine needs to know about the rank besides."""
     me = Process.mine()
     process = {"host": socket.gethostname(), "pid": me.pid, "namespace": me.namespace, "started": me.started}
-    return json.dumps({"version": __version__, **process, **more})
+    return msgspec.json.encode({"version": __version__, **process, **more}).decode()
 
 
 def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[dict[str, str | int | None]]]:
@@ -58,8 +59,8 @@ def read(answers: Sequence[bytes], rank: int) -> tuple[tuple[Member, ...], list[
 def _parsed(answer: bytes) -> dict[str, Any]:
     """Returns an introduction, as far as it can be understood."""
     try:
-        said = json.loads(answer)
-    except ValueError:
+        said = msgspec.json.decode(answer)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         said = None
     return said if isinstance(said, dict) else {}
 
