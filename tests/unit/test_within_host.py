@@ -6,7 +6,8 @@ import pytest
 from sampling import FACTOR
 
 from paceline.schedule.cost_model import CostModel, LinkCost
-from paceline.schedule.verify.simulate import simulate
+from paceline.schedule.network import Network
+from paceline.schedule.timing import simulate_schedules
 from paceline.schedule.verify.symbolic import verify
 from paceline.schedule.within_host import reduce_in_blocks
 
@@ -33,8 +34,8 @@ def seconds(world_size, block, domains, far):
     """The predicted time on a machine of so many equal parts, between which a byte takes `far` times as long."""
     model = CostModel(NEAR, LinkCost(far * NEAR.alpha_s, far * NEAR.beta_s_per_byte), 1e-11)
     in_part = world_size // domains
-    parts = [range(first, first + in_part) for first in range(0, world_size, in_part)]
-    return simulate(world(world_size, block), model, NBYTES, parts)
+    parts = tuple(tuple(range(first, first + in_part)) for first in range(0, world_size, in_part))
+    return simulate_schedules(world(world_size, block), Network.of_costs(model, parts), NBYTES).seconds
 
 
 @pytest.mark.parametrize(("domains", "in_part"), [(2, 16), (2, 4), (4, 8), (4, 4)])
